@@ -24,12 +24,12 @@ from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.objectives.power import peak_power_w
 from envpipe_megatron.policies.planner import (
     Planned,
-    PlanRequest,
     build_schedule,
     make_frontier,
     make_memory_frontier,
     make_plan,
 )
+from envpipe_megatron.policies.request import PlanRequest
 
 __all__ = [
     "Conditions",

@@ -23,8 +23,9 @@ from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
+from envpipe_megatron.policies.request import PlanRequest
 
 #: Microbatches in flight beyond those of 1F1B on its fullest stage.
 MEMORY_STEPS = (0, 1, 2, 4)

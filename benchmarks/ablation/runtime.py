@@ -14,7 +14,8 @@ from benchmarks.planner.workloads import PRESET, preset_workload
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 _STAGES, _MICROBATCHES = 4, 8
 _DWELL_TIMES_S = (0.0, 0.2)

@@ -22,7 +22,7 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
 
     from envpipe_megatron.core.kinds import Kind
     from envpipe_megatron.formats.energy import Phase
-    from envpipe_megatron.policies.planner import PlanRequest
+    from envpipe_megatron.policies.request import PlanRequest
     from envpipe_megatron.runtime.job.session import SessionConfig
     from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 

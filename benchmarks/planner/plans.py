@@ -18,8 +18,9 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.order_search import OrderSearch
-from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_plan
+from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.planner import make_frontier, make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 #: Limits on extra forwards that joint plans are made for; None is no limit.
 EXTRA_FORWARDS = (0, 1, 2, 4, None)

@@ -45,7 +45,8 @@ from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
 from envpipe_megatron.policies.optimal.rounding import round_durations
 from envpipe_megatron.policies.optimal.simplex import Simplex
-from envpipe_megatron.policies.planner import PlanRequest, build_schedule
+from envpipe_megatron.policies.planner import build_schedule
+from envpipe_megatron.policies.request import PlanRequest
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}

@@ -13,7 +13,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 
 _EMULATED_MODEL = "GPT-3 175B"
 _EMULATED_MICROBATCHES = (12, 24, 48, 96)

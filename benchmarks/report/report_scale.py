@@ -27,7 +27,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, Phase
 from envpipe_megatron.formats.timeline import FIRST_STEADY
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.timeline_log import timeline_line
 from envpipe_megatron.runtime.execution.executor import make_record
 

@@ -19,7 +19,8 @@ from benchmarks.claims import markdown_line
 from benchmarks.outputs import output_option, write_csv
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 _MICROBATCHES = (24, 96)
 _CHUNKS = (2, 4)

@@ -26,7 +26,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.drawing.plots import default_frequency_range_mhz, plot_timeline
 
 GPU = "a100-sxm"

@@ -84,7 +84,7 @@ def interleaved(
         )
     if group_size is None:
         group_size = num_stages
-    virtual = _in_groups(num_microbatches, num_chunks, group_size)
+    virtual = in_groups(num_microbatches, num_chunks, group_size)
     forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
     in_turn = [unit(Kind.FORWARD, m, c, combined) for m, c in virtual]
     backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
@@ -112,7 +112,7 @@ def forward_only(
 ) -> Schedule:
     """Forwards alone, as in evaluation; with chunks in groups as `interleaved` has them."""
     _check_job(num_stages, num_microbatches, num_chunks)
-    virtual = _in_groups(
+    virtual = in_groups(
         num_microbatches, num_chunks, num_stages if group_size is None else group_size
     )
     order = tuple(unit(Kind.FORWARD, m, c) for m, c in virtual)
@@ -195,7 +195,7 @@ def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> N
     check_size(num_stages, num_microbatches, num_chunks)  # before its units are made
 
 
-def _in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+def in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
     """Microbatch and chunk of each forward: a group passes all chunks, then comes the next."""
     if group_size < 1:
         raise ScheduleError(

@@ -215,18 +215,19 @@ class Plan:
 def framework_schedule(schedule: Schedule) -> Schedule:
     """The order that Megatron itself would run for the same job.
 
-    With chunks in groups as long as the first of the schedule; where that cannot run, the schedule
-    itself.
+    With chunks in groups as long as those of the schedule, if it has any; where that cannot run,
+    the schedule itself.
     """
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if schedule.num_chunks == 1:
         if schedule.forward_only:
             return builders.forward_only(stages, microbatches)
         return builders.one_f_one_b(stages, microbatches)
-    group = stages
-    if schedule.placement is Placement.LOOPED:
-        group = int((schedule.chunks[0] > 0).argmax())  # the first stage goes on to chunk 1
-    job = stages, microbatches, schedule.num_chunks, max(stages, group)
+    group = max(stages, int((schedule.chunks[0] > 0).argmax()))  # as the first stage goes on
+    forwards = [(u.microbatch, u.chunk) for u in schedule.stages[0] if u.kind is Kind.FORWARD]
+    if forwards != builders.in_groups(microbatches, schedule.num_chunks, group):
+        group = stages  # not Megatron's own
+    job = stages, microbatches, schedule.num_chunks, group
     if schedule.forward_only:
         return builders.forward_only(*job)
     try:

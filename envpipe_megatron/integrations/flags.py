@@ -9,7 +9,8 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.integrations.levels import AUTO, Level
-from envpipe_megatron.policies.planner import POLICIES, SCHEDULE_ALIASES, SCHEDULES
+from envpipe_megatron.policies.planner import POLICIES, SCHEDULES
+from envpipe_megatron.policies.request import SCHEDULE_ALIASES
 
 TYPES = POLICIES
 #: Not those that the framework's own options decide.

@@ -25,7 +25,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
     all_pipelines,

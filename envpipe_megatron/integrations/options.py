@@ -21,14 +21,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 from envpipe_megatron.integrations.levels import AUTO, Level
-from envpipe_megatron.policies.planner import (
-    BY_MEMORY,
-    LIMITED_SCHEDULES,
-    SCHEDULE_ALIASES,
-    PlannerError,
-    PlanRequest,
-    check_request,
-)
+from envpipe_megatron.policies.planner import LIMITED_SCHEDULES, check_request
+from envpipe_megatron.policies.request import BY_MEMORY, SCHEDULE_ALIASES, PlannerError, PlanRequest
 
 #: What a type goes with if the user does not say; others go with 1F1B. EnvPipe in full is the
 #: default: its clocks follow what is measured in each iteration, so a profile that errs costs no

@@ -12,12 +12,9 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.order_search import OrderSearch
 
 #: Deadlines at which competing orders are compared before the others are planned.
 _PROBES = 6
@@ -53,14 +50,6 @@ def plan_frontier(
     if not plans and refused is not None:
         raise refused
     return pareto(plans)
-
-
-def competing_orders(profile: Profile, search: OrderSearch, limits: OrderLimits) -> list[Optimizer]:
-    """Optimizers of 1F1B, of EnvPipe's order, and of the best order of a search, within limits."""
-    best = search.search(limits)[0].extra_forwards
-    wanted = limits.fit(envpipe_counts(profile, search.num_microbatches))
-    none = (0,) * profile.num_stages
-    return [search.optimizer(extra, FRONTIER_GAP) for extra in dict.fromkeys((none, wanted, best))]
 
 
 def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:

@@ -41,7 +41,8 @@ from envpipe_megatron.integrations.deepspeed import (
 )
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5

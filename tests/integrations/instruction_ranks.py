@@ -18,7 +18,7 @@ from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 

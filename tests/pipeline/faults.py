@@ -10,7 +10,7 @@ from typing import Any
 
 import plain_stages
 
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 
 MICROBATCHES = 4

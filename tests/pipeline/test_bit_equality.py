@@ -21,7 +21,8 @@ from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 # One worker runs them all: they share the ranks.
 pytestmark = pytest.mark.xdist_group("pipeline")

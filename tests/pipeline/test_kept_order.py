@@ -24,7 +24,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]

@@ -13,7 +13,8 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -43,7 +43,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor

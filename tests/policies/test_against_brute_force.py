@@ -1,5 +1,6 @@
 """Plans and bounds against every assignment of frequencies, and every order, of tiny jobs."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,10 +11,13 @@ from planning_cases import every_schedule, random_conditions, random_profile, tr
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
+from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.order_search import OrderSearch
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest, request_profile
 
 #: Stages, microbatches, frequencies: up to 65,536 assignments.
 SIZES = ((2, 1, 4), (2, 2, 3), (2, 2, 4), (2, 3, 2), (3, 1, 3), (3, 2, 2))
@@ -124,6 +128,40 @@ def test_order_and_frequencies_against_all_orders(stages, microbatches, jobs):
     print("auto above the optimum of all orders (%):", np.percentile(above, [50, 90, 100]).round(3))
     assert np.median(above) < 0.01
     assert max(above) < 13
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "jobs"), [(2, 1, 12), (1, 2, 12)], ids=["split", "chunks"]
+)
+def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, chunks, jobs):
+    """Bound of all families <= optimum of all their orders <= auto's plan, which is near it."""
+    orders = [
+        order
+        for split, placement in itertools.product((False, True), Placement)
+        if placement is not Placement.APART and (chunks > 1 or placement is Placement.LOOPED)
+        for order in every_schedule(2, microbatches, chunks, split=split, placement=placement)
+    ]
+    above = []
+    for seed in range(jobs):
+        rng = random.Random(seed)
+        profile = random_profile(rng, 2, 2)
+        conditions = random_conditions(rng, profile)
+        split = SplitBackward(rng.uniform(0.3, 0.7))
+        request = PlanRequest(
+            microbatches, "auto", "optimal", num_chunks=chunks, conditions=conditions,
+            deadline_factor=rng.choice([1.0, 1.1]), split=split,
+        )  # fmt: skip
+        auto = make_plan(profile, request)
+        deadline_s = request.deadline_factor * auto.plan.baseline.cost.iteration_time_s
+        priced = request_profile(profile, request)
+        optimum_j = min(
+            try_everything(order, priced, conditions).least_energy_j(deadline_s) for order in orders
+        )
+        assert auto.any_order_bound_j <= optimum_j * (1 + 1e-9), seed
+        assert optimum_j <= auto.plan.cost.energy_j * (1 + 1e-9), seed
+        above.append(100 * (auto.plan.cost.energy_j / optimum_j - 1))
+    print("auto above the optimum of all families (%):", np.round(above, 2))
+    assert np.mean(above) < 1
 
 
 def test_the_bound_of_all_orders_is_reached_where_the_pipeline_is_one_chain():

@@ -8,7 +8,8 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 NAME = "interleaved-combined"
 POWER_W = (40.0, 55.0)

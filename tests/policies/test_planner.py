@@ -14,17 +14,10 @@ from envpipe_megatron.core.profile import ProfileError, make_profile, read_profi
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.order_search import OrderSearch
-from envpipe_megatron.policies.planner import (
-    BY_MEMORY,
-    SCHEDULES,
-    PlannerError,
-    PlanRequest,
-    build_schedule,
-    make_frontier,
-    make_plan,
-)
+from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.planner import SCHEDULES, build_schedule, make_frontier, make_plan
 from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.policies.request import BY_MEMORY, PlannerError, PlanRequest
 
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
 #: Plans of combined units are in `test_combined_units`.
@@ -181,7 +174,6 @@ def test_a_profile_of_chunks_plans_no_order_without():
         (PlanRequest(8, "1f1b", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", num_chunks=2), "2"),
         (PlanRequest(8, "1f1b", group_size=5), "5"),
-        (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
         (PlanRequest(8, "zero-bubble"), "Unknown schedule.*zero-bubble"),
         (PlanRequest(8, policy="cheapest"), "Unknown policy.*cheapest"),

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import run_made
 
-from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_memory_frontier
+from envpipe_megatron.policies.planner import make_frontier, make_memory_frontier
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.drawing import frontiers
 
 PROFILE = run_made.profile(3, [(1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0)])

@@ -11,8 +11,9 @@ from unittest.mock import patch
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.runtime.job import folder as job_folder_module
 from envpipe_megatron.runtime.job.config import SessionConfig

@@ -15,7 +15,7 @@ from plain_stages import PlainWork
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 from envpipe_megatron.runtime.memory.peak import StageMemory
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings

@@ -12,7 +12,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 

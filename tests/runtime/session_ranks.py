@@ -13,7 +13,7 @@ import torch
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.session import SessionConfig

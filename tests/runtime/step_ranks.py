@@ -18,7 +18,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import compare
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig

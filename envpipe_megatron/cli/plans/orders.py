@@ -13,7 +13,8 @@ from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import read_order
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
-from envpipe_megatron.policies.planner import SCHEDULE_ALIASES, SCHEDULES
+from envpipe_megatron.policies.planner import SCHEDULES
+from envpipe_megatron.policies.request import SCHEDULE_ALIASES
 
 _READERS = {".json": read_order, ".csv": read_torch_csv}
 

@@ -27,23 +27,22 @@ from envpipe_megatron.cli.plans.conditions import (
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile import Profile, SplitBackward, read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
-    BY_MEMORY,
     LIMITED_SCHEDULES,
     POLICIES,
     RECONFIGURE_NAMES,
-    PlanRequest,
     check_frontier,
     check_memory_frontier,
     make_frontier,
     make_memory_frontier,
     make_plan,
 )
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 
 _ABOVE_0 = Finite(min=0, min_open=True)
 
@@ -123,9 +122,14 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
 )
 @click.option(
-    "--num-chunks", type=click.IntRange(min=1), default=1, show_default=True,
-    help="Chunks (virtual stages) of each stage, with --schedule interleaved or "
-    "interleaved-combined.",
+    "--num-chunks", type=click.IntRange(min=1),
+    help="Chunks (virtual stages) of each stage, for orders that have any; by default the "
+    "profile's.",
+)  # fmt: skip
+@click.option(
+    "--split-overhead", type=Finite(min=0),
+    help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
+    "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
 )  # fmt: skip
 @click.option(
     "--group-size", type=click.IntRange(min=1),
@@ -155,6 +159,7 @@ def plan(
     profile_path: Path,
     output: Path | None,
     schedule: str | Path | None,
+    split_overhead: float | None,
     frontier_path: Path | None,
     frontier_points: int,
     memory_path: Path | None,
@@ -187,6 +192,9 @@ def plan(
     check_outputs(written, read, beside)
     options |= job_options(schedule, options["num_microbatches"], options["policy"])
     profile = read_profile(profile_path)
+    options["num_chunks"] = options["num_chunks"] or profile.sidecar.num_chunks
+    if split_overhead is not None:
+        options["split"] = SplitBackward(overhead=split_overhead)
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
     objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
     request = PlanRequest(

@@ -86,6 +86,8 @@ class DurationProgram:
         self.fastest_iteration_s = self._iteration_s(self._fastest_s)
         self._nodes, self._cross_nodes, problem = self._problem(choices, key, latency_s, tail_s)
         self._stated = problem
+        #: The last deadline and its solution: searches judge by what plans are then made from.
+        self._last: tuple[float, Relaxed] | None = None
         if schedule.num_units <= max_simplex_units:
             self._solver: Simplex | InteriorPoint = Simplex(problem)
         else:
@@ -113,6 +115,11 @@ class DurationProgram:
     def solve(self, deadline_s: float) -> Relaxed:
         """Minimise for a deadline; LinearProgramError: none meets it, or every solver failed."""
         deadline_s = self.attainable(deadline_s)
+        if self._last is None or self._last[0] != deadline_s:
+            self._last = deadline_s, self._solve(deadline_s)
+        return self._last[1]
+
+    def _solve(self, deadline_s: float) -> Relaxed:
         # A badly conditioned program ends slightly late; the simplex takes longer and is exact.
         earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
         failure: SolverError | None = None

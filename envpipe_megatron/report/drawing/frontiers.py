@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.policies.memory_frontier import MemoryPoint
+from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint
 from envpipe_megatron.report.drawing.style import (
     BLUE,
     GREEN,

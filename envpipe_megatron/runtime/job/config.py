@@ -9,7 +9,8 @@ from typing import Any
 
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.planner import PlanRequest, check_request
+from envpipe_megatron.policies.planner import check_request
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 

@@ -9,12 +9,8 @@ from pathlib import Path
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.policies.limits import in_flight_by_memory
-from envpipe_megatron.policies.planner import (
-    BY_MEMORY,
-    LIMITED_SCHEDULES,
-    SCHEDULE_ALIASES,
-    PlanRequest,
-)
+from envpipe_megatron.policies.planner import LIMITED_SCHEDULES
+from envpipe_megatron.policies.request import BY_MEMORY, SCHEDULE_ALIASES, PlanRequest
 from envpipe_megatron.runtime.memory.device import CudaMemory
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
 

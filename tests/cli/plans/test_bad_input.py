@@ -118,7 +118,7 @@ BASELINE = ("--policy", "baseline")
         (["--schedule", "gpipe", "--max-extra-forwards", "2"], ["extra forwards", "'gpipe'"]),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
         (["--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
-        (["--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
+        (["--schedule", "1f1b", "--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
         (
             ["--schedule", "interleaved", "--num-chunks", 2, "--group-size", 1],

@@ -42,7 +42,7 @@ def needs(num_stages, num_chunks, stage, unit, placement="looped"):
     return [*own, (way[at][0], Unit(kind, m, way[at][1]))]
 
 
-def run_naively(orders, num_chunks):
+def run_naively(orders, num_chunks, placement="looped"):
     """Let every stage run its next unit whenever that is ready; returns where each stage stops."""
     position = [0] * len(orders)
     done = set()
@@ -53,7 +53,7 @@ def run_naively(orders, num_chunks):
             if position[stage] == len(order):
                 continue
             unit = order[position[stage]]
-            if all(need in done for need in needs(len(orders), num_chunks, stage, unit)):
+            if all(need in done for need in needs(len(orders), num_chunks, stage, unit, placement)):
                 done.add((stage, unit))
                 position[stage] += 1
                 progress = True

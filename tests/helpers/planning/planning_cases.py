@@ -8,11 +8,11 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from core_cases import B, F, needs, profile_of, run_naively, units_of
+from core_cases import B, F, needs, profile_of, rows_of, run_naively, units_of
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 
@@ -92,7 +92,7 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     powers_w, gpus = conditions.blocking_power_w, conditions.gpus_by_stage
     latency_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
     nodes = [(stage, unit) for stage, order in enumerate(schedule.stages) for unit in order]
-    rows = [profile.rows[stage][unit.kind] for stage, unit in nodes]
+    rows = [rows_of(profile, stage, unit) for stage, unit in nodes]
     shape = tuple(len(choices) for choices in rows)
     assert np.prod(shape) <= max_assignments
     duration = {}
@@ -109,12 +109,13 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
         for stage, order in enumerate(schedule.stages):
             while position[stage] < len(order):
                 unit = order[position[stage]]
-                sources = [n for n in needs(stages, 1, stage, unit) if n[0] != stage]
+                waits = needs(stages, schedule.num_chunks, stage, unit, schedule.placement)
+                sources = [source for source in waits if source[0] != stage]
                 if any(source not in end for source in sources):
                     break
                 start = last[stage]
                 for source in sources:
-                    hop_s = latency_s[min(source[0], stage)]
+                    hop_s = latency_s[min(source[0], stage)]  # with chunks, of two stages
                     start = np.maximum(start, end[source] + hop_s)
                 last[stage] = end[stage, unit] = start + duration[stage, unit]
                 position[stage] += 1
@@ -125,22 +126,28 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     return Everything(iteration_s.ravel(), energy_j.ravel())
 
 
-def every_schedule(num_stages, num_microbatches):
+def every_schedule(
+    num_stages, num_microbatches, num_chunks=1, *, split=False, placement=Placement.LOOPED
+):
     """Every order that can run, up to the names of microbatches."""
-    units = units_of(num_microbatches, 1)
-    of_a_stage = [
-        order
-        for order in itertools.permutations(units)
-        if all(
-            order.index(unit) > order.index(units[unit.microbatch])
-            for unit in units[num_microbatches:]
-        )
-    ]
+    units = units_of(num_microbatches, num_chunks, split)
+    of_a_stage = list(orders_of_a_stage(units))
     named = [
         order
         for order in of_a_stage
-        if [u.microbatch for u in order if u.kind is F] == list(range(num_microbatches))
+        if [u.microbatch for u in order if (u.kind, u.chunk) == (F, 0)]
+        == list(range(num_microbatches))
     ]
     for orders in itertools.product(named, *[of_a_stage] * (num_stages - 1)):
-        if run_naively(orders, 1) == [len(units)] * num_stages:
-            yield Schedule("any", num_microbatches, 1, orders)
+        if run_naively(orders, num_chunks, placement) == [len(units)] * num_stages:
+            yield Schedule("any", num_microbatches, num_chunks, orders, placement)
+
+
+def orders_of_a_stage(units, begun=()):
+    """Every order in which each unit comes after what its own stage makes for it."""
+    if len(begun) == len(units):
+        yield begun
+    for unit in units:
+        own = [u for u in units if (u.microbatch, u.chunk) == (unit.microbatch, unit.chunk)]
+        if unit not in begun and set(own[: own.index(unit)]) <= set(begun):
+            yield from orders_of_a_stage(units, (*begun, unit))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from plain_job import MICROBATCHES, PRESET, TIMES_S, WARMUP_ITERATIONS
 
 from envpipe_megatron.gpu.emulated.store import default_root
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 
 #: Of every wait for another rank.

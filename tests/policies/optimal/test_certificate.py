@@ -11,11 +11,11 @@ from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import OptimizeResult
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.policies import any_order
-from envpipe_megatron.policies.any_order import any_order as bound_all_orders
 from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.orders import any_order
+from envpipe_megatron.policies.orders.any_order import any_order as bound_all_orders
 
 SEEDS = st.integers(0, 2**32)
 

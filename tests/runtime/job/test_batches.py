@@ -18,7 +18,8 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.formats.energy import read_energy_logs, split_phase
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.run_folder import read_run_folder
 
 pytestmark = pytest.mark.xdist_group("pipeline")

@@ -16,8 +16,8 @@ from kept_job import BASELINE, FINGERPRINT, STEP, Alone, job_folder, kept_job, p
 
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job import job_file
 from envpipe_megatron.runtime.job.config import SessionConfig

@@ -14,7 +14,7 @@ from preset_profile import preset_profile
 from rank_pool import RankFailedError
 
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.planner import PlannerError
+from envpipe_megatron.policies.request import PlannerError
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner_in_time
 
 pytestmark = pytest.mark.xdist_group("pipeline")

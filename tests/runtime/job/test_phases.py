@@ -22,8 +22,8 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
-from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.going_on import GoesOnError

@@ -20,7 +20,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlannerError, PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning

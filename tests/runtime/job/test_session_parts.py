@@ -14,7 +14,7 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record

@@ -18,8 +18,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 
 pytestmark = pytest.mark.xdist_group("pipeline")

@@ -16,7 +16,7 @@ from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.limits import order_limits
-from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory.limit import (

@@ -14,10 +14,13 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.policies.limits import order_limits
-from envpipe_megatron.policies.memory_frontier import memory_frontier
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.order_search import Candidate, OrderSearch
+from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch
+from envpipe_megatron.policies.orders.judged import best_plan
+from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
 
 SEEDS = st.integers(0, 2**32)
 STEPS = (0, 1, 2, 3, None)
@@ -32,6 +35,11 @@ def one_f_one_b_s(job):
 def search_of(job, factor=1.0):
     deadline_s = factor * one_f_one_b_s(job)
     return OrderSearch(job.profile, job.num_microbatches, job.conditions, deadline_s), deadline_s
+
+
+def plan_of(search, candidates, deadline_s):
+    """The best plan of what a search found."""
+    return best_plan(search.judge(candidates), ObjectivePlanner(LEAST_ENERGY, deadline_s))
 
 
 def any_job(seed, max_microbatches=8):
@@ -78,7 +86,8 @@ def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
 def test_the_plan_is_in_time_and_never_above_1f1bs(seed):
     rng, job = any_job(seed)
     search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.05, 1.3]))
-    plan = search.plan(search.search(order_limits(job.num_stages, job.num_microbatches)))
+    candidates = search.search(order_limits(job.num_stages, job.num_microbatches))
+    plan = plan_of(search, candidates, deadline_s)
     own = search.optimizer((0,) * job.num_stages)
     assert own.schedule.name == "1f1b"
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
@@ -98,7 +107,8 @@ def test_1f1b_is_planned_too_where_the_best_orders_round_badly():
         for candidate in (first, second, own)
     }
     assert energy_j[own] < 0.995 * min(energy_j[first], energy_j[second])
-    assert search.plan([first, second, *others]).cost.energy_j == energy_j[own]
+    plan = plan_of(search, [first, second, *others], deadline_s)
+    assert plan.cost.energy_j == energy_j[own]
 
 
 @settings(max_examples=16, deadline=None, derandomize=True)
@@ -118,10 +128,10 @@ def test_more_memory_never_costs_energy(seed, limited):
             if limited == "extra"
             else order_limits(stages, microbatches, max_in_flight=most)
         )
-        search, _ = search_of(job)
+        search, deadline_s = search_of(job)
         candidates = search.search(limits)
         relaxed_j.append(min(candidate.relaxed_energy_j for candidate in candidates))
-        plan_j.append(search.plan(candidates).cost.energy_j)
+        plan_j.append(plan_of(search, candidates, deadline_s).cost.energy_j)
     assert all(b <= a * (1 + 1e-9) for a, b in pairwise(relaxed_j))
     assert all(b <= a * 1.02 for a, b in pairwise(plan_j))
 
@@ -166,17 +176,20 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
         return Namespace(cost=cost, extra=extra, conditions=job.conditions)
 
     def optimizer(self, extra, *_):
-        return Namespace(plan=lambda *_: rounded(extra))
+        order = builders.envpipe(2, 4, extra)
+        return Namespace(plan=lambda *_: rounded(extra), schedule=order)
 
     monkeypatch.setattr(OrderSearch, "optimizer", optimizer)
     monkeypatch.setattr(
         OrderSearch, "search", lambda *_: [Candidate((1, 0), 99.0), Candidate((0, 0), 99.1)]
     )
-    search, _ = search_of(job)
-    assert search.plan(search.search()).extra == ((1, 0) if taken else (0, 0))
+    search, deadline_s = search_of(job)
+    plan = plan_of(search, search.search(), deadline_s)
+    assert plan.extra == ((1, 0) if taken else (0, 0))
     found = iter([(0, 0), (1, 0)])
     monkeypatch.setattr(OrderSearch, "search", lambda *_: [Candidate(next(found), 99.0)])
-    points = memory_frontier(search, order_limits(2, 4, max_extra_forwards=1))
+    planner = ObjectivePlanner(LEAST_ENERGY, deadline_s)
+    points = memory_frontier(search, order_limits(2, 4, max_extra_forwards=1), planner)
     assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
 
 
@@ -217,7 +230,8 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     search = OrderSearch(profile, 16, conditions, deadline_s)
     candidates = search.search(order_limits(4, 16))
     assert (0, 0, 0, 0) not in [c.extra_forwards for c in candidates]
-    assert search.plan(candidates).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+    plan = plan_of(search, candidates, deadline_s)
+    assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     tight = order_limits(4, 16, max_extra_forwards=0)
     with pytest.raises(LinearProgramError, match=r"'1f1b'.*deadline"):
         OrderSearch(profile, 16, conditions, deadline_s).search(tight)

@@ -9,7 +9,8 @@ from itertools import chain, count, takewhile
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
-from envpipe_megatron.policies.order_search import WORTH, Extra, OrderSearch
+from envpipe_megatron.policies.orders.extra_forwards import Extra, OrderSearch
+from envpipe_megatron.policies.orders.judged import WORTH, best_plan
 
 #: Limits on the extra forwards of every stage; beyond them, multiples of the last.
 _LIMITS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -29,7 +30,7 @@ class MemoryPoint:
 
 
 def memory_frontier(
-    search: OrderSearch, limits: OrderLimits, planner: ObjectivePlanner | None = None
+    search: OrderSearch, limits: OrderLimits, planner: ObjectivePlanner
 ) -> list[MemoryPoint]:
     """Plans for rising limits, as far as more memory still saves energy.
 
@@ -42,7 +43,7 @@ def memory_frontier(
         within = replace(limits, most=tuple(min(most, cap) for cap in limits.most))
         candidates = search.search(within, best)
         best = (candidates[0].extra_forwards,)
-        plan = search.plan(candidates, planner)
+        plan = best_plan(search.judge(candidates), planner)
         if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j * (1 - WORTH):
             points.append(MemoryPoint(most, plan))
         if max(best[0]) < most:  # more memory would not be used

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
@@ -21,18 +21,15 @@ import numpy as np
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.any_order import any_order
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
+from envpipe_megatron.policies.orders.any_order import any_order
+from envpipe_megatron.policies.orders.judged import WORTH, Judged
 
 Extra = tuple[int, ...]
 
@@ -45,11 +42,6 @@ _UNIT_BUDGET = 9_000
 _FEWEST_ORDERS = 5
 #: Units of all orders whose longest path it may look at in between: 130 orders of 8 x 96.
 _LOOK_BUDGET = 200_000
-#: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
-#: that buys nothing is not taken.
-WORTH = 2e-5
-#: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
-_ROUNDED = 2
 
 
 @dataclass(frozen=True)
@@ -131,38 +123,13 @@ class OrderSearch:
         known = [e for e in self._solved if math.isfinite(self._energy(e)) and limits.allow(e)]
         return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
 
-    def plan(
-        self, candidates: Sequence[Candidate], planner: ObjectivePlanner | None = None
-    ) -> Plan:
-        """The best plan of the first few orders that a search found, and of 1F1B.
-
-        By default the best is the cheapest at the deadline, and in any case what is gained must be
-        worth its memory. LinearProgramError: none of them has a plan.
-        """
-        planner = planner or ObjectivePlanner(LEAST_ENERGY, self._deadline_s)
-        best: Plan | None = None
-        least_j = least = math.inf
-        refused: LinearProgramError | None = None
-        for rank, candidate in enumerate(candidates):
-            if rank >= _ROUNDED and any(candidate.extra_forwards):
-                continue
-            extra = candidate.extra_forwards
-            if _worth(candidate.relaxed_energy_j, extra) >= least_j:
-                continue
-            optimizer = self.optimizer(extra)
-            try:
-                plan = planner.plan(optimizer)
-            except LinearProgramError as error:
-                refused = refused or error
-                continue
-            worth = _worth(planner.score(plan), extra)
-            if worth < least:
-                best, least = plan, worth
-                least_j = _worth(plan.cost.energy_j, extra)
-        if best is None:
-            assert refused is not None  # there is a candidate, and it got no plan
-            raise refused
-        return best
+    def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
+        """Candidates as `judged.best_plan` takes them."""
+        own = self._schedule((0,) * self._profile.num_stages)
+        return [
+            Judged("envpipe", self.optimizer(c.extra_forwards), c.relaxed_energy_j, own)
+            for c in candidates
+        ]
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order and no frequencies can go below at the deadline or a later one, J."""

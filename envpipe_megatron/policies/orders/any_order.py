@@ -26,10 +26,12 @@ class AnyOrder:
 
     Args:
         energy_lower_bound_j: no order takes less.
+        price_w: what a second less for all units would cost.
         time_s: [num_stages, num_chunks, kinds] how long units take on average where it is reached.
     """
 
     energy_lower_bound_j: float
+    price_w: float
     time_s: FloatArray
 
 
@@ -130,4 +132,4 @@ def any_order(
         ]
     )
     by_chunk_s = np.repeat(time_s.reshape(units.shape), num_chunks // parts, axis=1)
-    return AnyOrder(bound_j, by_chunk_s)
+    return AnyOrder(bound_j, float(price_w.sum()), by_chunk_s)

@@ -1,0 +1,1 @@
+"""Orders searched together with their clocks, over families, and what holds for all orders."""

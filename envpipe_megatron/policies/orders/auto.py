@@ -1,0 +1,204 @@
+"""Order and frequencies planned together, over all families of orders that a job can have.
+
+Without chunks that is EnvPipe's order with any extra forwards (`extra_forwards`); with chunks, or
+where backwards can be split, `families` has more. All are judged by the relaxed energy of
+their orders at one time; the best are planned in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.policies.frontier import FRONTIER_GAP
+from envpipe_megatron.policies.limits import envpipe_counts
+from envpipe_megatron.policies.objectives.objective import Goal
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.orders.families import FamilySearch, families
+from envpipe_megatron.policies.orders.judged import Judged, best_plan
+from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint, memory_frontier
+from envpipe_megatron.policies.request import (
+    PlanRequest,
+    request_conditions,
+    request_in_flight,
+    request_limits,
+    request_planner,
+)
+
+#: Searches for an order at ever better times, which end sooner at times as close as this fraction.
+_MOST_SEARCHES = 4
+_SAME_TIME = 1e-3
+
+
+class AutoSearch:
+    """The search for the order of a request, at the time that is best for its objective.
+
+    That time depends on the order: the first search is at the best time of the framework's own, the
+    next at that of the order that was found. LinearProgramError: no order meets the deadline.
+    """
+
+    def __init__(self, profile: Profile, request: PlanRequest) -> None:
+        self._profile, self._request = profile, request
+        self._conditions = request_conditions(profile, request)
+        job = profile.num_stages, request.num_microbatches
+        if request.num_chunks == 1:
+            self._own = builders.one_f_one_b(*job)
+        else:
+            self._own = builders.interleaved(*job, request.num_chunks, request.group_size)
+        self.planner = request_planner(request, self._own, profile, self._conditions)
+        if request.objective.goal == Goal.ENERGY:
+            self._search_at(self.planner.longest_s)
+            return
+        own = Optimizer(self._own, profile, self._conditions, parking=request.park)
+        better_s = self.planner.best_time_s(own)
+        for _ in range(_MOST_SEARCHES):
+            time_s = better_s
+            self._search_at(time_s)
+            better_s = self.planner.best_time_s(self.judged[0].optimizer)
+            if abs(better_s - time_s) <= _SAME_TIME * time_s:
+                break
+
+    def _search_at(self, time_s: float) -> None:
+        """Judge the orders of all families at a time."""
+        profile, request = self._profile, self._request
+        self._searches: list[OrderSearch | FamilySearch] = []
+        #: The orders that meet the time, the best first.
+        self.judged: list[Judged] = []
+        refused: LinearProgramError | None = None
+        if request.num_chunks == 1:
+            extra = OrderSearch(
+                profile,
+                request.num_microbatches,
+                self._conditions,
+                time_s,
+                parking=request.park,
+            )
+            self._searches.append(extra)
+            try:
+                self.judged += extra.judge(extra.search(request_limits(profile, request)))
+            except LinearProgramError as error:
+                refused = error
+        for family in families(profile, request.num_chunks) if self._has_families else ():
+            try:
+                search = FamilySearch(
+                    family,
+                    self._own,
+                    profile,
+                    self._conditions,
+                    time_s,
+                    self._most_in_flight(),
+                    parking=request.park,
+                )
+            except LinearProgramError as error:
+                refused = refused or error
+                continue
+            self._searches.append(search)
+            self.judged += search.search([o.optimizer.schedule for o in self._best()])
+        if not self.judged:
+            raise refused or LinearProgramError(
+                "No order that was found meets the deadline (s)",
+                value=time_s,
+                remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
+            )
+        self.judged.sort(key=lambda order: order.worth_j)
+
+    @property
+    def _has_families(self) -> bool:
+        """Limits of what neighbours hold and of channels are of EnvPipe's order."""
+        request = self._request
+        return request.max_warmup_step is None and request.channel_capacity is None
+
+    def _most_in_flight(self) -> list[int] | None:
+        """[num_stages] the most microbatches x chunks that each stage may hold."""
+        chunks = self._own.num_chunks
+        most = [chunks * m for m in request_in_flight(self._profile, self._request) or ()]
+        extra = self._request.max_extra_forwards
+        if extra is not None:
+            by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
+            most = list(map(min, by_peak, most or by_peak))
+        return most or None
+
+    def _best(self) -> list[Judged]:
+        """The best order of each family, the best family first."""
+        best: dict[str, Judged] = {}
+        for order in sorted(self.judged, key=lambda order: order.worth_j):
+            best.setdefault(order.family, order)
+        return list(best.values())
+
+    def plan(self) -> Plan:
+        """The best plan; LinearProgramError: late clocks, the dwell time or limits leave none."""
+        return best_plan(self.judged, self.planner)
+
+    def competing(self) -> list[Optimizer]:
+        """Optimizers of the framework's order, of EnvPipe's, and of the best of each family."""
+        orders = [self._own]
+        if self._own.num_chunks == 1:
+            stages, microbatches = self._profile.num_stages, self._own.num_microbatches
+            limits = request_limits(self._profile, self._request)
+            wanted = limits.fit(envpipe_counts(self._profile, microbatches))
+            orders.append(builders.envpipe(stages, microbatches, wanted))
+        orders += [order.optimizer.schedule for order in self._best()]
+        return [
+            Optimizer(
+                order,
+                self._profile,
+                self._conditions,
+                parking=self._request.park,
+                good_gap=FRONTIER_GAP,
+            )
+            for order in {order.stages: order for order in orders}.values()
+        ]
+
+    def memory_frontier(self) -> list[MemoryPoint]:
+        """The best plans for rising limits of extra forwards, where there are no chunks."""
+        search = self._searches[0]
+        assert isinstance(search, OrderSearch)
+        return memory_frontier(search, request_limits(self._profile, self._request), self.planner)
+
+    def bound_j(self, plan: Plan) -> float:
+        """What no order of any family can go below in a plan's time, J."""
+        time_s = plan.cost.iteration_time_s
+        return min(search.any_order_bound_j(time_s) for search in self._searches)
+
+    def notes(self, plan: Plan) -> tuple[str, ...]:
+        """What a user should know of the search for a plan."""
+        request, baseline_j = self._request, plan.baseline.cost.energy_j
+        tried = sum(search.orders_tried for search in self._searches)
+        most = 100 * (1 - self.bound_j(plan) / baseline_j)
+        notes = [
+            f"{tried} orders were compared. No order at all can save more than {most:.2f} % at "
+            "this deadline."
+        ]
+        best = self._best()
+        if len(best) > 1:
+            told = ", ".join(
+                f"{order.family} {100 * (1 - order.relaxed_energy_j / baseline_j):.2f} % "
+                f"({_peak(order)} in flight)"
+                for order in best
+            )
+            notes.append(f"Families of orders by what they save before rounding: {told}.")
+        in_flight = request_in_flight(self._profile, request)
+        if in_flight is not None:
+            more = replace(request, max_in_flight=tuple(limit + 1 for limit in in_flight))
+            less_j = AutoSearch(self._profile, more).judged[0].relaxed_energy_j
+            saved = max(0.0, 1 - less_j / self.judged[0].relaxed_energy_j)
+            notes.append(
+                f"Another microbatch in flight on each stage would save {100 * saved:.2f} % more."
+            )
+        split = request.split
+        if plan.schedule.split and split is not None:
+            notes.append(
+                f"Assumed, not measured: a backward in two parts takes {100 * split.overhead:g} % "
+                f"more, {100 * split.input_share:g} % of it for the gradient of its input."
+            )
+        return tuple(notes)
+
+
+def _peak(order: Judged) -> str:
+    """The most microbatches of a whole stage that a stage holds."""
+    schedule = order.optimizer.schedule
+    return f"{max(schedule.peak_in_flight) / schedule.num_chunks:g}"

@@ -1,0 +1,228 @@
+"""Order and frequencies planned together where a pipeline has chunks, or splits its backwards.
+
+What holds for all orders of a family (`any_order`) tells how long each stage's units would take in
+the best of them. A list scheduler makes orders for these times, within several limits of memory;
+those that come nearest to the deadline are judged by their own linear programs. Where splitting a
+backward costs something, orders that split their last backwards alone compete with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.splitting import split_in_place
+from envpipe_megatron.core.profile import Profile, ProfileRow
+from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
+from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
+from envpipe_megatron.policies.orders.judged import Judged, memory_worth
+
+#: Limits of activations held that are tried, as multiples of what the framework's own order holds.
+_MEMORY = (1.0, 1.5, 2.0)
+#: Orders that the list scheduler looks at for each.
+_LOOKS = 4
+#: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
+_UNIT_BUDGET = 9_000
+_FEWEST_ORDERS = 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """Orders that lay out chunks alike, and either split their backwards or do not."""
+
+    name: str
+    split: bool
+    placement: Placement = Placement.LOOPED
+
+
+_ONE_CHUNK: tuple[Family, ...] = (Family("zero-bubble", split=True),)
+_CHUNKS = (Family("interleaved", split=False), Family("zero-bubble-interleaved", split=True))
+_TWO_EVEN_CHUNKS = (
+    Family("v-shaped", split=False, placement=Placement.V),
+    Family("zero-bubble-v", split=True, placement=Placement.V),
+)
+
+
+def families(profile: Profile, num_chunks: int) -> tuple[Family, ...]:
+    """The families of a job, less that of EnvPipe's order.
+
+    Chunks with rows of their own were measured where they lie, and lie nowhere else.
+    """
+    known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
+    if num_chunks == 2 and profile.listed_chunks == 1:
+        known += _TWO_EVEN_CHUNKS
+    return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
+
+
+class FamilySearch:
+    """Searches the orders of one family of a job at one deadline; see `Optimizer`.
+
+    Args:
+        own: the framework's own order of the job.
+        max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        own: Schedule,
+        profile: Profile,
+        conditions: Conditions,
+        deadline_s: float,
+        max_in_flight: Sequence[int] | None,
+        *,
+        parking: bool = False,
+    ) -> None:
+        self._family, self._own, self._profile, self._conditions = family, own, profile, conditions
+        self._deadline_s, self._max_in_flight, self._parking = deadline_s, max_in_flight, parking
+        #: Orders whose linear program was solved.
+        self.orders_tried = 0
+        self.any_order_bound_j()  # raises if no order meets the deadline
+        self._target: AnyOrder | None = None
+        with contextlib.suppress(LinearProgramError):  # splitting all of them takes too long
+            self._target = self._limit(profile, deadline_s)
+        units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
+        self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+
+    def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
+        """What no order can go below at the deadline or a later one, J.
+
+        Nor one that splits some backwards and others not.
+        """
+        profile = self._profile
+        if self._family.split:
+            profile = _freely_split(profile, self._waiting_w())
+        return self._limit(profile, max(or_at_s, self._deadline_s)).energy_lower_bound_j
+
+    def search(self, whole: Sequence[Schedule] = ()) -> list[Judged]:
+        """The orders that meet the deadline, of those that were judged.
+
+        `whole` are orders to split the last backwards of.
+        """
+        schedules = self._orders()
+        if self._family.split:
+            drain = self._own.num_stages * self._own.num_chunks
+            all_units = self._own.num_microbatches * self._own.num_chunks
+            schedules += [
+                split_in_place(order, last)
+                for order in whole
+                if not order.split and order.placement is self._family.placement
+                for last in {min(drain, all_units), all_units}
+            ]
+        judged = []
+        for schedule in schedules:
+            optimizer = Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
+            self.orders_tried += 1
+            if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
+                relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
+                judged.append(Judged(self._family.name, optimizer, relaxed_j, self._own))
+        return judged
+
+    def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
+        own, conditions = self._own, self._conditions
+        return any_order(
+            make_choices(profile, self._waiting_w(), conditions.gpus_by_stage),
+            own.num_stages,
+            own.num_microbatches,
+            conditions.latency_s,
+            conditions.tail_by_stage_s,
+            deadline_s,
+            num_chunks=own.num_chunks,
+            split=self._family.split,
+        )
+
+    def _waiting_w(self) -> FloatArray:
+        return waiting_floor_w(self._profile, self._conditions, self._parking)
+
+    def _orders(self) -> list[Schedule]:
+        """Orders that may be the best of those that split all backwards or none."""
+        own = self._own
+        schedules: dict[object, Schedule] = {}
+        if self._target is not None:
+            for limits in self._limits():
+                schedule = self._listed(self._target.time_s, limits)
+                schedules.setdefault(schedule.stages, schedule)
+        best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
+        same = (self._family.placement, self._family.split) == (own.placement, own.split)
+        return [own, *best] if same else best
+
+    def _listed(self, mean_s: FloatArray, limits: Sequence[int]) -> Schedule:
+        """An order for the mean times of the best that there may be."""
+        microbatches, kinds = self._own.num_microbatches, SPLIT if self._family.split else WHOLE
+        time_s = np.repeat(mean_s[..., None], microbatches, axis=3)
+        job = OrderJob(
+            {kind: time_s[:, :, place] for place, kind in enumerate(kinds)},
+            self._conditions.latency_s,
+            self._family.placement,
+            limits,
+            tail_s=self._conditions.tail_by_stage_s.tolist(),
+        )
+        return shortest(job, self._family.name, _LOOKS)
+
+    def _limits(self) -> list[tuple[int, ...]]:
+        """Memory that the framework's order takes, and more of it, on all stages alike."""
+        peak = self._own.peak_in_flight
+        all_units = self._own.num_microbatches * self._own.num_chunks
+        wanted = [peak, *((math.ceil(m * max(peak)),) * len(peak) for m in _MEMORY)]
+        most = self._max_in_flight or (all_units,) * len(peak)
+        wanted.append(tuple(most))
+        return list(dict.fromkeys(tuple(map(min, limits, most)) for limits in wanted))
+
+    def _estimate_j(self, schedule: Schedule) -> float:
+        """What a plan of an order may cost: the bound, and what its lateness costs to make up."""
+        assert self._target is not None  # the order was listed for it
+        keys = schedule.unit_keys(schedule.num_chunks, schedule.unit_kinds)
+        duration_s = self._target.time_s.ravel()[keys.ravel()]
+        end_s = iteration_time_s(schedule, duration_s, self._conditions)
+        late_s = max(0.0, end_s - self._deadline_s)
+        bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
+        return bound_j * memory_worth(schedule, self._own)
+
+
+def _freely_split(profile: Profile, waiting_power_w: FloatArray) -> Profile:
+    """The profile with parts of a backward that take no more than it does as a whole.
+
+    An order that splits some backwards and others not cannot do better than one that splits all at
+    these prices, at any clock where all three were measured.
+    """
+    parts = []
+    for number, kinds in enumerate(profile.rows):
+        power_w = float(waiting_power_w[number // profile.listed_chunks])
+        whole = {row.frequency_mhz: row for row in kinds[Kind.BACKWARD]}
+        rows = {kind: {row.frequency_mhz: row for row in kinds[kind]} for kind in SPLIT[1:]}
+        free: dict[Kind, list[ProfileRow]] = {kind: [] for kind in SPLIT[1:]}
+        for clock in set(whole).union(*rows.values()):
+            pair = [by_clock[clock] for by_clock in rows.values() if clock in by_clock]
+            shares = (1.0, 1.0)
+            if clock in whole and len(pair) == len(rows):
+                costs_j = [row.energy_j - power_w * row.time_s for row in (whole[clock], *pair)]
+                shares = (
+                    min(1.0, whole[clock].time_s / sum(row.time_s for row in pair)),
+                    min(1.0, costs_j[0] / (costs_j[1] + costs_j[2])),
+                )
+            for kind, by_clock in rows.items():
+                if clock in by_clock:
+                    free[kind].append(_scaled(by_clock[clock], *shares, power_w))
+        parts.append({**kinds, **{kind: tuple(row) for kind, row in free.items()}})
+    return replace(profile, rows=tuple(parts))
+
+
+def _scaled(row: ProfileRow, time: float, cost: float, power_w: float) -> ProfileRow:
+    """A row with shares of its time and of its planning cost (see `choices`)."""
+    time_s = time * row.time_s
+    energy_j = cost * (row.energy_j - power_w * row.time_s) + power_w * time_s
+    return ProfileRow(row.frequency_mhz, time_s, energy_j)

@@ -1,0 +1,149 @@
+"""What to plan, and what of a profile it means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.profile import Profile, SplitBackward
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.limits import OrderLimits, in_flight_by_memory, order_limits
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
+
+#: `max_in_flight` by the memory in the profile's sidecar.
+BY_MEMORY = "memory"
+#: EnvPipe's own name for its order.
+SCHEDULE_ALIASES = {"ours": "envpipe"}
+
+
+class PlannerError(EnvPipeError):
+    """A request whose parts contradict each other, or that names what is not known."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan.
+
+    Args:
+        num_microbatches: M.
+        schedule: one of `SCHEDULES`, or an alias; auto goes with the optimal policy.
+        policy: baseline, uniform, envelope or optimal.
+        reconfigure: default (none), greedy or balanced; the latter two go with envelope.
+        blocking_power_w: one number, or one for each stage.
+        num_chunks: chunks of each stage, for orders that have any.
+        group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
+            it.
+        max_extra_forwards: no stage gets more.
+        max_in_flight: the most microbatches in flight, one number, one for each stage, or
+            `BY_MEMORY`.
+        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+        channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
+        deadline_factor: the optimal policy may take this many times as long as the framework's own
+            order at the highest clocks; by default 1 for the least energy, and any time for other
+            objectives.
+        conditions: what surrounds the units, in place of the blocking power alone.
+        min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
+        park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
+            among the conditions.
+        order: an order that is there already, in place of one that `schedule` names.
+        objective: what the optimal policy plans for.
+        split: what a backward in two parts is assumed to take, where the profile does not say. With
+            it, or with such rows in the profile, auto has orders that split backwards too.
+    """
+
+    num_microbatches: int
+    schedule: str = "1f1b"
+    policy: str = "baseline"
+    reconfigure: str = "default"
+    blocking_power_w: float | tuple[float, ...] = 0.0
+    num_chunks: int = 1
+    group_size: int | None = None
+    max_extra_forwards: int | None = None
+    max_in_flight: int | tuple[int, ...] | str | None = None
+    max_warmup_step: int | None = None
+    channel_capacity: int | None = None
+    deadline_factor: float | None = None
+    conditions: Conditions | None = None
+    min_dwell_s: float = 0.0
+    park: bool = False
+    order: Schedule | None = None
+    objective: Objective = LEAST_ENERGY
+    split: SplitBackward | None = None
+
+    @property
+    def order_name(self) -> str:
+        """What the order is called: in quotes if it is there already, `auto` if it is planned."""
+        if self.order is not None:
+            return f"'{self.order.name}'"
+        return SCHEDULE_ALIASES.get(self.schedule, self.schedule)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of each stage."""
+        return self.num_chunks if self.order is None else self.order.num_chunks
+
+
+def request_profile(profile: Profile, request: PlanRequest) -> Profile:
+    """The profile of a request's chunks, with what it assumes of split backwards."""
+    if request.split is not None:
+        profile = profile.with_split_backwards(request.split)
+    return profile.for_chunks(request.chunks)
+
+
+def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
+    """What surrounds the units; PlannerError for parking without waiting power by clock."""
+    conditions = request.conditions or make_conditions(
+        profile, blocking_power_w=request.blocking_power_w
+    )
+    if request.park and conditions.wait_power_w is None:
+        raise PlannerError(
+            "Parking needs to know what waiting takes at each clock",
+            remedy="Measure wait_power_w into the profile's sidecar and add --use wait-power.",
+        )
+    return conditions
+
+
+def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
+    """The extra forwards that a request allows; EnvPipeError if those refuse 1F1B itself."""
+    return order_limits(
+        profile.num_stages,
+        request.num_microbatches,
+        max_extra_forwards=request.max_extra_forwards,
+        max_in_flight=request_in_flight(profile, request),
+        max_warmup_step=request.max_warmup_step,
+        channel_capacity=request.channel_capacity,
+    )
+
+
+def request_in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None:
+    """[num_stages] the most microbatches that each stage may hold; None for any number."""
+    limit, stages = request.max_in_flight, profile.num_stages
+    if limit is None:
+        return None
+    if limit == BY_MEMORY:
+        return in_flight_by_memory(profile, request.num_microbatches)
+    if isinstance(limit, int):
+        return (limit,) * stages
+    if isinstance(limit, tuple) and len(limit) in (1, stages):
+        return limit if len(limit) == stages else limit * stages
+    raise PlannerError(
+        "The limit on microbatches in flight must be one number, one for each stage, or "
+        f"'{BY_MEMORY}'",
+        value=limit,
+        remedy=f"The pipeline has {stages} stages.",
+    )
+
+
+def request_planner(
+    request: PlanRequest, own: Schedule, profile: Profile, conditions: Conditions
+) -> ObjectivePlanner:
+    """What plans any order of a job, within the time of the framework's `own` order."""
+    factor = request.deadline_factor
+    if factor is None:
+        factor = 1.0 if request.objective.goal == Goal.ENERGY else math.inf
+    longest_s = factor * all_maximum_s(own, profile, conditions)
+    return ObjectivePlanner(request.objective, longest_s, request.min_dwell_s)
