@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ablation": ("ablation/ablation.py",),
     "overhead": ("overhead/overhead.py",),
     "schedules": ("schedules/pictures.py",),
-    "chunks": ("schedules/chunks.py",),
+    "families": ("schedules/families.py",),
     "planner_compare": ("planner/compare.py", "--lowtime-limit", "0"),
     "planner_validation": ("planner/validation.py",),
     "h200_validation": ("planner/h200_validation.py",),

@@ -97,7 +97,7 @@ class AutoSearch:
                 refused = refused or error
                 continue
             self._searches.append(search)
-            self.judged += search.search([o.optimizer.schedule for o in self._best()])
+            self.judged += search.search([o.optimizer.schedule for o in self.best()])
         if not self.judged:
             raise refused or LinearProgramError(
                 "No order that was found meets the deadline (s)",
@@ -122,7 +122,7 @@ class AutoSearch:
             most = list(map(min, by_peak, most or by_peak))
         return most or None
 
-    def _best(self) -> list[Judged]:
+    def best(self) -> list[Judged]:
         """The best order of each family, the best family first."""
         best: dict[str, Judged] = {}
         for order in sorted(self.judged, key=lambda order: order.worth_j):
@@ -141,7 +141,7 @@ class AutoSearch:
             limits = request_limits(self._profile, self._request)
             wanted = limits.fit(envpipe_counts(self._profile, microbatches))
             orders.append(builders.envpipe(stages, microbatches, wanted))
-        orders += [order.optimizer.schedule for order in self._best()]
+        orders += [order.optimizer.schedule for order in self.best()]
         return [
             Optimizer(
                 order,
@@ -173,7 +173,7 @@ class AutoSearch:
             f"{tried} orders were compared. No order at all can save more than {most:.2f} % at "
             "this deadline."
         ]
-        best = self._best()
+        best = self.best()
         if len(best) > 1:
             told = ", ".join(
                 f"{order.family} {100 * (1 - order.relaxed_energy_j / baseline_j):.2f} % "

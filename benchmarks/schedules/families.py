@@ -1,0 +1,198 @@
+"""Families of orders side by side, each with its best clocks: the tables of docs/schedules.md.
+
+    python benchmarks/schedules/families.py
+
+GPT-3 175B as others profiled it, and jobs that they measured. Assumptions: their profiles know no
+chunks, so each stage is split evenly; messages are free; and a backward in two parts is split in
+halves, at no overhead or at one that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from benchmarks import outputs
+from benchmarks.claims import markdown_line
+from benchmarks.outputs import output_option, write_csv
+from benchmarks.planner.workloads import Workload, read_workloads
+from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.orders.auto import AutoSearch
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest, request_profile
+
+_CHUNKS = (1, 2, 4)
+#: What splitting a backward is assumed to cost; whole backwards are in the first.
+_OVERHEADS = (0.0, 0.05)
+_COLUMNS = (
+    "order",
+    "at full clock (%)",
+    "saved at the framework's time (%)",
+    "no order saves more (%)",
+    "saved at 1F1B's time (%)",
+    "peak in flight",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family of one workload.
+
+    Args:
+        own_time: the plan that takes no longer than the framework's order of as many chunks.
+        bound_j: what no order of the job goes below in that time.
+        same_time: the plan that takes no longer than 1F1B; None: that is the same.
+        one_f_one_b: 1F1B at full clock.
+    """
+
+    workload: Workload
+    order: str
+    own_time: Plan
+    bound_j: float | None
+    same_time: Plan | None
+    one_f_one_b: Plan
+
+    @property
+    def slower_percent(self) -> float:
+        """Time of the order at full clock against that of 1F1B."""
+        plan = self.own_time
+        full = replace(plan, frequency_mhz=max_frequencies(plan.schedule, plan.profile))
+        return full.cost.slowdown_percent(self.one_f_one_b.cost)
+
+    @property
+    def own_saving_percent(self) -> float:
+        """Saved of what the framework's order of as many chunks takes at full clock."""
+        return self.own_time.cost.saving_percent(self.own_time.baseline.cost)
+
+    @property
+    def most_percent(self) -> float | None:
+        """What no order can save more than, of the same."""
+        if self.bound_j is None:
+            return None
+        return 100 * (1 - self.bound_j / self.own_time.baseline.cost.energy_j)
+
+    @property
+    def saving_percent(self) -> float:
+        """Saved in 1F1B's time, of what that takes at full clock."""
+        return (self.same_time or self.own_time).cost.saving_percent(self.one_f_one_b.cost)
+
+    @property
+    def peak_in_flight(self) -> float:
+        """The most microbatches of a whole stage that a stage holds; a chunk is a part of one."""
+        schedule = self.own_time.schedule
+        return max(schedule.peak_in_flight) / schedule.num_chunks
+
+
+@click.command()
+@output_option("families")
+def main(output: Path) -> None:
+    """Compare the families on the profiles of ../shared/data and print the tables."""
+    if not outputs.PERSEUS_DATA.is_dir():
+        click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
+        return
+    rows = []
+    for workload in read_workloads(outputs.PERSEUS_DATA):
+        rows += compare(workload)
+        click.echo(f"{workload.key}: done", err=True)
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / "families.csv", map(cells, rows))
+    click.echo(tables(rows))
+
+
+def compare(workload: Workload) -> Iterator[Row]:
+    """The rows of one workload."""
+    full = make_plan(workload.profile, workload.request()).plan
+    for order, request in (
+        ("1F1B, optimal clocks", workload.request("1f1b", "optimal")),
+        ("EnvPipe's, envelope, balanced", workload.request("envpipe", "envelope", "balanced")),
+    ):
+        yield Row(workload, order, make_plan(workload.profile, request).plan, None, None, full)
+    for chunks in _CHUNKS[: 3 if workload.emulated else 2]:
+        for overhead in _OVERHEADS:
+            request = replace(
+                workload.request("auto", "optimal"),
+                num_chunks=chunks,
+                split=SplitBackward(overhead=overhead),
+            )
+            yield from _families(workload, request, full)
+
+
+def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[Row]:
+    """Rows of all families that a request leaves open; whole backwards at no overhead alone."""
+    assert request.split is not None
+    profile = request_profile(workload.profile, request)
+    try:
+        own = AutoSearch(profile, request)
+    except (ScheduleError, LinearProgramError):
+        return  # Megatron itself cannot run so few microbatches in chunks
+    same: dict[str, Plan] = {}
+    if request.num_chunks > 1:
+        factor = full.cost.iteration_time_s / own.planner.longest_s
+        at_1f1b = AutoSearch(profile, replace(request, deadline_factor=factor))
+        same = {o.family: at_1f1b.planner.plan(o.optimizer) for o in at_1f1b.best()}
+    for order in own.best():
+        plan = own.planner.plan(order.optimizer)
+        splits = plan.schedule.split
+        if request.split.overhead and not splits:
+            continue
+        chunks = f", V = {request.num_chunks}" if request.num_chunks > 1 else ""
+        cost = f", split at {100 * request.split.overhead:g} %" if splits else ""
+        name = f"{order.family}{chunks}{cost}"
+        yield Row(workload, name, plan, own.bound_j(plan), same.get(order.family), full)
+
+
+def cells(row: Row) -> dict[str, object]:
+    """A row of the CSV."""
+    return {
+        "workload": row.workload.key,
+        "order": row.order,
+        "time_against_1f1b_percent": row.slower_percent,
+        "own_saving_percent": row.own_saving_percent,
+        "own_most_percent": row.most_percent,
+        "saving_percent": row.saving_percent,
+        "gap_percent": row.own_time.gap_percent,
+        "peak_in_flight": row.peak_in_flight,
+    }
+
+
+def tables(rows: Iterable[Row]) -> str:
+    """A table in Markdown for each model and GPU: numbers of microbatches side by side."""
+    by_job: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_job.setdefault((row.workload.model, row.workload.gpu), []).append(row)
+    parts = []
+    for (model, gpu), own in by_job.items():
+        counts = list(dict.fromkeys(row.workload.num_microbatches for row in own))
+        told = " / ".join(map(str, counts))
+        lines = [f"{model}, {gpu}, {told} microbatches:", "", markdown_line(_COLUMNS)]
+        lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+        for order in dict.fromkeys(row.order for row in own):
+            alike = {row.workload.num_microbatches: row for row in own if row.order == order}
+            columns = [
+                [_figure(alike.get(count), name) for count in counts]
+                for name in (
+                    "slower_percent",
+                    "own_saving_percent",
+                    "most_percent",
+                    "saving_percent",
+                    "peak_in_flight",
+                )
+            ]
+            lines.append(markdown_line([order, *map(" / ".join, columns)]))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _figure(row: Row | None, name: str) -> str:
+    value = None if row is None else getattr(row, name)
+    return "-" if value is None else f"{value:.3g}" if name == "peak_in_flight" else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    main()
