@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "schedules": ("schedules/pictures.py",),
     "families": ("schedules/families.py",),
     "planner_compare": ("planner/compare.py", "--lowtime-limit", "0"),
+    "power_caps": ("planner/power_caps.py",),
     "planner_validation": ("planner/validation.py",),
     "h200_validation": ("planner/h200_validation.py",),
 }

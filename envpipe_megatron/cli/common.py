@@ -162,7 +162,7 @@ def summary_table(plan: Plan) -> Table:
     rows = [
         ("iteration time (s)", time, theirs),
         ("energy (J)", f"{cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}"),
-        ("mean power (W)", f"{cost.mean_power_w:.0f}", f"{baseline.cost.mean_power_w:.0f}"),
+        ("mean power (W)", f"{cost.mean_power_w:.1f}", f"{baseline.cost.mean_power_w:.1f}"),
         ("saving (%)", f"{cost.saving_percent(baseline.cost):.2f}"),
     ]
     if plan.gap_percent is not None:

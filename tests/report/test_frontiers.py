@@ -14,20 +14,19 @@ REQUEST = PlanRequest(6, "auto", "optimal", blocking_power_w=30.0)
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of the pictures that are written."""
+    """The axes of the picture that is written."""
     kept = []
-    canvas = frontiers._canvas
+    save = frontiers.save_picture
 
-    def keep(*arguments):
-        figure, axes = canvas(*arguments)
-        kept.append(axes)
-        return figure, axes
+    def keep(figure, path):
+        kept.extend(figure.axes)
+        save(figure, path)
 
-    monkeypatch.setattr(frontiers, "_canvas", keep)
+    monkeypatch.setattr(frontiers, "save_picture", keep)
     return kept
 
 
-def test_a_frontier_shows_plans_bound_and_baseline(drawn, tmp_path):
+def test_a_frontier_shows_plans_bound_baseline_and_power(drawn, tmp_path):
     plans = make_frontier(PROFILE, REQUEST, 8)
     frontiers.plot_frontier(plans, tmp_path / "f.png", title="a job")
     lines = {line.get_label(): line for line in drawn[0].get_lines()}
@@ -37,8 +36,14 @@ def test_a_frontier_shows_plans_bound_and_baseline(drawn, tmp_path):
     bounds = lines["lower bound"].get_ydata()
     assert np.all(bounds <= lines["plans"].get_ydata() * (1 + 1e-12))
     assert lines["1f1b at the highest clocks"].get_ydata() == plans[0].baseline.cost.energy_j
-    assert "(s)" in drawn[0].get_xlabel()
     assert "(J)" in drawn[0].get_ylabel()
+    powers = {line.get_label(): line.get_ydata() for line in drawn[1].get_lines()}
+    np.testing.assert_allclose(
+        powers["plans"], [p.cost.energy_j for p in plans] / np.array(times_s)
+    )
+    assert powers["1f1b at the highest clocks"] == plans[0].baseline.cost.mean_power_w
+    assert "(s)" in drawn[1].get_xlabel()
+    assert "(W)" in drawn[1].get_ylabel()
     assert (tmp_path / "f.png").stat().st_size > 0
 
 

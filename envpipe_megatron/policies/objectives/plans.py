@@ -56,9 +56,13 @@ class ObjectivePlanner:
     longest_s: float
     min_dwell_s: float = 0.0
 
-    def best_time_s(self, optimizer: Optimizer) -> float:
+    def best_time_s(self, optimizer: Optimizer) -> float | None:
         """As `trade_off.best_time_s`."""
         return best_time_s(self.objective, optimizer, self.longest_s)
+
+    def latest_time_s(self, optimizer: Optimizer, worth_w: float | None = None) -> float:
+        """The longest time that is worth a look: no plan needs more, or it is forbidden."""
+        return min(self.longest_s, optimizer.cheapest_s(worth_w))
 
     def score(self, plan: Plan) -> float:
         """What is to be least."""
@@ -69,7 +73,7 @@ class ObjectivePlanner:
 
         LinearProgramError: none was found, or no frequencies are in time.
         """
-        early_s = self.best_time_s(optimizer)
+        early_s = self.best_time_s(optimizer) or self.latest_time_s(optimizer)
         found = self._found(optimizer, early_s)
         if found.excess > 1:
             found = self._later(optimizer, early_s, found)
@@ -97,7 +101,7 @@ class ObjectivePlanner:
         self, optimizer: Optimizer, early_s: float, early: _Found, worth_w: float | None = None
     ) -> _Found:
         """The plan for the first time within limits, from one on; the nearest if there is none."""
-        late_s = min(self.longest_s, optimizer.cheapest_s(worth_w))
+        late_s = self.latest_time_s(optimizer, worth_w)
         if early.excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
             return early
         excess = early.excess

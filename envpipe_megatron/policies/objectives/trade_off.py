@@ -24,24 +24,28 @@ _MOST_SOLUTIONS = 40
 Line = tuple[float, float, float]  #: at a time, s: an energy, J, and its slope, W
 
 
-def best_time_s(objective: Objective, optimizer: Optimizer, longest_s: float) -> float:
+def best_time_s(objective: Objective, optimizer: Optimizer, longest_s: float) -> float | None:
     """The iteration time for which an order is to be planned, if units ran between profiled clocks.
 
-    Where that keeps the limits at no time: the longest. LinearProgramError: the order takes longer
-    than `longest_s` at any clocks.
+    None if that keeps the limits at no time up to the cheapest. LinearProgramError: the order takes
+    longer than `longest_s` at any clocks.
     """
     if objective.goal == Goal.ENERGY:
         return longest_s
     num_gpus = int(optimizer.conditions.gpus_by_stage.sum())
     limits = objective.limits(optimizer.schedule.num_stages)
+    fastest_s = optimizer.fastest_s
+    line, energy_j = _line(optimizer, fastest_s)
+    if objective.goal == Goal.TIME and all(a * fastest_s + b * energy_j <= c for a, b, c in limits):
+        return min(longest_s, fastest_s)
     latest_s = min(longest_s, optimizer.cheapest_s())
-    lines = [_line(optimizer, time_s)[0] for time_s in (optimizer.fastest_s, latest_s)]
+    lines = [line, _line(optimizer, latest_s)[0]]
     time_s = latest_s
     for _ in range(_MOST_SOLUTIONS):
         corners = list(_corners(sorted(lines)))
         within = list(_within(corners, limits))
         if not within:
-            return latest_s
+            return None
         best = min(within, key=lambda cost: objective.score(cost, num_gpus))
         time_s = best.iteration_time_s
         if any(abs(time_s - known_s) <= _CLOSE * _CLOSE * time_s for known_s, _, _ in lines):

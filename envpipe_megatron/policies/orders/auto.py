@@ -54,13 +54,14 @@ class AutoSearch:
             self._search_at(self.planner.longest_s)
             return
         own = Optimizer(self._own, profile, self._conditions, parking=request.park)
-        better_s = self.planner.best_time_s(own)
+        time_s = self.planner.best_time_s(own) or self.planner.latest_time_s(own)
         for _ in range(_MOST_SEARCHES):
-            time_s = better_s
             self._search_at(time_s)
             better_s = self.planner.best_time_s(self.judged[0].optimizer)
-            if abs(better_s - time_s) <= _SAME_TIME * time_s:
+            # Orders that wait more take less power: what cannot keep a cap must not set the time.
+            if better_s is None or abs(better_s - time_s) <= _SAME_TIME * time_s:
                 break
+            time_s = better_s
 
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
@@ -182,7 +183,7 @@ class AutoSearch:
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")
         in_flight = request_in_flight(self._profile, request)
-        if in_flight is not None:
+        if in_flight is not None and request.objective.goal == Goal.ENERGY:
             more = replace(request, max_in_flight=tuple(limit + 1 for limit in in_flight))
             less_j = AutoSearch(self._profile, more).judged[0].relaxed_energy_j
             saved = max(0.0, 1 - less_j / self.judged[0].relaxed_energy_j)

@@ -6,9 +6,8 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from envpipe_megatron.core.plan import Plan
@@ -25,7 +24,7 @@ from envpipe_megatron.report.drawing.style import (
     save_picture,
 )
 
-_PLAN, _BOUND, _BASELINE, _POWER = BLUE, GREEN, VERMILION, MUTED
+_PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
 
 
 def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
@@ -33,31 +32,35 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
 
     The suffix sets the format.
     """
-    figure, axes = _canvas(title, "iteration time (s)", "energy of an iteration (J)")
+    figure = new_figure(7.5, 6.4)
+    axes, power = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
+    dress(axes, "", "energy of an iteration (J)", grid="both")
+    dress(power, "iteration time (s)", "mean power of all GPUs (W)", grid="both")
     times_s = [plan.cost.iteration_time_s for plan in plans]
-    axes.plot(times_s, [plan.cost.energy_j for plan in plans], ".-", color=_PLAN, label="plans",
-              markersize=4, linewidth=1)  # fmt: skip
+    powers_w = [plan.cost.mean_power_w for plan in plans]
+    how: dict[str, Any] = {"color": _PLAN, "label": "plans", "markersize": 4, "linewidth": 1}
+    axes.plot(times_s, [plan.cost.energy_j for plan in plans], ".-", **how)
+    power.plot(times_s, powers_w, ".-", **how)
     bounds = [b for plan in plans if (b := plan.energy_lower_bound_j) is not None]
     if len(bounds) == len(plans):
         axes.plot(times_s, bounds, "--", color=_BOUND, linewidth=1, label="lower bound")
-    baseline = plans[0].baseline
-    axes.plot(
-        baseline.cost.iteration_time_s, baseline.cost.energy_j, "^", color=_BASELINE,
-        markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
-    )  # fmt: skip
-    power = axes.twinx()
-    power.plot(
-        times_s, [plan.cost.mean_power_w for plan in plans], ":", color=_POWER, linewidth=1.4
-    )
-    power.set_ylabel("mean power of all GPUs (W)", color=_POWER)
-    axes.plot([], [], ":", color=_POWER, linewidth=1.4, label="mean power of the plans")
+    own, cost = plans[0].baseline.schedule.name, plans[0].baseline.cost
+    for panel, value in ((axes, cost.energy_j), (power, cost.mean_power_w)):
+        panel.plot(
+            cost.iteration_time_s, value, "^", color=_BASELINE, markeredgecolor=INK, markersize=8,
+            label=f"{own} at the highest clocks",
+        )  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
     save_picture(figure, path)
 
 
 def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
     """Write the saving over the most microbatches that a stage holds, the tightest limit first."""
-    figure, axes = _canvas(title, "most microbatches in flight on a stage", "energy saving (%)")
+    figure = new_figure(7.5, 4.4)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
+    dress(axes, "most microbatches in flight on a stage", "energy saving (%)", grid="both")
     peaks = [point.peak_in_flight for point in points]
     savings = [point.plan.cost.saving_percent(point.plan.baseline.cost) for point in points]
     axes.step(peaks, savings, "o-", where="post", color=_PLAN, markersize=5)
@@ -92,11 +95,3 @@ def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     replace_files({path: [table.getvalue()]})
-
-
-def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = new_figure(7.5, 4.4)
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
-    dress(axes, x_label, y_label, grid="both")
-    return figure, axes

@@ -91,3 +91,30 @@ def test_memory_by_the_sidecar(profile_path, tmp_path):
     assert all(
         peak <= most for peak, most in zip(plan["peak_in_flight"], [5, 3, 3, 1], strict=True)
     )
+
+
+def test_a_power_cap_of_all_windows_is_kept_and_stands_in_the_plan(profile_path, tmp_path):
+    path = tmp_path / "plan.json"
+    free, printed = plan_of(profile_path, path, "--schedule", "1f1b")
+    mean_w = free["energy_j"] / free["iteration_time_s"]
+    assert row(printed, "mean power (W)") == pytest.approx(mean_w, abs=0.06)
+    capped, _ = plan_of(
+        profile_path, path, "--schedule", "1f1b", "--objective", "time", "--power-cap",
+        0.9 * mean_w, "--power-window", 1e6,
+    )  # fmt: skip
+    assert capped["energy_j"] / capped["iteration_time_s"] <= 0.9 * mean_w * (1 + 1e-6)
+    assert capped["iteration_time_s"] > free["iteration_time_s"]
+    assert capped["objective"]["power_window_s"] == 1e6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--objective", "cost"), "needs a price above 0"),
+        (("--objective", "time", "--power-cap", 1), "The nearest takes"),
+        (("--power-cap", "nan"), "is not a number"),
+        (("--power-window", 1), "go with a power cap"),
+    ],
+)
+def test_objectives_that_cannot_be(profile_path, tmp_path, options, said):
+    assert said in plan_badly(profile_path, tmp_path, *OPTIMAL, *options)

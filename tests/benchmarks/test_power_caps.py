@@ -1,0 +1,31 @@
+"""What the benchmark of power caps says of its ways to keep one."""
+
+import pytest
+
+from benchmarks.planner.power_caps import SHARES, WAYS, capped_rows, power_claims
+from benchmarks.planner.workloads import preset_workload
+
+
+@pytest.mark.parametrize("window_s", [None, 0.5])
+def test_order_and_clocks_lose_least_within_a_cap(window_s):
+    rows = list(capped_rows(preset_workload(3, 6), window_s))
+    assert [row["cap (%)"] for row in rows] == [round(100 * share) for share in SHARES]
+    for row in rows:
+        one_clock, own, joint = (row[way] for way in WAYS)
+        assert joint <= own + 0.05
+        assert own <= one_clock + 0.05
+    assert rows[-1]["one clock"] > 1
+    claims = power_claims(rows, "mean power")
+    assert [claim.agrees for claim in claims] == [True] * len(SHARES)
+    assert "one clock" in claims[0].claim
+
+
+def test_what_no_way_keeps_is_said():
+    rows = [
+        {"cap (%)": 80, "one clock": None, "clocks on 1F1B": 5.0, "order and clocks": 4.0},
+        {"cap (%)": 80, "one clock": None, "clocks on 1F1B": None, "order and clocks": 6.0},
+    ]
+    (claim,) = power_claims(rows, "mean power")
+    assert claim.agrees
+    said = "one clock never, clocks on 1F1B 5.0 % (on 1 of 2 workloads), order and clocks 4.0 to"
+    assert said in claim.claim
