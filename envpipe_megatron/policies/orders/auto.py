@@ -7,6 +7,7 @@ their orders at one time; the best are planned in full.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from envpipe_megatron.core import builders
@@ -163,7 +164,11 @@ class AutoSearch:
     def bound_j(self, plan: Plan) -> float:
         """What no order of any family can go below in a plan's time, J."""
         time_s = plan.cost.iteration_time_s
-        return min(search.any_order_bound_j(time_s) for search in self._searches)
+        bounds_j = []
+        for search in self._searches:
+            with suppress(LinearProgramError):  # of a family of which no order is so fast
+                bounds_j.append(search.any_order_bound_j(time_s))
+        return min(bounds_j)
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""

@@ -13,6 +13,7 @@ from planning_cases import random_conditions, random_profile, try_everything
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
@@ -193,6 +194,17 @@ def test_the_best_order_is_faster_within_a_cap():
     full_w = peak_power_w(FREE.baseline, 0.5)
     plan = planned("auto", power_cap_w=0.6 * full_w, power_window_s=0.5)
     assert peak_power_w(plan, 0.5) <= 0.6 * full_w
+
+
+def test_split_backwards_are_faster_than_what_no_other_order_can_be():
+    request = PlanRequest(
+        8, "auto", "optimal", blocking_power_w=30.0, split=SplitBackward(),
+        objective=Objective("time", power_cap_w=FREE.baseline.cost.mean_power_w),
+    )  # fmt: skip
+    planned = make_plan(PROFILE, request)
+    assert planned.plan.schedule.split
+    assert planned.plan.cost.iteration_time_s < FREE.baseline.cost.iteration_time_s * 0.95
+    assert planned.plan.cost.mean_power_w <= FREE.baseline.cost.mean_power_w
 
 
 def test_least_time_within_an_energy_undoes_least_energy_within_a_time():
