@@ -4,7 +4,7 @@ Names that stand here, what they take and what they return stay as they are with
 Modules behind them may move.
 """
 
-from envpipe_megatron.core.conditions import Conditions, known_conditions, make_conditions
+from envpipe_megatron.core.conditions import Conditions, Spread, known_conditions, make_conditions
 from envpipe_megatron.core.kinds import Kind, Unit, parse_unit
 from envpipe_megatron.core.plan import Cost, Plan, read_order, read_plan
 from envpipe_megatron.core.profile import (
@@ -17,6 +17,7 @@ from envpipe_megatron.core.profile import (
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.uncertainty import Expected, expected, saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import read_frontier, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
@@ -35,6 +36,7 @@ __all__ = [
     "Conditions",
     "Cost",
     "EnvPipeError",
+    "Expected",
     "Goal",
     "Kind",
     "Objective",
@@ -47,9 +49,11 @@ __all__ = [
     "Schedule",
     "Sidecar",
     "SplitBackward",
+    "Spread",
     "Timeline",
     "Unit",
     "build_schedule",
+    "expected",
     "known_conditions",
     "make_conditions",
     "make_frontier",
@@ -63,6 +67,7 @@ __all__ = [
     "read_plan",
     "read_profile",
     "read_torch_csv",
+    "saving_uncertainty_percent",
     "torch_csv",
     "write_frontier",
 ]

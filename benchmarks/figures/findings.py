@@ -16,9 +16,9 @@ from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL
 from benchmarks.figures.rows import Row, of_setting, savers, saving_difference
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import NORMAL_95
 
 #: What the paper allows, and so counts as none (%).
 _NO_SLOWDOWN_PERCENT = 1.0

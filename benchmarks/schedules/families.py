@@ -96,7 +96,7 @@ def main(output: Path) -> None:
     if not outputs.PERSEUS_DATA.is_dir():
         click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
         return
-    rows: list[Row] = []
+    rows = []
     for workload in read_workloads(outputs.PERSEUS_DATA):
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)

@@ -15,6 +15,7 @@ from envpipe_megatron.console import table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.core.uncertainty import NORMAL_95, expected, saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -126,9 +127,9 @@ def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
     return _Numbers(int, 1, words)
 
 
-def amounts() -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `X` or `X,X,...`, from 0."""
-    return _Numbers(float, 0, ())
+def amounts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `X` or `X,X,...`, from 0, or a word."""
+    return _Numbers(float, 0, words)
 
 
 def known_blocking_power(
@@ -155,19 +156,33 @@ def numbers(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
 
 
+def _with_error(percent: float, error: float | None, decimals: int = 2) -> str:
+    """A figure with the half-width of its interval of 95 % from a standard error, if known."""
+    text = f"{percent:.{decimals}f}"
+    return text if error is None else f"{text} +- {NORMAL_95 * error:.{decimals}f}"
+
+
 def summary_table(plan: Plan) -> Table:
-    """A plan beside its baseline."""
+    """A plan beside its baseline; where times vary, also what is expected of drawn iterations."""
+    unsure = saving_uncertainty_percent(plan)
     schedule, cost, baseline = plan.schedule, plan.cost, plan.baseline
     time, theirs = f"{cost.iteration_time_s:.4f}", f"{baseline.cost.iteration_time_s:.4f}"
     rows = [
         ("iteration time (s)", time, theirs),
         ("energy (J)", f"{cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}"),
         ("mean power (W)", f"{cost.mean_power_w:.1f}", f"{baseline.cost.mean_power_w:.1f}"),
-        ("saving (%)", f"{cost.saving_percent(baseline.cost):.2f}"),
+        ("saving (%)", _with_error(cost.saving_percent(baseline.cost), unsure)),
     ]
     if plan.gap_percent is not None:
         rows.append(("gap to the lower bound (%)", f"{plan.gap_percent:.3f}"))
     rows.append(("slowdown (%)", f"{cost.slowdown_percent(baseline.cost):.3f}"))
+    if plan.conditions.spread is not None:
+        drawn = expected(plan)
+        slower = _with_error(drawn.slowdown.percent, drawn.slowdown.error, 3)
+        rows.append(("expected saving (%)", f"{drawn.saving.percent:.2f}"))
+        rows.append(("expected slowdown (%)", slower))
+        rows.append(("expected time (s)", *(f"{time_s:.4f}" for time_s in drawn.time_s)))
+        rows.append(("95 % of times below (s)", *(f"{time_s:.4f}" for time_s in drawn.late_time_s)))
     if schedule.num_chunks == 1:
         rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
     peaks = numbers(schedule.peak_in_flight), numbers(baseline.schedule.peak_in_flight)

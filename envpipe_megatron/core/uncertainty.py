@@ -27,6 +27,8 @@ from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError, ProfileRow
 
+#: Half of the 95 % interval of a normal distribution, in standard deviations.
+NORMAL_95 = 1.96
 #: Draws that a plan is judged by.
 NUM_DRAWS = 10_000
 #: Units x draws at a time, of each kind: 32 MB.

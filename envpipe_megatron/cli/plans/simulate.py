@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.uncertainty import expected, saving_uncertainty_percent
 from envpipe_megatron.files import refuse_foreign
 
 #: What is left in the folder of pictures.
@@ -64,13 +66,15 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 def simulation_facts(plan: Plan) -> dict[str, Any]:
     """What `simulate` says of a plan, for machines."""
     baseline = plan.baseline.cost
-    return {
+    facts = {} if plan.conditions.spread is None else {"expected": asdict(expected(plan))}
+    return facts | {
         "policy": plan.policy,
         "schedule": plan.schedule.name,
         "iteration_time_s": plan.cost.iteration_time_s,
         "energy_j": plan.cost.energy_j,
         "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
         "saving_percent": plan.cost.saving_percent(baseline),
+        "saving_uncertainty_percent": saving_uncertainty_percent(plan),
         "slowdown_percent": plan.cost.slowdown_percent(baseline),
         "extra_forwards": list(plan.schedule.extra_forwards),
         "peak_in_flight": list(plan.schedule.peak_in_flight),

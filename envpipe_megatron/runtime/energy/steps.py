@@ -14,9 +14,7 @@ from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
 from envpipe_megatron.core.arrays import FloatArray
-
-#: Half of the 95 % interval of a normal distribution, in standard deviations.
-NORMAL_95 = 1.96
+from envpipe_megatron.core.uncertainty import NORMAL_95
 
 
 @dataclass(frozen=True)

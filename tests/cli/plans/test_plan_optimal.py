@@ -118,3 +118,35 @@ def test_a_power_cap_of_all_windows_is_kept_and_stands_in_the_plan(profile_path,
 )
 def test_objectives_that_cannot_be(profile_path, tmp_path, options, said):
     assert said in plan_badly(profile_path, tmp_path, *OPTIMAL, *options)
+
+
+def test_a_spread_is_planned_for_and_told(profile_path, tmp_path):
+    path = tmp_path / "plan.json"
+    fields, printed = plan_of(profile_path, path, "--schedule", "1f1b", "--spread", "0.04,0.01")
+    assert fields["time_spread"] == {"unit": 0.04, "common": 0.01}
+    assert row(printed, "expected slowdown (%)") <= 0.02
+    assert row(printed, "expected saving (%)") > 0
+    facts = simulate_json(profile_path, path)
+    assert facts["expected"]["slowdown"]["percent"] <= 0.02
+    assert facts["saving_uncertainty_percent"] is None
+    _, plain = plan_of(profile_path, path, "--schedule", "1f1b")
+    assert "expected" not in plain
+    assert "expected" not in simulate_json(profile_path, path)
+
+
+def test_spread_and_uncertainty_by_the_profile(profile_path, tmp_path):
+    header, *lines = profile_path.read_text().splitlines()
+    path = tmp_path / "known.csv"
+    rows = [f"{line},0.5,{0.03 * float(line.split(',')[3])}" for line in lines]
+    path.write_text("\n".join([f"{header},energy_uncertainty_j,time_spread_s", *rows]))
+    fields, printed = plan_of(path, tmp_path / "plan.json", "--spread", "profile")
+    assert fields["time_spread"] == {"unit": None, "common": 0.0}
+    assert re.search(r"saving \(%\) +│ +\d+\.\d\d \+- \d+\.\d\d ", printed)
+    assert simulate_json(path, tmp_path / "plan.json")["saving_uncertainty_percent"] > 0
+    told = plan_badly(profile_path, tmp_path, "--spread", "profile")
+    assert "no time_spread_s" in told
+
+
+@pytest.mark.parametrize("spread", ["3", "0.1,0.1,0.1", "-0.1", "much"])
+def test_a_wrong_spread_is_refused(profile_path, tmp_path, spread):
+    assert "pread" in plan_badly(profile_path, tmp_path, "--spread", spread)
