@@ -230,7 +230,7 @@ def test_the_saving_is_as_unsure_as_when_rows_are_drawn(split):
 
     normal = np.random.default_rng(0).standard_normal
     drawn = []
-    for _ in range(600):
+    for _ in range(300):
         rows = tuple(
             {
                 kind: tuple(

@@ -139,7 +139,9 @@ def test_spread_and_uncertainty_by_the_profile(profile_path, tmp_path):
     path = tmp_path / "known.csv"
     rows = [f"{line},0.5,{0.03 * float(line.split(',')[3])}" for line in lines]
     path.write_text("\n".join([f"{header},energy_uncertainty_j,time_spread_s", *rows]))
-    fields, printed = plan_of(path, tmp_path / "plan.json", "--spread", "profile")
+    fields, printed = plan_of(
+        path, tmp_path / "plan.json", "--schedule", "1f1b", "--spread", "profile"
+    )
     assert fields["time_spread"] == {"unit": None, "common": 0.0}
     assert re.search(r"saving \(%\) +│ +\d+\.\d\d \+- \d+\.\d\d ", printed)
     assert simulate_json(path, tmp_path / "plan.json")["saving_uncertainty_percent"] > 0
