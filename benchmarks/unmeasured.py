@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planner.workloads import preset_profile
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule

@@ -31,8 +31,8 @@ from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import CARRIERS
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset

@@ -27,8 +27,8 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.limits import order_limits

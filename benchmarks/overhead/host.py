@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.null_gpu import NullGpu
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives

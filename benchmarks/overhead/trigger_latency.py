@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.null_gpu import NullGpu
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks.controller import ClockController, spread
 from envpipe_megatron.runtime.execution import executor as executor_module

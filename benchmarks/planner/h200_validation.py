@@ -32,11 +32,12 @@ from benchmarks.outputs import (
     write_csv,
 )
 from benchmarks.planner.memory import MemoryPrediction, memory_cells, memory_figure
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.profile import Profile, make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 
 MEASURED = Path(__file__).resolve().parents[1] / "h200"

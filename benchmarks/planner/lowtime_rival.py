@@ -37,9 +37,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import Profile, ProfileRow
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 

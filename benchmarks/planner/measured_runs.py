@@ -33,13 +33,14 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.profile import Profile, make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.outputs import COLOURS
 from benchmarks.planner.workloads import preset_workload
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 
 _STAGES, _MICROBATCHES = 4, 8

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from benchmarks.planner.lowtime_rival import RECIPES, LowtimeRun, Recipe
 from benchmarks.planner.workloads import Workload
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.outputs import make_table
-from envpipe_megatron.core.builders import envpipe
 from envpipe_megatron.core.channel_model import completes, max_falling_step
+from envpipe_megatron.core.orders.builders import envpipe
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import order_limits
 

@@ -21,7 +21,7 @@ from benchmarks.outputs import output_option, write_csv
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.auto import AutoSearch
 from envpipe_megatron.policies.planner import make_plan
@@ -96,7 +96,7 @@ def main(output: Path) -> None:
     if not outputs.PERSEUS_DATA.is_dir():
         click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
         return
-    rows = []
+    rows: list[Row] = []
     for workload in read_workloads(outputs.PERSEUS_DATA):
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)

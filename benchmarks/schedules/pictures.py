@@ -17,9 +17,9 @@ from PIL import Image
 
 from benchmarks.claims import markdown_line
 from benchmarks.planner.workloads import preset_profile
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule

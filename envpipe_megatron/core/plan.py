@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from envpipe_megatron import __version__
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions, Spread
 from envpipe_megatron.core.evaluation import Evaluation, evaluate
@@ -37,7 +36,9 @@ from envpipe_megatron.core.fields import (
     read_json,
 )
 from envpipe_megatron.core.kinds import Kind, ScheduleError, parse_unit
-from envpipe_megatron.core.profile import Profile, ProfileError, SplitBackward
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.core.timeline import Timeline

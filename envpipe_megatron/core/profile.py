@@ -18,7 +18,6 @@ import csv
 import hashlib
 import io
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,25 +28,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import (
-    AMOUNT,
-    FREQUENCY,
-    MAX_FREQUENCY_MHZ,
-    Number,
-    Row,
-    read_table,
-)
+from envpipe_megatron.core.fields import Number, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.profile_rows import (
+    SPREAD,
+    UNCERTAINTY,
+    ProfileError,
+    ProfileRow,
+    SplitBackward,
+    one_gpu,
+    read_unit,
+)
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
-_UNCERTAINTY = "energy_uncertainty_j"
 _CHUNK = "chunk"
-_SPREAD = "time_spread_s"
 #: The kinds that a profile's file may list.
 _LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
@@ -56,74 +54,6 @@ _NOTHING_S = 1e-15
 _POWERS_W = (5.0, 5000.0)
 
 logger = logging.getLogger(__name__)
-
-
-class ProfileError(EnvPipeError):
-    """A profile or sidecar that is not readable or not complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileRow:
-    """What one unit costs at one frequency, of one GPU and microbatch.
-
-    With the standard uncertainty of its energy, and the standard deviation of its time from one
-    such unit to the next.
-    """
-
-    frequency_mhz: int
-    time_s: float
-    energy_j: float
-    energy_uncertainty_j: float | None = None
-    time_spread_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
-            0 <= self.energy_j < math.inf
-        ):
-            raise ProfileError(
-                "A profile row needs a frequency (MHz) that a GPU has, a time (s) above 0 and an "
-                "energy (J) of at least 0",
-                value=(self.frequency_mhz, self.time_s, self.energy_j),
-            )
-        for what, known in (
-            ("uncertainty of a row's energy", self.energy_uncertainty_j),
-            ("spread of a row's time", self.time_spread_s),
-        ):
-            if known is not None and not 0 <= known < math.inf:
-                raise ProfileError(f"The {what} is at least 0", value=known)
-
-    def scaled(self, share: float) -> ProfileRow:
-        """The row of a share of the unit; shares vary each for itself, so variances add up."""
-        known_j, spread_s = self.energy_uncertainty_j, self.time_spread_s
-        return ProfileRow(
-            self.frequency_mhz,
-            self.time_s * share,
-            self.energy_j * share,
-            None if known_j is None else known_j * share,
-            None if spread_s is None else spread_s * math.sqrt(share),
-        )
-
-
-@dataclass(frozen=True)
-class SplitBackward:
-    """What is assumed of a backward in two parts, where neither was measured.
-
-    Args:
-        input_share: the share of the input's gradient.
-        overhead: what both together take more than the whole backward, as a fraction of that, in
-            time and in energy.
-    """
-
-    input_share: float = 0.5
-    overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.input_share < 1 and 0 <= self.overhead < math.inf):
-            raise ProfileError(
-                "A split backward has a share of its first part between 0 and 1, and an overhead "
-                "of zero or more",
-                value=(self.input_share, self.overhead),
-            )
 
 
 @dataclass(frozen=True)
@@ -334,14 +264,14 @@ class Profile:
         ]
         more = (_CHUNK,) * (self.listed_chunks > 1)
         if any(row.energy_uncertainty_j is not None for *_, row in listed):
-            more = (_UNCERTAINTY, *more)
+            more = (UNCERTAINTY, *more)
         if any(row.time_spread_s is not None for *_, row in listed):
-            more = (*more, _SPREAD)
+            more = (*more, SPREAD)
         writer.writerow([*COLUMNS, *more])
         for stage, chunk, instruction, row in listed:
             cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
             known = row.energy_uncertainty_j, chunk, row.time_spread_s
-            optional = dict(zip((_UNCERTAINTY, _CHUNK, _SPREAD), known, strict=True))
+            optional = dict(zip((UNCERTAINTY, _CHUNK, SPREAD), known, strict=True))
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
 
@@ -432,7 +362,7 @@ def read_profile(path: Path) -> Profile:
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    optional = (_RANK, _UNCERTAINTY, _CHUNK, _SPREAD)
+    optional = (_RANK, UNCERTAINTY, _CHUNK, SPREAD)
     content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
     chunks = [
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
@@ -465,7 +395,7 @@ def read_profile(path: Path) -> Profile:
             implausible.append((row.energy_j / row.time_s, line.where))
         by_rank.setdefault(key, []).append(row)
     rows = [
-        (part, kind, _one_gpu(frequency_mhz, ranks))
+        (part, kind, one_gpu(frequency_mhz, ranks))
         for (part, kind, frequency_mhz), ranks in by_rank.items()
     ]
     profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
@@ -475,26 +405,6 @@ def read_profile(path: Path) -> Profile:
     if sidecar.num_chunks == 1:
         sidecar = replace(sidecar, num_chunks=listed_chunks)
     return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
-
-
-def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRow]:
-    """A line's instruction, one of the kinds, with its frequency, time and energy."""
-    instruction = line.cells["instruction"]
-    if instruction not in set(kinds):
-        raise line.error(
-            f"{line.where}: unknown instruction",
-            value=instruction,
-            remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}.",
-        )
-    return Kind(instruction), ProfileRow(
-        line.read("frequency", FREQUENCY, "MHz"),
-        line.read("time", Number(positive=True), "s"),
-        line.read("energy", AMOUNT, "J"),
-        *(
-            line.read(name, AMOUNT, unit) if line.cells.get(name) else None
-            for name, unit in ((_UNCERTAINTY, "J"), (_SPREAD, "s"))
-        ),
-    )
 
 
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
@@ -519,16 +429,3 @@ def _describe(part: int, kind: Kind, listed_chunks: int) -> str:
     stage, chunk = divmod(part, listed_chunks)
     of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
     return f"stage {stage}{of_chunk} {kind}"
-
-
-def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
-    """One row from those of a stage's GPUs."""
-    known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
-    slowest = max(ranks, key=lambda row: row.time_s)
-    return ProfileRow(
-        frequency_mhz,
-        slowest.time_s,
-        math.fsum(row.energy_j for row in ranks) / len(ranks),
-        math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
-        slowest.time_spread_s,
-    )

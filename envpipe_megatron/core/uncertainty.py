@@ -25,7 +25,8 @@ from envpipe_megatron.core.conditions import Spread
 from envpipe_megatron.core.kinds import SPLIT, Kind
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, ProfileError, ProfileRow
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 
 #: Half of the 95 % interval of a normal distribution, in standard deviations.
 NORMAL_95 = 1.96

@@ -33,9 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron import __version__
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron import __version__
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.formats.energy import Phase

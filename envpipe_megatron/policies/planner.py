@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule

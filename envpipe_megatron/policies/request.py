@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from envpipe_megatron.core.conditions import Conditions, Spread, make_conditions
-from envpipe_megatron.core.profile import Profile, SplitBackward
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import OrderLimits, in_flight_by_memory, order_limits

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from core_cases import uniform_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan, max_frequencies
 from envpipe_megatron.errors import EnvPipeError
 

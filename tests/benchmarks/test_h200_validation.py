@@ -5,7 +5,8 @@ import pytest
 from benchmarks.megatron_lm.profiles.measured_jobs import at_its_clock
 from benchmarks.planner.h200_validation import MEASURED, peaks, predict
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
 

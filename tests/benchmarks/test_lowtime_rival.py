@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("lowtime", reason="the rival is installed with the extra 'rivals'")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from core_cases import uniform_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.errors import EnvPipeError
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import on_request
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import (
     StuckStage,
     check_message_order,
@@ -23,6 +22,7 @@ from envpipe_megatron.core.channel_model import (
     slots_of,
 )
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, parse_unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError

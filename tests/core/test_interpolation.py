@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from core_cases import B, F, profile_of
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, PlanError, read_plan
-from envpipe_megatron.core.profile import ProfileError
+from envpipe_megatron.core.profile_rows import ProfileError
 
 MEASURED = profile_of(
     {

@@ -11,9 +11,9 @@ from core_cases import PROFILE, B, random_schedule, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import (
     Cost,
     Plan,
@@ -22,7 +22,8 @@ from envpipe_megatron.core.plan import (
     max_frequencies,
     read_plan,
 )
-from envpipe_megatron.core.profile import ProfileError, SplitBackward, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 
 CONDITIONS = Conditions((40.0, 50.0))

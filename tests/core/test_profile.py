@@ -9,8 +9,9 @@ from core_cases import B, F, profile_of, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core.builders import interleaved, one_f_one_b
-from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.orders.builders import interleaved, one_f_one_b
+from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 

@@ -18,8 +18,8 @@ from core_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule, check_size
 from envpipe_megatron.errors import plain
 

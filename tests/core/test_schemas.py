@@ -11,11 +11,11 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from test_sidecar import FULL
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions, Spread
 from envpipe_megatron.core.kinds import SPLIT, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import PLAN_FORMAT, Plan, max_frequencies, read_plan
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, Sidecar, read_sidecar
 from envpipe_megatron.errors import EnvPipeError

@@ -9,7 +9,7 @@ from core_cases import naive_times, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline, critical_path, is_envelope
 from envpipe_megatron.errors import EnvPipeError
 

@@ -12,9 +12,9 @@ from core_cases import parse_stages, random_orders, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, ScheduleError
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Schedule

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 

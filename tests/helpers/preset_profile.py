@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 

@@ -15,8 +15,8 @@ from memory_folder import memory_folder
 from preset_profile import preset_profile
 from rank_pool import RankPool
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule

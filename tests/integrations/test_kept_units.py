@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import parse_unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("megatron")

@@ -205,7 +205,7 @@ def test_what_cannot_be_metered_is_refused(
 def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> None:
     """So that a CUDA graph may hold all of it."""
     pytest.importorskip("megatron.core")
-    from envpipe_megatron.core.builders import whole_iteration
+    from envpipe_megatron.core.orders.builders import whole_iteration
     from envpipe_megatron.integrations.megatron.kept import WholeSteps
 
     told: list[str] = []

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.core.orders import builders
 
 # One worker imports megatron-core, which takes seconds, and none does to collect tests.
 pytestmark = pytest.mark.xdist_group("megatron")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.core.kinds import WHOLE
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.levels import Level

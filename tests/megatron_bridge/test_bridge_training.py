@@ -21,9 +21,9 @@ from checkouts import BRIDGE_VARIABLE
 from preset_profile import preset_profile
 from torchrun_ranks import Ended, run_ranks
 
-from envpipe_megatron.core.builders import envpipe, interleaved, one_f_one_b
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders.builders import envpipe, interleaved, one_f_one_b
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import parse_order

@@ -11,7 +11,8 @@ import pytest
 from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"

@@ -25,8 +25,8 @@ from lm_cases import (
 )
 
 from benchmarks.unmeasured import another_each_unit
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.formats.timeline import read_timelines

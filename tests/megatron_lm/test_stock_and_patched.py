@@ -27,7 +27,7 @@ from lm_cases import (
 )
 from lm_runs import Run
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 

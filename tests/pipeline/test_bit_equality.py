@@ -15,11 +15,12 @@ from memory_folder import memory_folder
 from on_request import on_request
 from rank_pool import RankPool
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

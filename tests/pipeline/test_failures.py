@@ -11,8 +11,8 @@ import pytest
 from rank_pool import RankPool
 from test_bit_equality import synthetic_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest

@@ -19,8 +19,8 @@ from test_bit_equality import (
     stock,
 )
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Schedule

@@ -10,7 +10,7 @@ from live_memory import MESSAGE_BYTES, train_and_watch
 from rank_pool import RankPool
 from test_bit_equality import by_plan
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -9,8 +9,8 @@ import pytest
 import torch_ranks
 from core_cases import uniform_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import make_plan

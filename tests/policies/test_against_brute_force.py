@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from planning_cases import every_schedule, random_conditions, random_profile, try_everything
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, steps_of
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -10,7 +10,8 @@ from core_cases import uniform_profile
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import PlanError
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.formats.frontier import (
     CSV_COLUMNS,
     read_frontier,

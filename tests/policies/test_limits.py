@@ -7,9 +7,9 @@ from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import (

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from core_cases import uniform_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
-from envpipe_megatron.core.profile import ProfileError, make_profile, read_profile
+from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError

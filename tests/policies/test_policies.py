@@ -3,9 +3,9 @@
 import pytest
 from core_cases import B, F, profile_of, uniform_profile
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import max_frequencies
-from envpipe_megatron.core.profile import ProfileError
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frequencies import envelope, uniform
 
 #: 1500 MHz is the highest and 1400 the fastest; the valley's bottom is 1000.

@@ -8,8 +8,8 @@ from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import is_envelope
 from envpipe_megatron.policies.frequencies import POLICIES

@@ -7,10 +7,10 @@ import pytest
 from combined_cases import combined_profile
 from core_cases import uniform_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions, Spread
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.uncertainty import expected
 from envpipe_megatron.policies import robust
 from envpipe_megatron.policies.objectives.objective import Goal, Objective

@@ -10,11 +10,11 @@ import pytest
 from core_cases import B, F, naive_times, random_schedule, uniform_profile
 from planning_cases import random_conditions, random_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions, Spread
 from envpipe_megatron.core.kinds import SPLIT, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
-from envpipe_megatron.core.profile import ProfileError, SplitBackward
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.uncertainty import (
     draw,

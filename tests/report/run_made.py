@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration

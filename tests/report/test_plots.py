@@ -9,11 +9,12 @@ import run_made
 from combined_cases import combined_profile
 from matplotlib.figure import Figure
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.drawing import gantt, plots, style

@@ -3,8 +3,8 @@
 import pytest
 import run_made
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.shares import gpu_shares

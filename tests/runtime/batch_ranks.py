@@ -10,7 +10,7 @@ from typing import Any
 import plain_stages
 import step_ranks
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.reporting import IntervalReport
 
 FULL = 4

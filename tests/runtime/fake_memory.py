@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.device import Reading

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 import plain_stages
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu

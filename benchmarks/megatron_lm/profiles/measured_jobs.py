@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from envpipe_megatron.core.kinds import WHOLE
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.formats.energy import EnergyWindow, read_energy_logs
 from envpipe_megatron.formats.timeline import RankIteration, read_timelines
 

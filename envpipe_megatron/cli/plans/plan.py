@@ -29,7 +29,8 @@ from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.conditions import Spread
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, SplitBackward, read_profile
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement

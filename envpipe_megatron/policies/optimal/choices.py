@@ -15,7 +15,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import Profile, ProfileRow
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 
 Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are

@@ -14,7 +14,8 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, framework_schedule, max_frequencies
-from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.clock_changes.parking import park

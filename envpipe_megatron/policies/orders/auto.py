@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.policies.frontier import FRONTIER_GAP

@@ -18,10 +18,11 @@ from operator import add
 
 import numpy as np
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts

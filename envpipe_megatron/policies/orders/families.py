@@ -21,7 +21,8 @@ from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.splitting import split_in_place
-from envpipe_megatron.core.profile import Profile, ProfileRow
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import make_choices

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE

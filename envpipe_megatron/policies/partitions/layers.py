@@ -17,7 +17,8 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import AMOUNT, Row, read_table
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_unit
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow, read_unit
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 

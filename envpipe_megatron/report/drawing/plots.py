@@ -23,7 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import ProfileRow
+from envpipe_megatron.core.profile_rows import ProfileRow
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule

@@ -28,7 +28,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from fake_checkout import no_limits, processes_of
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.integrations.megatron.limits import LIMITS

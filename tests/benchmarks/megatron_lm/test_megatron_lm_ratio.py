@@ -8,7 +8,7 @@ import click
 import numpy as np
 import pytest
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")

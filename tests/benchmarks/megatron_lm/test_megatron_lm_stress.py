@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, write_profile
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import append_line
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from cli_helpers import plan_badly, plan_for, run_badly, run_well
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.torch_csv import torch_csv
 
 ORDER = builders.envpipe(4, 8, [2, 1, 1, 0])

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from core_cases import parse_stages
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import WHOLE, ScheduleError
+from envpipe_megatron.core.orders import builders
 
 
 def test_1f1b_of_4_by_8_is_megatrons():

@@ -9,7 +9,8 @@ import numpy as np
 from core_cases import B, F, needs
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 
 CLOCKS_MHZ = (1410, 1200, 900)
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from envpipe_megatron.core.kinds import Kind, Unit
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -7,8 +7,8 @@ import pytest
 from core_cases import for_chunks, random_orders, random_schedule
 from planning_cases import random_job
 
-from envpipe_megatron.core import builders
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys

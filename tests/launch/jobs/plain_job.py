@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from preset_profile import preset_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.presets import load_preset
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search

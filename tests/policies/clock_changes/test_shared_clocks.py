@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planning_cases import random_job
 from scipy.optimize import OptimizeResult
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.clock_changes import shared_clocks
 from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table

@@ -10,10 +10,10 @@ import pytest
 from core_cases import uniform_profile
 from planning_cases import random_conditions, random_profile, try_everything
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import SplitBackward
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner

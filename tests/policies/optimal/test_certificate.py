@@ -10,7 +10,7 @@ from planning_cases import random_conditions, random_profile, try_everything
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import OptimizeResult
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError

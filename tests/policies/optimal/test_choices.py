@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.evaluation import evaluate
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 
 SEEDS = st.integers(0, 2**32)

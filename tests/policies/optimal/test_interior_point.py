@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planning_cases import random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, Case
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal import interior_point
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.duration_problem import DurationProblem, SolverError

@@ -13,8 +13,8 @@ from planning_cases import Job, random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import linprog
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint

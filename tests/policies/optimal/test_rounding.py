@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_cases import INTERIOR_POINT, SOLVERS, Case
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 

@@ -8,11 +8,12 @@ import pytest
 from core_cases import F, I, W, uniform_profile
 from planning_cases import random_conditions, random_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.splitting import split_in_place
 from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
-from envpipe_megatron.core.profile import ProfileError, SplitBackward, make_profile
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_plan

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import Job, random_job
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError

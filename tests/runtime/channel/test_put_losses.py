@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from taking_turns import KilledError
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import (

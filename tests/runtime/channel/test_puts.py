@@ -11,9 +11,9 @@ from fake_device import DeviceSpec
 from put_pipeline import SHAPE, PutPipeline
 from taking_turns import HangError
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes, slots_of
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN

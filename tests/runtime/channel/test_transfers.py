@@ -15,8 +15,8 @@ import torch.distributed as dist
 from plain_stages import SHAPE, SPECS
 from torch.futures import Future
 
-from envpipe_megatron.core.builders import one_f_one_b
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.orders.builders import one_f_one_b
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel

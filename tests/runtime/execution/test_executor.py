@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.execution import executor
 
 

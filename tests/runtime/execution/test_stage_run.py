@@ -12,8 +12,8 @@ import pytest
 import torch
 from plain_stages import SPECS
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution import emulated_executor

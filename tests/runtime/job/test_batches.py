@@ -12,8 +12,8 @@ import pytest
 import step_ranks
 from preset_profile import preset_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.formats.energy import read_energy_logs, split_phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.reconfigure import Ended, Step
 from envpipe_megatron.runtime.job.reconfigurer import grid

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from preset_profile import preset_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from preset_profile import preset_profile
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from plain_stages import SPECS
 
-from envpipe_megatron.core import builders
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives

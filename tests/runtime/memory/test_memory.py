@@ -11,9 +11,10 @@ import pytest
 import torch
 from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest

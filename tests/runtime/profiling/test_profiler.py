@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envpipe_megatron.core import builders
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar

@@ -1,0 +1,115 @@
+"""Rows of profiles: what one unit costs at one frequency, measured or assumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from envpipe_megatron.core.fields import AMOUNT, FREQUENCY, MAX_FREQUENCY_MHZ, Number, Row
+from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.errors import EnvPipeError
+
+#: Optional columns of a profile's file.
+UNCERTAINTY, SPREAD = "energy_uncertainty_j", "time_spread_s"
+
+
+class ProfileError(EnvPipeError):
+    """A profile or sidecar that is not readable or not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one unit costs at one frequency, of one GPU and microbatch.
+
+    With the standard uncertainty of its energy, and the standard deviation of its time from one
+    such unit to the next.
+    """
+
+    frequency_mhz: int
+    time_s: float
+    energy_j: float
+    energy_uncertainty_j: float | None = None
+    time_spread_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
+            0 <= self.energy_j < math.inf
+        ):
+            raise ProfileError(
+                "A profile row needs a frequency (MHz) that a GPU has, a time (s) above 0 and an "
+                "energy (J) of at least 0",
+                value=(self.frequency_mhz, self.time_s, self.energy_j),
+            )
+        for what, known in (
+            ("uncertainty of a row's energy", self.energy_uncertainty_j),
+            ("spread of a row's time", self.time_spread_s),
+        ):
+            if known is not None and not 0 <= known < math.inf:
+                raise ProfileError(f"The {what} is at least 0", value=known)
+
+    def scaled(self, share: float) -> ProfileRow:
+        """The row of a share of the unit; shares vary each for itself, so variances add up."""
+        known_j, spread_s = self.energy_uncertainty_j, self.time_spread_s
+        return ProfileRow(
+            self.frequency_mhz,
+            self.time_s * share,
+            self.energy_j * share,
+            None if known_j is None else known_j * share,
+            None if spread_s is None else spread_s * math.sqrt(share),
+        )
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """What is assumed of a backward in two parts, where neither was measured.
+
+    Args:
+        input_share: the share of the input's gradient.
+        overhead: what both together take more than the whole backward, as a fraction of that, in
+            time and in energy.
+    """
+
+    input_share: float = 0.5
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.input_share < 1 and 0 <= self.overhead < math.inf):
+            raise ProfileError(
+                "A split backward has a share of its first part between 0 and 1, and an overhead "
+                "of zero or more",
+                value=(self.input_share, self.overhead),
+            )
+
+
+def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRow]:
+    """A line's instruction, one of the kinds, with its frequency, time and energy."""
+    instruction = line.cells["instruction"]
+    if instruction not in set(kinds):
+        raise line.error(
+            f"{line.where}: unknown instruction",
+            value=instruction,
+            remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}.",
+        )
+    return Kind(instruction), ProfileRow(
+        line.read("frequency", FREQUENCY, "MHz"),
+        line.read("time", Number(positive=True), "s"),
+        line.read("energy", AMOUNT, "J"),
+        *(
+            line.read(name, AMOUNT, unit) if line.cells.get(name) else None
+            for name, unit in ((UNCERTAINTY, "J"), (SPREAD, "s"))
+        ),
+    )
+
+
+def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
+    """One row from those of a stage's GPUs."""
+    known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
+    slowest = max(ranks, key=lambda row: row.time_s)
+    return ProfileRow(
+        frequency_mhz,
+        slowest.time_s,
+        math.fsum(row.energy_j for row in ranks) / len(ranks),
+        math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
+        slowest.time_spread_s,
+    )
