@@ -1,4 +1,4 @@
-"""Builders of schedules: GPipe, 1F1B, Megatron's interleaved order, and EnvPipe's.
+"""Builders of schedules: GPipe, 1F1B, Megatron's interleaved order, breadth-first, EnvPipe's.
 
 Fewer microbatches than stages is a valid job for all.
 """
@@ -19,13 +19,13 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Backwards ascend by microbatch, so that gradients add up in the order of 1F1B and the result is
     equal to the last bit.
     """
-    _check_job(num_stages, num_microbatches)
+    check_job(num_stages, num_microbatches)
     return _from_warmups("gpipe", [num_microbatches] * num_stages, num_microbatches)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
-    _check_job(num_stages, num_microbatches)
+    check_job(num_stages, num_microbatches)
     return _from_warmups("1f1b", one_f_one_b_warmups(num_stages), num_microbatches)
 
 
@@ -35,7 +35,7 @@ def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int
     The last stage has none in EnvPipe, since its units are all on the envelope. ScheduleError: not
     one count per stage, a negative one, or more forwards than microbatches.
     """
-    _check_job(num_stages, num_microbatches)
+    check_job(num_stages, num_microbatches)
     if len(extra_forwards) != num_stages or min(extra_forwards) < 0:
         raise ScheduleError(
             "Extra forwards must be one count of zero or more for each stage",
@@ -75,7 +75,7 @@ def interleaved(
     Megatron wants groups, the last one too, no smaller than the pipeline. ScheduleError for less
     than that only where stages would wait in circles, and for one chunk, which is no virtual stage.
     """
-    _check_job(num_stages, num_microbatches, num_chunks)
+    check_job(num_stages, num_microbatches, num_chunks)
     if num_chunks < 2:
         raise ScheduleError(
             "The interleaved schedule needs at least two chunks a stage",
@@ -107,11 +107,25 @@ def interleaved(
         ) from error
 
 
+def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """All forwards, chunk by chunk, then all backwards (Lamy-Poirier, MLSys'23, section 4).
+
+    Each chunk's weights are used by all microbatches in turn, for all of whose activations a stage
+    must have room.
+    """
+    check_job(num_stages, num_microbatches, num_chunks)
+    virtual = in_groups(num_microbatches, num_chunks, num_microbatches)
+    forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
+    backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
+    order = (*forwards, *backwards)
+    return Schedule("breadth-first", num_microbatches, num_chunks, (order,) * num_stages)
+
+
 def forward_only(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
     """Forwards alone, as in evaluation; with chunks in groups as `interleaved` has them."""
-    _check_job(num_stages, num_microbatches, num_chunks)
+    check_job(num_stages, num_microbatches, num_chunks)
     virtual = in_groups(
         num_microbatches, num_chunks, num_stages if group_size is None else group_size
     )
@@ -124,7 +138,7 @@ def whole_iteration(num_stages: int) -> Schedule:
 
     So it is where CUDA graphs hold whole iterations. The unit is written as a forward.
     """
-    _check_job(num_stages, 1)
+    check_job(num_stages, 1)
     order = (unit(Kind.FORWARD, 0),)
     return Schedule("whole-iteration", 1, 1, (order,) * num_stages, Placement.APART)
 
@@ -184,7 +198,8 @@ def extra_forward_caps(
     return caps
 
 
-def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+def check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    """Refuse (ScheduleError) a job without stages or microbatches, or one that is too large."""
     for what, count in (("stage", num_stages), ("microbatch", num_microbatches)):
         if count < 1:
             raise ScheduleError(

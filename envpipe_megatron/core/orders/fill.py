@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from envpipe_megatron.core.orders.job import (
@@ -48,7 +49,7 @@ def fill(job: OrderJob, turns: Turns, target_s: float, least_gap: float = 0.0) -
     comes at the end. The oldest comes first.
     """
     walk = _Walk(job, turns, target_s, least_gap)
-    ready = list(range(job.num_stages))
+    ready = list(range(len(turns)))
     while ready:
         ready.extend(walk.advance(ready.pop()))
     return walk.finish()
@@ -58,102 +59,86 @@ class _Walk:
     """One walk through all turns, each stage as far as its inputs are known."""
 
     def __init__(self, job: OrderJob, turns: Turns, target_s: float, least_gap: float) -> None:
-        stages, unknown = range(job.num_stages), [math.nan] * job.num_microbatches
+        stages, _, microbatches = job.shape
         self._job, self._turns, self._least_gap = job, turns, least_gap
         self._latest_s = [target_s - tail_s for tail_s in job.stage_tail_s]
-        #: [kind][part][microbatch] when the input is there; nan: not known yet.
-        self._arrival_s = [[list(unknown) for _ in job.chain] for _ in (FORWARD, GRADIENT)]
-        self._arrival_s[FORWARD][job.chain[0]] = [0.0] * job.num_microbatches
-        missing = job.split and len(turns[0]) < job.units_per_stage
-        self._pending: list[list[tuple[int, int, int]] | None] = [
-            [] if missing else None for _ in stages
-        ]
-        self._at = [0 for _ in stages]
-        self._placed = [0 for _ in stages]  #: how many of the pending ones
-        self._now_s = [0.0 for _ in stages]
+        #: [forward or gradient][part][microbatch] when the input is there; nan: not known yet.
+        self._in_s = [[[math.nan] * microbatches for _ in job.chain] for _ in (FORWARD, GRADIENT)]
+        self._in_s[FORWARD][job.chain[0]] = [0.0] * microbatches
+        self._at = [0] * stages
+        self._now_s = [0.0] * stages
         self._left_s = list(job.work_s)
-        self._held = [0.0 for _ in stages]
-        self._peak = [0.0 for _ in stages]
-        self._orders: Turns = [[] for _ in stages]
-        self._end_s: list[list[float]] = [[] for _ in stages]
+        self._held = [0.0] * stages
+        self._peak = [0.0] * stages
+        #: Turns lack the weight gradients of their gradients.
+        self._lacking = len(turns[0]) < len(job.kinds) * job.num_per_kind
+        self._pending: list[deque[tuple[int, int, int]]] = [deque() for _ in turns]
+        self._orders: Turns = [[] for _ in turns]
+        self._end_s: list[list[float]] = [[] for _ in turns]
 
     def advance(self, stage: int) -> list[int]:
         """Run a stage's turns until an input is not known; the stages that got one meanwhile."""
-        job, chunks, turns = self._job, self._job.num_chunks, self._turns[stage]
-        durations_s, arrivals_s, hop_s = job.durations_s, self._arrival_s, job.hop_s
-        following, preceding = job.following, job.preceding
-        order, ends_s, pending = self._orders[stage], self._end_s[stage], self._pending[stage]
-        now_s, at, fed = self._now_s[stage], self._at[stage], []
-        while at < len(turns):
-            turn = kind, part, microbatch = turns[at]
-            arrival_s = now_s if kind == WEIGHTS else arrivals_s[kind][part][microbatch]
-            if arrival_s != arrival_s:
+        job, turns, inputs_s, fed = self._job, self._turns[stage], self._in_s, []
+        chunks, neighbours, hops_s = job.shape[1], job.neighbours, job.hops_s
+        while self._at[stage] < len(turns):
+            turn = kind, part, microbatch = turns[self._at[stage]]
+            in_s = 0.0 if kind == WEIGHTS else inputs_s[kind][part][microbatch]
+            if in_s != in_s:
                 break
-            if pending and self._placed[stage] < len(pending):
-                now_s = self._wait(stage, now_s, arrival_s, kind == FORWARD, part)
-            duration_s = durations_s[kind][part][microbatch]
-            now_s = (arrival_s if arrival_s > now_s else now_s) + duration_s
-            order.append(turn)
-            ends_s.append(now_s)
-            self._left_s[stage] -= duration_s
-            self._hold(stage, kind, part)
-            at += 1
-            if kind == FORWARD:
-                other, hop = following[part], hop_s[part]
-                if other < 0:
-                    arrivals_s[GRADIENT][part][microbatch] = now_s
-            else:
-                other = preceding[part] if kind == GRADIENT else -1
-                hop = hop_s[other]
-                if pending is not None:
-                    pending.append((WEIGHTS, part, microbatch))
+            if self._pending[stage]:
+                self._wait(stage, in_s, job.part_held[part] if kind == FORWARD else 0.0)
+            end_s = self._run(stage, turn, in_s)
+            self._at[stage] += 1
+            if kind == WEIGHTS:
+                continue
+            if kind == GRADIENT and self._lacking:
+                self._pending[stage].append((WEIGHTS, part, microbatch))
+            other = neighbours[kind][part]
             if other >= 0:
-                arrivals_s[kind][other][microbatch] = now_s + hop
+                inputs_s[kind][other][microbatch] = end_s + hops_s[kind][part]
                 if other // chunks != stage:
                     fed.append(other // chunks)
-        self._now_s[stage], self._at[stage] = now_s, at
+            elif kind == FORWARD:
+                inputs_s[GRADIENT][part][microbatch] = end_s
         return fed
 
-    def _wait(self, stage: int, now_s: float, until_s: float, forward: bool, part: int) -> float:
-        """Run weight gradients before a unit that can start at `until_s`; the time after them."""
+    def _wait(self, stage: int, until_s: float, needed: float) -> None:
+        """Run weight gradients before a unit that can start at `until_s` and needs some room."""
         job, pending, tolerance_s = self._job, self._pending[stage], TIME_TOLERANCE * until_s
-        most = job.stage_limits[stage] + HELD_TOLERANCE - job.part_held[part]
-        while pending and self._placed[stage] < len(pending):
-            _, own, microbatch = pending[self._placed[stage]]
-            duration_s, gap_s = job.weight_s[own][microbatch], until_s - now_s
-            if duration_s > gap_s + tolerance_s and not (forward and self._held[stage] > most):
+        while pending:
+            _, part, microbatch = pending[0]
+            duration_s = job.durations_s[WEIGHTS][part][microbatch]
+            gap_s = until_s - self._now_s[stage]
+            full = needed and self._held[stage] + needed > job.stage_limits[stage] + HELD_TOLERANCE
+            if duration_s > gap_s + tolerance_s and not full:
                 late = until_s + self._left_s[stage] > self._latest_s[stage] + tolerance_s
                 if not late or gap_s <= max(tolerance_s, self._least_gap * duration_s):
                     break
-            now_s += duration_s
-            self._place(stage, now_s)
-        return now_s
+            self._run(stage, pending.popleft(), 0.0)
 
-    def _place(self, stage: int, end_s: float) -> None:
-        pending = self._pending[stage] or []
-        turn = _, part, microbatch = pending[self._placed[stage]]
-        self._placed[stage] += 1
-        self._left_s[stage] -= self._job.weight_s[part][microbatch]
-        self._orders[stage].append(turn)
-        self._end_s[stage].append(end_s)
-        self._hold(stage, WEIGHTS, part)
-
-    def _hold(self, stage: int, kind: int, part: int) -> None:
+    def _run(self, stage: int, turn: tuple[int, int, int], in_s: float) -> float:
+        """Run a unit as soon as its stage is free and its input there; its end."""
+        kind, part, microbatch = turn
+        duration_s, now_s = self._job.durations_s[kind][part][microbatch], self._now_s[stage]
+        end_s = self._now_s[stage] = (in_s if in_s > now_s else now_s) + duration_s
+        self._left_s[stage] -= duration_s
         held = self._held[stage] + self._job.holds[kind] * self._job.part_held[part]
         self._held[stage] = held
         if held > self._peak[stage]:
             self._peak[stage] = held
+        self._orders[stage].append(turn)
+        self._end_s[stage].append(end_s)
+        return end_s
 
     def finish(self) -> Filled:
         """The whole orders, with the weight gradients that are left at their ends."""
-        if self._at != [len(turns) for turns in self._turns]:
-            stuck_s = [math.inf] * self._job.num_stages
-            return Filled(self._orders, self._end_s, stuck_s, self._peak)
         for stage, pending in enumerate(self._pending):
-            end_s = self._now_s[stage]
-            for _, part, microbatch in (pending or [])[self._placed[stage] :]:
-                end_s += self._job.weight_s[part][microbatch]
-                self._place(stage, end_s)
-        ends_s = zip(self._end_s, self._job.stage_tail_s, strict=True)
-        stage_end_s = [end_s[-1] + tail_s for end_s, tail_s in ends_s]
+            while pending:
+                self._run(stage, pending.popleft(), 0.0)
+        stage_end_s = [
+            end_s + tail_s if at == len(turns) else math.inf
+            for end_s, tail_s, at, turns in zip(
+                self._now_s, self._job.stage_tail_s, self._at, self._turns, strict=True
+            )
+        ]
         return Filled(self._orders, self._end_s, stage_end_s, self._peak)

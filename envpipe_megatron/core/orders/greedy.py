@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from envpipe_megatron.core.kinds import SPLIT, WHOLE, unit
+from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders.fill import TIME_TOLERANCE, Filled, fill
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.polish import polished
@@ -21,12 +21,15 @@ from envpipe_megatron.core.schedule import Schedule
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
 _RULES: tuple[tuple[Callable[[OrderJob], OrderJob], Rule], ...] = (
-    (OrderJob.level, Rule(patience=0.75, hurried=True)),
+    (lambda job: job.level(weight_s=0.5), Rule(patience=0.75, hurried=True)),
     (lambda job: job, Rule(patience=0.75, hurried=True)),
-    (OrderJob.without_latency, Rule(patience=0.25)),
+    (lambda job: job, Rule(patience=0.5)),
+    (lambda job: job.level(weight_s=0.5), Rule(pace=0.9)),
+    (lambda job: job, Rule(strict=False, pace=0.8)),
     (lambda job: job, Rule(patience=1.0)),
-    (OrderJob.without_latency, Rule(patience=0.25, hurried=True)),
-    (lambda job: job, Rule(patience=0.25)),
+    (OrderJob.without_latency, Rule(patience=0.25)),
+    (lambda job: job.level(weight_s=1.0), Rule(pace=1.1)),
+    (lambda job: job, Rule(pace=1.1)),
 )
 #: The least waits that weight gradients fill though they delay others, in their own durations.
 _GAPS = (0.5, 0.0)
@@ -61,7 +64,7 @@ def frugal(
     if best.time_s > enough_s:
         return None
     forward = max(job.part_held)
-    failed = job.num_chunks - 1
+    failed = job.shape[1] - 1
     while (kept := round(max(best.peak_held) / forward)) - failed > 1:
         tried = (kept + failed) // 2
         lowered = [min(limit, tried * forward) for limit in job.stage_limits]
@@ -76,7 +79,7 @@ def frugal(
 def _search(job: OrderJob, enough_s: float, looks: int | None) -> Filled:
     """The shortest order, or the first one that takes no longer than is enough."""
     if looks is None:
-        looks = max(2, _LOOK_BUDGET // (job.units_per_stage * job.num_stages))
+        looks = max(2, _LOOK_BUDGET // (len(job.kinds) * job.num_per_kind * job.shape[0]))
     enough_s *= 1 + TIME_TOLERANCE
     orders = islice(_orders(job, enough_s), looks)
     best = next(orders)
@@ -98,7 +101,7 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
     turns = []
     for rule, (changed, by) in enumerate(_RULES):
         turns.append(take_turns(changed(job), by))
-        for gap in _GAPS if job.split else _GAPS[:1]:
+        for gap in _GAPS if job.kinds is SPLIT else _GAPS[:1]:
             yield found.setdefault((rule, gap, 0.0), fill(job, turns[rule], first_s, gap))
     way_s = min(filled.time_s for filled in found.values()) - first_s
 
@@ -108,7 +111,7 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
             found[rule, gap, target] = filled
             yield filled
 
-    if job.split:
+    if job.kinds is SPLIT:
         for target in _TARGETS:
             for rule, gap, _ in list(found):
                 yield from tried(target, rule, gap)
@@ -123,9 +126,9 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:
     """The orders as a schedule, which checks that they can run."""
-    kinds, chunks = SPLIT if job.split else WHOLE, job.num_chunks
+    _, chunks, microbatches = job.shape
     stages = tuple(
-        tuple(unit(kinds[kind], microbatch, part % chunks) for kind, part, microbatch in order)
+        tuple(unit(job.kinds[kind], microbatch, part % chunks) for kind, part, microbatch in order)
         for order in filled.orders
     )
-    return Schedule(name, job.num_microbatches, chunks, stages, job.placement)
+    return Schedule(name, microbatches, chunks, stages, job.placement)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.schedule import Placement
 
-Times = list[list[float]]
 #: Kinds as numbers: whole backwards and input gradients are both `GRADIENT`.
 FORWARD, GRADIENT, WEIGHTS = range(3)
 #: Units by stage in order, each as its kind, part and microbatch.
@@ -29,10 +29,12 @@ class OrderJob:
     Args:
         duration_s: [num_stages, num_chunks, num_microbatches] of each kind: forward and backward,
             or forward, input gradient and weight gradient.
-        latency_s: of every message, or one for each boundary between neighbouring stages.
+        latency_s: of every message, or one for each boundary between neighbouring stages; between
+            the last stage and the first it is the longest of them.
         placement: where chunks lie.
         limits: [num_stages] the most that a stage may hold, in the unit of `held`; None: no limit.
-        held: [num_stages, num_chunks] what one forward leaves on its stage until its backward.
+        held: [num_stages, num_chunks] what one forward leaves on its stage until its backward;
+            None: 1, so that microbatches x chunks are counted.
         weight_share: how much of it stays from the input gradient to the weight gradient.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
 
@@ -63,161 +65,123 @@ class OrderJob:
             )
         if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
             raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
-        least = np.reshape(self.part_held, (self.num_stages, -1)).sum(axis=1)
-        too_small = np.flatnonzero(np.asarray(self.stage_limits) < least - 1e-9)
-        if too_small.size:
-            stage = int(too_small[0])
-            raise ScheduleError(
-                f"Stage {stage} may hold less than one microbatch",
-                value=self.stage_limits[stage],
-                remedy=f"One microbatch holds {least[stage]:g} there; allow at least that.",
-            )
-
-    @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages, p."""
-        return len(self.duration_s[Kind.FORWARD])
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of each stage, V."""
-        return int(np.shape(self.duration_s[Kind.FORWARD])[1])
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches, M."""
-        return int(np.shape(self.duration_s[Kind.FORWARD])[2])
-
-    @property
-    def split(self) -> bool:
-        """Whether backwards are two units each."""
-        return Kind.BACKWARD not in self.duration_s
+        least = np.reshape(self.part_held, shapes[0][:2]).sum(axis=1)
+        for stage, limit in enumerate(self.stage_limits):
+            if limit < least[stage] - HELD_TOLERANCE:
+                raise ScheduleError(
+                    f"Stage {stage} may hold less than one microbatch",
+                    value=limit,
+                    remedy=f"One microbatch holds {least[stage]:g} there; allow at least that.",
+                )
 
     @cached_property
-    def forward_s(self) -> Times:
-        """[num_parts][num_microbatches] durations of forwards."""
-        return self._by_part(Kind.FORWARD)
+    def shape(self) -> tuple[int, int, int]:
+        """Stages p, chunks of each stage V, and microbatches M."""
+        stages, chunks, microbatches = np.shape(self.duration_s[Kind.FORWARD])
+        return stages, chunks, microbatches
+
+    @property
+    def num_per_kind(self) -> int:
+        """Units of each kind on each stage."""
+        return self.shape[1] * self.shape[2]
 
     @cached_property
-    def gradient_s(self) -> Times:
-        """The same of input gradients, or of whole backwards."""
-        return self._by_part(Kind.INPUT_GRADIENT if self.split else Kind.BACKWARD)
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of units, as they are numbered."""
+        return WHOLE if Kind.BACKWARD in self.duration_s else SPLIT
 
     @cached_property
-    def weight_s(self) -> Times:
-        """The same of weight gradients; empty if backwards are whole."""
-        return self._by_part(Kind.WEIGHT_GRADIENT) if self.split else []
+    def durations_s(self) -> list[list[list[float]]]:
+        """[num_kinds][num_parts][num_microbatches] how long each unit takes."""
+        times = (np.asarray(self.duration_s[kind], dtype=np.float64) for kind in self.kinds)
+        return [t.reshape(-1, self.shape[2]).tolist() for t in times]
 
     @cached_property
     def part_held(self) -> list[float]:
         """[num_parts] what one forward leaves on its stage."""
-        if self.held is None:
-            return [1.0] * (self.num_stages * self.num_chunks)
-        parts: list[float] = np.asarray(self.held, dtype=np.float64).ravel().tolist()
-        return parts
-
-    @cached_property
-    def durations_s(self) -> tuple[Times, Times, Times]:
-        """The durations of all kinds."""
-        return self.forward_s, self.gradient_s, self.weight_s
+        held = np.ones(self.shape[:2]) if self.held is None else np.asarray(self.held)
+        return [*map(float, held.ravel())]
 
     @cached_property
     def holds(self) -> tuple[float, float, float]:
-        """How much more its stage holds after a unit of each kind, in forwards of its part."""
-        kept = self.weight_share if self.split else 0.0
+        """By kind how much more its stage holds after a unit, in forwards of its part."""
+        kept = self.weight_share if self.kinds is SPLIT else 0.0
         return 1.0, kept - 1.0, -kept
-
-    @property
-    def units_per_stage(self) -> int:
-        """Units in each stage's order."""
-        return len(self.duration_s) * self.num_chunks * self.num_microbatches
 
     @cached_property
     def stage_limits(self) -> list[float]:
         """[num_stages] the most that each stage may hold."""
-        return [math.inf] * self.num_stages if self.limits is None else [*map(float, self.limits)]
+        return [*map(float, [math.inf] * self.shape[0] if self.limits is None else self.limits)]
 
     @cached_property
     def stage_tail_s(self) -> list[float]:
         """[num_stages] the time after each stage's last unit."""
-        tails_s: list[float] = np.broadcast_to(self.tail_s, self.num_stages).tolist()
-        return tails_s
+        return [*map(float, np.broadcast_to(self.tail_s, self.shape[:1]))]
 
     @cached_property
     def chain(self) -> list[int]:
         """The parts as a forward passes them."""
-        stages = range(self.num_stages)
-        return [
-            stage * self.num_chunks + chunk
-            for chunk in range(self.num_chunks)
-            for stage in (
-                reversed(stages) if self.placement is Placement.V and chunk % 2 else stages
-            )
-        ]
+        stages, chunks, _ = self.shape
+        there = range(stages)
+        back = there[::-1] if self.placement is Placement.V else there
+        return [s * chunks + c for c in range(chunks) for s in (back if c % 2 else there)]
 
     @cached_property
-    def following(self) -> list[int]:
-        """[num_parts] the part that a forward passes next, or -1."""
-        following = [-1] * len(self.chain)
-        for part, after in zip(self.chain, self.chain[1:], strict=False):
-            following[part] = after
-        return following
+    def neighbours(self) -> tuple[list[int], list[int]]:
+        """By kind, [num_parts] the part that a unit's output goes to, or -1."""
+        after, before = [-1] * len(self.chain), [-1] * len(self.chain)
+        for part, other in pairwise(self.chain):
+            after[part], before[other] = other, part
+        return after, before
 
     @cached_property
-    def preceding(self) -> list[int]:
-        """[num_parts] the part that a forward passes before, or -1."""
-        preceding = [-1] * len(self.chain)
-        for part, after in zip(self.chain, self.chain[1:], strict=False):
-            preceding[after] = part
-        return preceding
-
-    @cached_property
-    def hop_s(self) -> list[float]:
-        """[num_parts] latency of the message from a part to the following one."""
-        stages = self.num_stages
-        hops = np.broadcast_to(np.asarray(self.latency_s, dtype=np.float64), max(stages - 1, 0))
-        by_part = [0.0] * len(self.chain)
-        for part, after in enumerate(self.following):
-            stage, next_stage = part // self.num_chunks, after // self.num_chunks
-            if after >= 0 and stage != next_stage:
-                beside = abs(stage - next_stage) == 1 and (stage < next_stage or self._turns)
-                by_part[part] = float(hops[min(stage, next_stage)] if beside else hops.max())
-        return by_part
-
-    @property
-    def _turns(self) -> bool:
-        return self.placement is Placement.V
+    def hops_s(self) -> tuple[list[float], list[float]]:
+        """By kind, [num_parts] the latency of a unit's output to its neighbour."""
+        stages, chunks, _ = self.shape
+        hop_s = np.broadcast_to(np.asarray(self.latency_s, dtype=np.float64), stages - 1)
+        after, before = [0.0] * len(self.chain), [0.0] * len(self.chain)
+        for part, other in pairwise(self.chain):
+            near, far = sorted((part // chunks, other // chunks))
+            if near < far:
+                wraps = far - near > 1 or (part > other and self.placement is Placement.LOOPED)
+                after[part] = before[other] = float(hop_s.max() if wraps else hop_s[near])
+        return after, before
 
     @cached_property
     def work_s(self) -> list[float]:
         """[num_stages] the durations of all units of each stage together."""
-        work = sum(np.asarray(times).sum(axis=(1, 2)) for times in self.duration_s.values())
-        by_stage: list[float] = np.asarray(work).tolist()
-        return by_stage
+        by_part = np.sum([np.sum(times, axis=1) for times in self.durations_s], axis=0)
+        return [*map(float, by_part.reshape(self.shape[:2]).sum(axis=1))]
+
+    @cached_property
+    def after_s(self) -> list[float]:
+        """[num_stages] the least time from a stage's last unit to the end of the iteration.
+
+        Its tail; or the way out, if its last unit is a backward that has yet to reach stage 0.
+        """
+        after_s = list(self.stage_tail_s)
+        if self.kinds is WHOLE:
+            for stage, way_s in enumerate(self._ways_s(GRADIENT)):
+                after_s[stage] = max(after_s[stage], way_s + self.stage_tail_s[0])
+        return after_s
 
     @cached_property
     def floor_s(self) -> float:
-        """No order takes less: the way in, all units of a stage, its tail."""
-        floor_s, way_in_s, entered = 0.0, 0.0, set[int]()
-        for part in self.chain:
-            stage = part // self.num_chunks
-            if stage not in entered:
-                entered.add(stage)
-                floor_s = max(floor_s, way_in_s + self.work_s[stage] + self.stage_tail_s[stage])
-            way_in_s += min(self.forward_s[part]) + self.hop_s[part]
-        return floor_s
+        """No order takes less: the way in, all units of a stage, and what is after them."""
+        return max(map(sum, zip(self._ways_s(FORWARD), self.work_s, self.after_s, strict=True)))
 
-    def level(self, weight_s: float = 1.0) -> OrderJob:
+    def _ways_s(self, kind: int) -> list[float]:
+        """[num_stages] the least time from stage 0 to each along chunk 0, or back."""
+        parts = self.chain[: self.shape[0]]
+        steps_s = (min(self.durations_s[kind][p]) + self.hops_s[FORWARD][p] for p in parts[:-1])
+        return [*accumulate(steps_s, initial=0.0)]
+
+    def level(self, weight_s: float) -> OrderJob:
         """The same with forwards and gradients that all take as long, and messages no time."""
         unit_s = dict.fromkeys(self.duration_s, 1.0) | {Kind.WEIGHT_GRADIENT: weight_s}
-        level_s = {kind: np.full_like(t, unit_s[kind]) for kind, t in self.duration_s.items()}
+        level_s = {kind: np.full(self.shape, unit_s[kind]) for kind in self.kinds}
         return replace(self, duration_s=level_s, latency_s=0.0, tail_s=0.0)
 
     def without_latency(self) -> OrderJob:
         """The same with messages that take no time."""
         return replace(self, latency_s=0.0)
-
-    def _by_part(self, kind: Kind) -> Times:
-        times = np.asarray(self.duration_s[kind], dtype=np.float64)
-        by_part: Times = times.reshape(-1, self.num_microbatches).tolist()
-        return by_part

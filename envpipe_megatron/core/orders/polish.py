@@ -75,11 +75,11 @@ def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:
         if at and filled.end_s[stage][at - 1] >= start_s - tolerance_s:
             at -= 1
         else:
-            source = job.preceding[part] if kind == FORWARD else job.following[part]
+            source = job.neighbours[1 - kind][part]
             if source < 0:
                 if kind == FORWARD:
                     return path[::-1]
                 kind, source = FORWARD, part
-            stage = source // job.num_chunks
+            stage = source // job.shape[1]
             at = place[stage][kind, source, microbatch]
         path.append((stage, at))

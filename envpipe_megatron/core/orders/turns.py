@@ -18,9 +18,10 @@ from envpipe_megatron.core.orders.job import (
     OrderJob,
     Turns,
 )
+from envpipe_megatron.core.schedule import Placement
 
 #: A weight gradient may delay another unit by no more than this part of its own duration.
-_FILL_PATIENCE = 0.5
+_WEIGHTS_PATIENCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Rule:
         hurried: waits no longer than the job's floor allows.
         pace: how long after a microbatch the next comes into the pipeline at the earliest, in
             times that the busiest stage works for one. Where memory is scarce, an even stream
-            needs less of it than one that comes in waves.
+            does more with it than one that comes in waves.
     """
 
     strict: bool = True
@@ -47,9 +48,10 @@ class Rule:
 def take_turns(job: OrderJob, rule: Rule) -> Turns:
     """Simulate a job; at each moment an idle stage starts the best unit that is ready.
 
-    Forwards of the deepest chunk and gradients of the oldest microbatch come first. A forward is
-    let in if the stage has room for it, and for what the oldest microbatch that is still on its
-    way forward needs there: so that one can always go on, and no limit ever blocks the pipeline.
+    In a V units of the oldest microbatch come first; of looped chunks p microbatches pass each
+    before its next, as in Megatron's interleaved order. A forward is let in if the stage has room
+    for it, and for what the oldest microbatch that is still on its way forward needs there: so that
+    one can always go on, and no limit ever blocks the pipeline.
     """
     simulation = _Simulation(job, rule)
     simulation.run()
@@ -58,24 +60,25 @@ def take_turns(job: OrderJob, rule: Rule) -> Turns:
 
 class _Simulation:
     def __init__(self, job: OrderJob, rule: Rule) -> None:
-        parts, microbatches = len(job.chain), job.num_microbatches
-        self.job, self.rule, self.chunks = job, rule, job.num_chunks
-        self.turns: Turns = [[] for _ in range(job.num_stages)]
-        self._forwards = [0] * parts  #: how many each part has started
-        self._gradients = [0] * parts
-        self._forward_in_s = [[math.inf] * microbatches for _ in range(parts)]
-        self._gradient_in_s = [[math.inf] * microbatches for _ in range(parts)]
-        pace_s = rule.pace * max(job.work_s) / microbatches
-        self._forward_in_s[job.chain[0]] = [pace_s * m for m in range(microbatches)]
-        self._pending: list[list[tuple[int, int]]] = [[] for _ in range(job.num_stages)]
-        self._weights = [0] * job.num_stages  #: how many of the pending ones each stage has started
-        self._held = [0.0] * job.num_stages
+        stages, self._chunks, self._microbatches = job.shape
+        self.turns: Turns = [[] for _ in range(stages)]
+        self._job, self._rule = job, rule
+        #: [forward or gradient][part] how many have started.
+        self._started = [[0 for _ in job.chain] for _ in (FORWARD, GRADIENT)]
+        #: [forward or gradient][part][microbatch] when the input arrives, as far as known.
+        self._in_s = [
+            [[math.inf] * self._microbatches for _ in job.chain] for _ in (FORWARD, GRADIENT)
+        ]
+        pace_s = rule.pace * max(job.work_s) / self._microbatches
+        self._in_s[FORWARD][job.chain[0]] = [pace_s * m for m in range(self._microbatches)]
+        self._wake = [(0.0, stage) for stage in range(stages)]
+        self._wake += [(in_s, 0) for in_s in self._in_s[FORWARD][job.chain[0]][1:]]
+        self._pending: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self._weights = [0] * stages  #: how many of the pending ones have started
+        self._held = [0.0] * stages
         self._left_s = list(job.work_s)
-        self._latest_s = [job.floor_s - tail_s for tail_s in job.stage_tail_s]
-        self._free_s = [0.0] * job.num_stages
-        self._wake = [(0.0, stage) for stage in range(job.num_stages)]
-        if pace_s:
-            self._wake += [(in_s, 0) for in_s in self._forward_in_s[job.chain[0]]]
+        self._latest_s = [job.floor_s - after_s for after_s in job.after_s]
+        self._free_s = [0.0] * stages
         self._tolerance_s = 1e-9 * job.floor_s
 
     def run(self) -> None:
@@ -87,127 +90,109 @@ class _Simulation:
 
     def _step(self, stage: int, now_s: float) -> None:
         """Start what is best at this moment, if anything is."""
-        job, turns = self.job, self.turns[stage]
-        gradient, gradient_in_s = self._next_gradient(stage, now_s + self._tolerance_s)
-        forward, forward_in_s, full = self._next_forward(stage, now_s + self._tolerance_s)
+        turns, rule = self.turns[stage], self._rule
+        gradient, gradient_in_s, _ = self._next(stage, GRADIENT, now_s + self._tolerance_s)
+        forward, forward_in_s, full = self._next(stage, FORWARD, now_s + self._tolerance_s)
         weights = self._weights[stage] < len(self._pending[stage])
-        forwards_turn = self.rule.strict and (not turns or turns[-1][0] == GRADIENT)
+        forwards_turn = rule.strict and (not turns or turns[-1][0] == GRADIENT)
         if gradient >= 0 and (forward < 0 or not forwards_turn):
-            gradient_s = job.gradient_s[gradient][self._gradients[gradient]]
             room_first = forwards_turn and full and weights
-            waits = forwards_turn and self._waits(stage, now_s, forward_in_s, gradient_s)
+            gradient_s = self._duration_s(GRADIENT, gradient)
+            waits = forwards_turn and self._waits(
+                stage, now_s, forward_in_s, gradient_s, rule.patience
+            )
             if not (room_first or waits):
-                self._start_gradient(stage, gradient, now_s)
+                self._start(stage, GRADIENT, gradient, now_s)
                 return
         elif forward >= 0:
-            forward_s = job.forward_s[forward][self._forwards[forward]]
-            if gradient >= 0 or not self._waits(stage, now_s, gradient_in_s, forward_s):
-                self._start_forward(stage, forward, now_s)
+            forward_s = self._duration_s(FORWARD, forward)
+            if gradient >= 0 or not self._waits(
+                stage, now_s, gradient_in_s, forward_s, rule.patience
+            ):
+                self._start(stage, FORWARD, forward, now_s)
                 return
         if weights:
             until_s = math.inf if full else min(gradient_in_s, forward_in_s)
             self._start_weights(stage, now_s, until_s)
 
-    def _next_gradient(self, stage: int, ready_s: float) -> tuple[int, float]:
-        """The part whose gradient comes next, or -1; when an input of another arrives."""
-        in_s = math.inf
-        for part in range(stage * self.chunks, (stage + 1) * self.chunks):
-            microbatch = self._gradients[part]
-            if microbatch < self.job.num_microbatches:
-                arrival_s = self._gradient_in_s[part][microbatch]
-                if arrival_s <= ready_s:
-                    return part, in_s
-                in_s = min(in_s, arrival_s)
-        return -1, in_s
+    def _next(self, stage: int, kind: int, ready_s: float) -> tuple[int, float, bool]:
+        """The part whose unit of a kind comes next, or -1; when an input of another arrives.
 
-    def _next_forward(self, stage: int, ready_s: float) -> tuple[int, float, bool]:
-        """The same of forwards; and whether one is ready that there is no room for."""
-        in_s, full = math.inf, False
-        for part in range((stage + 1) * self.chunks - 1, stage * self.chunks - 1, -1):
-            microbatch = self._forwards[part]
-            if microbatch < self.job.num_microbatches:
-                arrival_s = self._forward_in_s[part][microbatch]
-                if arrival_s >= in_s:
-                    continue
-                if not self._has_room(stage, part, microbatch):
-                    full = full or arrival_s <= ready_s
-                elif arrival_s <= ready_s:
-                    return part, in_s, full
-                else:
-                    in_s = arrival_s
-        return -1, in_s, full
+        And whether a forward is ready that there is no room for.
+        """
+        best, first, soonest_s, full = -1, math.inf, math.inf, False
+        for chunk in range(self._chunks):
+            part = stage * self._chunks + chunk
+            microbatch = self._started[kind][part]
+            if microbatch == self._microbatches:
+                continue
+            in_s = self._in_s[kind][part][microbatch]
+            if in_s == math.inf:
+                continue
+            if kind == FORWARD and not self._has_room(stage, part, microbatch):
+                full = full or in_s <= ready_s
+            elif in_s > ready_s:
+                soonest_s = min(soonest_s, in_s)
+            elif (rank := self._rank(kind, chunk, microbatch)) < first:
+                best, first = part, rank
+        return best, soonest_s, full
+
+    def _rank(self, kind: int, chunk: int, microbatch: int) -> int:
+        """Looped chunks go by groups of microbatches, others by the oldest microbatch."""
+        along = chunk if kind == FORWARD else self._chunks - 1 - chunk
+        if self._job.placement is Placement.V:
+            return -along
+        return microbatch // self._job.shape[0] * self._chunks + along
 
     def _has_room(self, stage: int, part: int, microbatch: int) -> bool:
-        job, limit = self.job, self.job.stage_limits[stage] + HELD_TOLERANCE
-        if self._held[stage] + job.part_held[part] > limit:
+        held, started = self._job.part_held, self._started[FORWARD]
+        limit = self._job.stage_limits[stage] + HELD_TOLERANCE
+        if self._held[stage] + held[part] > limit:
             return False
-        last = stage * self.chunks + self.chunks - 1
-        oldest = self._forwards[last]
-        if microbatch == oldest or limit == math.inf:
-            return True
-        needed = job.part_held[part]
-        for own in range(last - self.chunks + 1, last + 1):
-            needed += job.part_held[own] * max(1, self._forwards[own] - oldest)
-        return needed <= limit
+        last = (stage + 1) * self._chunks - 1
+        oldest = started[last]
+        needed = held[part]
+        for own in range(last - self._chunks + 1, last + 1):
+            needed += held[own] * max(1, started[own] - oldest)
+        return microbatch == oldest or needed <= limit
 
     def _waits(
-        self,
-        stage: int,
-        now_s: float,
-        until_s: float,
-        other_s: float,
-        patience: float | None = None,
+        self, stage: int, now_s: float, until_s: float, other_s: float, patience: float
     ) -> bool:
         """Whether to wait for an input, rather than start a unit that would delay what needs it."""
-        if patience is None:
-            patience = self.rule.patience
-        return (
-            until_s - now_s < patience * other_s
-            and until_s < now_s + other_s - self._tolerance_s
-            and (
-                not self.rule.hurried
-                or until_s + self._left_s[stage] <= self._latest_s[stage] + self._tolerance_s
-            )
-        )
+        if until_s - now_s >= patience * other_s or until_s >= now_s + other_s - self._tolerance_s:
+            return False
+        end_s = until_s + self._left_s[stage]
+        return not self._rule.hurried or end_s <= self._latest_s[stage] + self._tolerance_s
 
-    def _start_forward(self, stage: int, part: int, now_s: float) -> None:
-        job, microbatch = self.job, self._forwards[part]
-        self._forwards[part] += 1
-        self._held[stage] += job.part_held[part]
-        self.turns[stage].append((FORWARD, part, microbatch))
-        end_s = self._occupy(stage, now_s, job.forward_s[part][microbatch])
-        after = job.following[part]
-        if after < 0:
-            self._gradient_in_s[part][microbatch] = end_s
-        else:
-            self._forward_in_s[after][microbatch] = end_s + job.hop_s[part]
-            heappush(self._wake, (end_s + job.hop_s[part], after // self.chunks))
+    def _duration_s(self, kind: int, part: int) -> float:
+        return self._job.durations_s[kind][part][self._started[kind][part]]
 
-    def _start_gradient(self, stage: int, part: int, now_s: float) -> None:
-        job, microbatch = self.job, self._gradients[part]
-        self._gradients[part] += 1
-        self._held[stage] += job.holds[GRADIENT] * job.part_held[part]
-        self.turns[stage].append((GRADIENT, part, microbatch))
-        if job.split:
+    def _start(self, stage: int, kind: int, part: int, now_s: float) -> None:
+        job, microbatch = self._job, self._started[kind][part]
+        end_s = self._occupy(stage, kind, part, now_s, self._duration_s(kind, part))
+        self._started[kind][part] += 1
+        self.turns[stage].append((kind, part, microbatch))
+        if kind == GRADIENT and len(job.kinds) > WEIGHTS:
             self._pending[stage].append((part, microbatch))
-        end_s = self._occupy(stage, now_s, job.gradient_s[part][microbatch])
-        before = job.preceding[part]
-        if before >= 0:
-            self._gradient_in_s[before][microbatch] = end_s + job.hop_s[before]
-            heappush(self._wake, (end_s + job.hop_s[before], before // self.chunks))
+        other = job.neighbours[kind][part]
+        if other >= 0:
+            in_s = self._in_s[kind][other][microbatch] = end_s + job.hops_s[kind][part]
+            heappush(self._wake, (in_s, other // self._chunks))
+        elif kind == FORWARD:
+            self._in_s[GRADIENT][part][microbatch] = end_s
 
     def _start_weights(self, stage: int, now_s: float, until_s: float) -> None:
         """Start the oldest weight gradient, unless it delays another unit by too much."""
         part, microbatch = self._pending[stage][self._weights[stage]]
-        duration_s = self.job.weight_s[part][microbatch]
-        if not self._waits(stage, now_s, until_s, duration_s, _FILL_PATIENCE):
+        duration_s = self._job.durations_s[WEIGHTS][part][microbatch]
+        if not self._waits(stage, now_s, until_s, duration_s, _WEIGHTS_PATIENCE):
             self._weights[stage] += 1
-            self._held[stage] += self.job.holds[WEIGHTS] * self.job.part_held[part]
-            self._occupy(stage, now_s, duration_s)
+            self._occupy(stage, WEIGHTS, part, now_s, duration_s)
 
-    def _occupy(self, stage: int, now_s: float, duration_s: float) -> float:
-        end_s = now_s + duration_s
+    def _occupy(self, stage: int, kind: int, part: int, now_s: float, duration_s: float) -> float:
+        self._held[stage] += self._job.holds[kind] * self._job.part_held[part]
         self._left_s[stage] -= duration_s
-        self._free_s[stage] = end_s
+        end_s = self._free_s[stage] = now_s + duration_s
         heappush(self._wake, (end_s, stage))
         return end_s

@@ -143,7 +143,8 @@ def parse(text):
     units = []
     for word in text.split():
         microbatch, _, chunk = word[1:].partition(".")
-        units.append(Unit(F if word[0] == "F" else B, int(microbatch), int(chunk or 0)))
+        kind = {"F": F, "B": B, "I": I, "W": W}[word[0]]
+        units.append(Unit(kind, int(microbatch), int(chunk or 0)))
     return tuple(units)
 
 

@@ -1,0 +1,68 @@
+"""Orders with split backwards whose weight gradients fill waits: ZB-H1, ZB-H2, and in a V.
+
+Fewer microbatches than stages is a valid job for all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envpipe_megatron.core.kinds import SPLIT, ScheduleError, unit
+from envpipe_megatron.core.orders.builders import check_job
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.schedule import Placement, Schedule
+
+
+def zero_bubble(
+    num_stages: int, num_microbatches: int, max_in_flight: int | None = None
+) -> Schedule:
+    """ZB-H1, or with more memory up to ZB-H2 (Qi et al., ICLR'24, sections 2.1 and 2.2).
+
+    Stage s warms up with 1F1B's `p - s` forwards, and up to `p - s - 1` more as memory allows. Then
+    input gradients and forwards take turns, and each weight gradient comes as much later than its
+    input gradient as memory allows. `max_in_flight` microbatches are held by every stage at most:
+    p by default, which stage 0 of 1F1B holds (ZB-H1); `2 p - 1` is ZB-H2, and more buys nothing.
+    ScheduleError: less than p.
+    """
+    check_job(num_stages, num_microbatches)
+    most = num_stages if max_in_flight is None else max_in_flight
+    if most < num_stages:
+        raise ScheduleError(
+            "Zero-bubble orders hold as many microbatches as there are stages, or more",
+            value=most,
+            remedy=f"Allow {num_stages} in flight.",
+        )
+    most = min(most, 2 * num_stages - 1)
+    forwards, inputs, weights = ([unit(kind, m) for m in range(num_microbatches)] for kind in SPLIT)
+    stages = []
+    for stage in range(num_stages):
+        behind = num_stages - stage - 1
+        warmup = 1 + behind + min(behind, most - num_stages)
+        lag = most - warmup
+        order = forwards[:warmup]
+        for m in range(num_microbatches):
+            order.append(inputs[m])
+            order += weights[max(0, m - lag) : max(0, m - lag + 1)]
+            order += forwards[warmup + m : warmup + m + 1]
+        stages.append((*order, *weights[max(0, num_microbatches - lag) :]))
+    name = "zb-h1" if most == num_stages else "zb-h2"
+    return Schedule(name, num_microbatches, 1, tuple(stages))
+
+
+def zero_bubble_v(
+    num_stages: int, num_microbatches: int, max_in_flight: int | None = None
+) -> Schedule:
+    """Two chunks a stage that lie in a V, with split backwards: ZB-V.
+
+    (Qi et al., ICLR'24, section 6; with less memory as V-Half and V-Min of Qi et al., NeurIPS'24.)
+    The first stage holds the model's first layers and its last, so all stages hold equally much.
+    The order is the shortest that the list scheduler finds for units that all take as long.
+    `max_in_flight` counts microbatches of one chunk: 2 p by default, which is what 1F1B's first
+    stage holds. ScheduleError: less than 2.
+    """
+    check_job(num_stages, num_microbatches, 2)
+    most = 2 * num_stages if max_in_flight is None else max_in_flight
+    unit_s = np.ones((num_stages, 2, num_microbatches))
+    job = OrderJob(dict.fromkeys(SPLIT, unit_s), placement=Placement.V, limits=[most] * num_stages)
+    return shortest(job, "zb-v")

@@ -1,0 +1,197 @@
+"""Orders of the list scheduler: against all orders there are, against limits, against 1F1B."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.greedy import frugal, shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.timeline import Timeline
+
+
+def random_job(rng, stages, chunks, microbatches, *, kinds=SPLIT, **others) -> OrderJob:
+    shape = (stages, chunks, microbatches)
+    return OrderJob({kind: rng.uniform(0.3, 1.5, shape) for kind in kinds}, **others)
+
+
+def time_s(schedule: Schedule, job: OrderJob) -> float:
+    """The iteration by the timeline, whose longest path is not the scheduler's."""
+    duration_s = [
+        [job.duration_s[u.kind][stage, u.chunk, u.microbatch] for u in order]
+        for stage, order in enumerate(schedule.stages)
+    ]
+    return Timeline(schedule, duration_s, job.latency_s, job.tail_s).iteration_time_s
+
+
+def peaks(schedule: Schedule, weight_share: float, held: np.ndarray) -> list[float]:
+    """The most that each stage holds, unit by unit."""
+    share = {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.INPUT_GRADIENT: weight_share - 1.0,
+        Kind.WEIGHT_GRADIENT: -weight_share,
+    }
+    return [
+        max(itertools.accumulate(share[u.kind] * held[stage, u.chunk] for u in order))
+        for stage, order in enumerate(schedule.stages)
+    ]
+
+
+def stage_orders(microbatches: int):
+    """Every order of one stage in which each kind goes by microbatch."""
+
+    def extended(order, forwards, inputs, weights):
+        if weights == microbatches:
+            yield order
+        if forwards < microbatches:
+            yield from extended([*order, ("F", forwards)], forwards + 1, inputs, weights)
+        if inputs < forwards:
+            yield from extended([*order, ("I", inputs)], forwards, inputs + 1, weights)
+        if weights < inputs:
+            yield from extended([*order, ("W", weights)], forwards, inputs, weights + 1)
+
+    return list(extended([], 0, 0, 0))
+
+
+def least_time_s(job: OrderJob, most_held: float) -> float:
+    """The time of the best of all orders of a pipeline without chunks, by trying them all."""
+    stages, _, microbatches = job.shape
+    duration_s = {kind.letter: times[:, 0] for kind, times in job.duration_s.items()}
+    change = {"F": 1.0, "I": job.weight_share - 1.0, "W": -job.weight_share}
+    fitting = [
+        order
+        for order in stage_orders(microbatches)
+        if max(itertools.accumulate(change[k] for k, _ in order)) <= most_held + 1e-9
+    ]
+    best_s = math.inf
+    for orders in itertools.product(fitting, repeat=stages):
+        ends_s: dict[tuple[str, int, int], float] = {}
+        at, now_s = [0] * stages, [0.0] * stages
+        progress = True
+        while progress:
+            progress = False
+            for stage, order in enumerate(orders):
+                while at[stage] < len(order):
+                    kind, m = order[at[stage]]
+                    source = {"F": stage - 1, "I": stage + 1, "W": -1}[kind]
+                    arrival_s = 0.0
+                    if 0 <= source < stages:
+                        if (kind, source, m) not in ends_s:
+                            break
+                        arrival_s = ends_s[kind, source, m] + job.latency_s
+                    now_s[stage] = max(now_s[stage], arrival_s) + duration_s[kind][stage, m]
+                    ends_s[kind, stage, m] = now_s[stage]
+                    at[stage] += 1
+                    progress = True
+        if len(ends_s) == 3 * stages * microbatches:
+            best_s = min(best_s, max(now_s))
+    return best_s
+
+
+@pytest.mark.parametrize("most_held", [1, 2, 3])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 3), (3, 2)])
+def test_no_order_of_a_small_job_is_shorter(stages, microbatches, most_held):
+    rng = np.random.default_rng(10 * stages + microbatches)
+    job = random_job(
+        rng, stages, 1, microbatches, latency_s=0.1, weight_share=0.5, limits=[most_held] * stages
+    )
+    found_s, least_s = time_s(shortest(job), job), least_time_s(job, most_held)
+    assert least_s - 1e-9 <= found_s <= 1.01 * least_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.sampled_from([SPLIT, WHOLE]),
+    st.sampled_from([Placement.LOOPED, Placement.V]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_job_gets_an_order_within_its_limits(
+    stages, chunks, microbatches, kinds, placement, weight_share, latency_s, seed
+):
+    rng = np.random.default_rng(seed)
+    held = rng.uniform(0.5, 2.0, (stages, chunks))
+    limits = held.sum(axis=1) * rng.uniform(1.0, 3.0, stages)
+    job = random_job(
+        rng,
+        stages,
+        chunks,
+        microbatches,
+        kinds=kinds,
+        placement=placement,
+        latency_s=latency_s,
+        limits=limits.tolist(),
+        held=held,
+        weight_share=weight_share,
+        tail_s=rng.uniform(0.0, 1.0, stages).tolist(),
+    )
+    schedule = shortest(job, looks=30)  # the schedule itself checks units, inputs and circles
+    assert schedule.split == (kinds is SPLIT)
+    assert np.all(np.array(peaks(schedule, weight_share, held)) <= limits + 1e-5)
+    assert time_s(schedule, job) >= job.floor_s * (1 - 1e-9)
+    for order in schedule.stages:
+        for kind, chunk in itertools.product(kinds, range(chunks)):
+            own = [u.microbatch for u in order if (u.kind, u.chunk) == (kind, chunk)]
+            assert own == sorted(own)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stretched_units_take_no_longer_than_in_1f1b_with_its_memory(seed):
+    stages, microbatches = 4, 12
+    limits = [stages - stage for stage in range(stages)]
+    job = random_job(
+        np.random.default_rng(seed), stages, 1, microbatches, kinds=WHOLE, limits=limits
+    )
+    assert time_s(shortest(job), job) <= time_s(builders.one_f_one_b(stages, microbatches), job)
+
+
+def test_looped_chunks_are_as_short_as_megatrons_with_its_memory():
+    interleaved = builders.interleaved(4, 12, 2)
+    unit_s = np.ones((4, 2, 12))
+    duration_s = {Kind.FORWARD: unit_s, Kind.BACKWARD: 2 * unit_s}
+    job = OrderJob(duration_s, limits=interleaved.peak_in_flight)
+    assert time_s(shortest(job), job) <= time_s(interleaved, job)
+
+
+def test_frugal_takes_no_more_memory_than_the_deadline_needs():
+    unit_s = np.ones((4, 1, 16))
+    job = OrderJob(dict.fromkeys(SPLIT, unit_s))
+    assert time_s(shortest(job), job) == job.floor_s
+    held = []
+    for factor in (1.0, 1.1, 1.3):
+        schedule = frugal(job, factor * job.floor_s)
+        assert time_s(schedule, job) <= factor * job.floor_s * (1 + 1e-9)
+        held.append(max(schedule.peak_in_flight))
+    assert held[0] == 4  # ZB-H1 is as short as can be, with the memory of 1F1B
+    assert held == sorted(held, reverse=True)
+    assert held[2] < 4
+    assert frugal(job, 0.99 * job.floor_s) is None
+
+
+def test_two_looks_are_enough_for_an_order():
+    job = random_job(np.random.default_rng(0), 4, 2, 8, placement=Placement.V, limits=[8.0] * 4)
+    quick_s, thorough_s = (time_s(shortest(job, looks=n), job) for n in (2, None))
+    assert thorough_s <= quick_s <= 1.3 * thorough_s
+
+
+def test_a_job_without_an_order_says_why():
+    unit_s = np.ones((2, 2, 3))
+    with pytest.raises(ScheduleError, match="less than one microbatch"):
+        OrderJob(dict.fromkeys(SPLIT, unit_s), limits=[2.0, 1.5])
+    with pytest.raises(ScheduleError, match="input gradients and weight gradients"):
+        OrderJob({Kind.FORWARD: unit_s, Kind.WEIGHT_GRADIENT: unit_s})
+    with pytest.raises(ScheduleError, match="num_microbatches"):
+        OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: unit_s[:1]})
+    with pytest.raises(ScheduleError, match="not a time"):
+        OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: -unit_s})

@@ -1,0 +1,95 @@
+"""ZB-H1, ZB-H2, ZB-V and breadth-first: by hand, by the papers' formulas, for any job."""
+
+import itertools
+
+import numpy as np
+import pytest
+from core_cases import parse_stages
+
+from envpipe_megatron.core.kinds import Kind, ScheduleError
+from envpipe_megatron.core.orders.builders import breadth_first
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.timeline import Timeline
+
+
+def longest_stage_s(schedule, forward_s=1.0, input_s=1.0, weights_s=1.0) -> float:
+    """From a stage's first unit to its last, as the papers count; the longest."""
+    seconds = {
+        Kind.FORWARD: forward_s,
+        Kind.INPUT_GRADIENT: input_s,
+        Kind.WEIGHT_GRADIENT: weights_s,
+    }
+    timeline = Timeline(schedule, [[seconds[u.kind] for u in order] for order in schedule.stages])
+    return float((timeline.end_s[:, -1] - timeline.start_s[:, 0]).max())
+
+
+def test_zb_h1_of_4_by_6_by_hand():
+    assert zero_bubble(4, 6).stages == parse_stages(
+        "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5",
+        "F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5",
+        "F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5",
+        "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5",
+    )
+
+
+def test_zb_h2_of_3_by_6_by_hand():
+    assert zero_bubble(3, 6, 5).stages == parse_stages(
+        "F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5",
+        "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5",
+        "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5",
+    )
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 12), (8, 20)])
+def test_bubbles_are_those_of_the_paper(stages, microbatches):
+    forward_s, input_s, weights_s = times_s = 1.0, 1.1, 0.9
+    work_s = microbatches * sum(times_s)
+    h1, h2 = zero_bubble(stages, microbatches), zero_bubble(stages, microbatches, 2 * stages - 1)
+    assert longest_stage_s(h1, *times_s) - work_s == pytest.approx(
+        (stages - 1) * (forward_s + input_s - weights_s)
+    )
+    assert longest_stage_s(h2, *times_s) - work_s == pytest.approx(
+        (stages - 1) * (forward_s + input_s - 2 * weights_s)
+    )
+    assert h1.peak_in_flight == (stages,) * stages
+    assert h2.peak_in_flight == (2 * stages - 1,) * stages
+
+
+def test_memory_between_h1_and_h2_is_used():
+    bubbles = []
+    for most in (4, 5, 6, 7):
+        schedule = zero_bubble(4, 12, most)
+        assert max(schedule.peak_in_flight) == most
+        bubbles.append(longest_stage_s(schedule) - 36)
+    assert bubbles == [3, 2, 1, 0]
+
+
+def test_zb_v_is_as_short_as_can_be_with_the_memory_of_1f1b():
+    for stages, microbatches in ((2, 4), (4, 8), (4, 12)):
+        schedule = zero_bubble_v(stages, microbatches)
+        assert max(schedule.peak_in_flight) == 2 * stages
+        timeline = Timeline(schedule, np.ones((stages, schedule.units_per_stage)))
+        assert timeline.iteration_time_s == 6 * microbatches + stages - 1
+
+
+def test_any_number_of_microbatches_and_any_memory_gives_an_order():
+    for stages, microbatches in itertools.product(range(1, 6), range(1, 8)):
+        for most in range(stages, 2 * stages + 1):
+            assert max(zero_bubble(stages, microbatches, most).peak_in_flight) <= most
+        for most in (2, stages + 1, 2 * stages):
+            schedule = zero_bubble_v(stages, microbatches, most)
+            assert max(schedule.peak_in_flight) <= most
+        schedule = breadth_first(stages, microbatches, 3)
+        assert schedule.peak_in_flight == (3 * microbatches,) * stages
+
+
+def test_breadth_first_of_2_by_2_by_2_by_hand():
+    order = "F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 B1.0"
+    assert breadth_first(2, 2, 2).stages == parse_stages(order, order)
+
+
+def test_less_memory_than_1f1bs_first_stage_is_refused():
+    with pytest.raises(ScheduleError, match=r"as many microbatches as there are stages.*3"):
+        zero_bubble(4, 8, 3)
+    with pytest.raises(ScheduleError, match="less than one microbatch"):
+        zero_bubble_v(4, 8, 1)
