@@ -34,8 +34,8 @@ from envpipe_megatron.policies.orders.judged import Judged, memory_worth
 
 #: Limits of activations held that are tried, as multiples of what the framework's own order holds.
 _MEMORY = (1.0, 1.5, 2.0)
-#: Orders that the list scheduler looks at for each.
-_LOOKS = 4
+#: Orders that the list scheduler looks at for each limit, and units of all of them.
+_FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_000
 _FEWEST_ORDERS = 2
@@ -98,6 +98,7 @@ class FamilySearch:
             self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order can go below at the deadline or a later one, J.
@@ -116,13 +117,14 @@ class FamilySearch:
         """
         schedules = self._orders()
         if self._family.split:
-            drain = self._own.num_stages * self._own.num_chunks
+            last = self._own.num_stages * self._own.num_chunks  # on the way out of the pipeline
             all_units = self._own.num_microbatches * self._own.num_chunks
+            if _costs_nothing(self._profile) or last > all_units:
+                last = all_units
             schedules += [
                 split_in_place(order, last)
                 for order in whole
                 if not order.split and order.placement is self._family.placement
-                for last in {min(drain, all_units), all_units}
             ]
         judged = []
         for schedule in schedules:
@@ -172,7 +174,7 @@ class FamilySearch:
             limits,
             tail_s=self._conditions.tail_by_stage_s.tolist(),
         )
-        return shortest(job, self._family.name, _LOOKS)
+        return shortest(job, self._family.name, self._looks)
 
     def _limits(self) -> list[tuple[int, ...]]:
         """Memory that the framework's order takes, and more of it, on all stages alike."""
@@ -180,7 +182,8 @@ class FamilySearch:
         all_units = self._own.num_microbatches * self._own.num_chunks
         wanted = [peak, *((math.ceil(m * max(peak)),) * len(peak) for m in _MEMORY)]
         most = self._max_in_flight or (all_units,) * len(peak)
-        wanted.append(tuple(most))
+        if self._max_in_flight:
+            wanted.append(tuple(most))
         return list(dict.fromkeys(tuple(map(min, limits, most)) for limits in wanted))
 
     def _estimate_j(self, schedule: Schedule) -> float:
@@ -192,6 +195,15 @@ class FamilySearch:
         late_s = max(0.0, end_s - self._deadline_s)
         bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
         return bound_j * memory_worth(schedule, self._own)
+
+
+def _costs_nothing(profile: Profile) -> bool:
+    """Whether both parts of a backward take no longer than it does as a whole, at full clock."""
+    return all(
+        sum(kinds[kind][0].time_s for kind in SPLIT[1:])
+        <= kinds[Kind.BACKWARD][0].time_s * (1 + RELATIVE_TOLERANCE)
+        for kinds in profile.rows
+    )
 
 
 def _freely_split(profile: Profile, waiting_power_w: FloatArray) -> Profile:
