@@ -7,7 +7,8 @@ what the units of one order predict of another; `stress` by random orders and de
 both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
 stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
 jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
-installed. With --ranks-per-gpu 4, one GPU is enough for all but times and energy.
+installed. With --ranks-per-gpu 4, one GPU is enough for all but times and energy; more than
+--jobs 2 starve each other then.
 What is done already is not done again, so a call that ran out of time is simply repeated. Another
 --channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
 ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none
@@ -196,10 +197,11 @@ class _Proof:
         )
 
     def _limits(self, concurrency: int | None = None) -> Limits:
+        patience = self._site.ranks_per_gpu  # a first iteration then takes most of a minute
         return Limits(
             self._deadline_s,
-            self._options["start_s"],
-            self._options["hang_s"],
+            patience * self._options["start_s"],
+            patience * self._options["hang_s"],
             self._options["most_failures"],
             concurrency or self._options["concurrency"],
             least_s=0.0 if self._site.cpu else 45.0,
