@@ -24,12 +24,14 @@ _RULES: tuple[tuple[Callable[[OrderJob], OrderJob], Rule], ...] = (
     (lambda job: job.level(weight_s=0.5), Rule(patience=0.75, hurried=True)),
     (lambda job: job, Rule(patience=0.75, hurried=True)),
     (lambda job: job, Rule(patience=0.5)),
-    (lambda job: job.level(weight_s=0.5), Rule(pace=0.9)),
-    (lambda job: job, Rule(strict=False, pace=0.8)),
+    (lambda job: job.level(weight_s=0.3), Rule(pace=0.9)),
+    (lambda job: job, Rule(strict=False, pace=1.0)),
     (lambda job: job, Rule(patience=1.0)),
     (OrderJob.without_latency, Rule(patience=0.25)),
-    (lambda job: job.level(weight_s=1.0), Rule(pace=1.1)),
-    (lambda job: job, Rule(pace=1.1)),
+    (lambda job: job.level(weight_s=0.3), Rule(patience=0.5)),
+    (lambda job: job.level(weight_s=0.3), Rule(pace=0.75)),
+    (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=0.8)),
+    (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=1.1)),
 )
 #: The least waits that weight gradients fill though they delay others, in their own durations.
 _GAPS = (0.5, 0.0)

@@ -57,12 +57,17 @@ def zero_bubble_v(
 
     (Qi et al., ICLR'24, section 6; with less memory as V-Half and V-Min of Qi et al., NeurIPS'24.)
     The first stage holds the model's first layers and its last, so all stages hold equally much.
-    The order is the shortest that the list scheduler finds for units that all take as long.
+    The order is the shortest that the list scheduler finds for units that all take as long, where
+    stages end as they begin, each one unit before the next: so iterations can follow without a gap.
     `max_in_flight` counts microbatches of one chunk: 2 p by default, which is what 1F1B's first
     stage holds. ScheduleError: less than 2.
     """
     check_job(num_stages, num_microbatches, 2)
     most = 2 * num_stages if max_in_flight is None else max_in_flight
-    unit_s = np.ones((num_stages, 2, num_microbatches))
-    job = OrderJob(dict.fromkeys(SPLIT, unit_s), placement=Placement.V, limits=[most] * num_stages)
+    job = OrderJob(
+        dict.fromkeys(SPLIT, np.ones((num_stages, 2, num_microbatches))),
+        placement=Placement.V,
+        limits=[most] * num_stages,
+        tail_s=range(num_stages)[::-1],
+    )
     return shortest(job, "zb-v")
