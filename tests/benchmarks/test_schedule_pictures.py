@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from benchmarks import outputs
-from benchmarks.schedules import chunks
+from benchmarks.planner.workloads import read_workloads
+from benchmarks.schedules import families
 from benchmarks.schedules import pictures as schedule_pictures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -40,16 +41,19 @@ def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
 
 
 @pytest.mark.skipif(not outputs.PERSEUS_DATA.is_dir(), reason="needs ../shared/data")
-def test_the_page_has_what_clocks_save_on_interleaved_orders():
-    """Of one workload, which is the first of each pair of figures."""
-    workload = chunks.workloads(outputs.PERSEUS_DATA)[0]
+def test_the_page_has_what_families_of_orders_save():
+    """Of the workload with the fewest microbatches, which is the first of each four figures."""
+    workload = read_workloads(outputs.PERSEUS_DATA)[0]
     page = PAGE.read_text(encoding="utf-8").splitlines()
-    for line in chunks.table(list(chunks.compare(workload))).splitlines()[2:]:
-        *head, slower, own, saving, peak = line.strip("| ").split(" | ")
-        (said,) = [other for other in page if other.startswith(f"| {' | '.join(head)} |")]
-        firsts = [float(pair.split(" / ")[0]) for pair in said.strip("| ").split(" | ")[-4:]]
-        figures = [float(slower), float(own), float(saving), float(peak)]
-        assert firsts == pytest.approx(figures, abs=0.11)
+    lines = families.tables(families.compare(workload)).splitlines()[4:]
+    assert len(lines) == 5  # Megatron runs no chunks with fewer microbatches than stages
+    for line in lines:
+        order, *figures = line.strip("| ").split(" | ")
+        said = next(other for other in page if other.startswith(f"| {order} |"))
+        firsts = [cell.split(" / ")[0] for cell in said.strip("| ").split(" | ")[1:]]
+        for first, figure in zip(firsts, figures, strict=True):
+            # Equal energies have several plans; solvers may differ in the last figure.
+            assert (first == figure == "-") or float(first) == pytest.approx(float(figure), abs=0.2)
 
 
 def numbers(line):

@@ -19,13 +19,20 @@ from envpipe_megatron.policies.optimal.duration_problem import (
 )
 
 
+class _SilentHighs(highspy.Highs):  # type: ignore[misc]  # it has no types
+    """HiGHS without output; from 1.16 on it names itself while it is made, in this call."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 - as HiGHS calls it
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 class Simplex:
     """One problem, ready to be solved for any number of deadlines."""
 
     def __init__(self, problem: DurationProblem) -> None:
         self._problem = problem
-        self._highs: Any = highspy.Highs()
-        self._highs.setOptionValue("output_flag", False)
+        self._highs: Any = _SilentHighs()
         self._highs.passModel(_model(problem))
 
     def solve(self, deadline: float) -> Solution:

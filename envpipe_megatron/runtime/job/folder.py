@@ -42,8 +42,12 @@ from envpipe_megatron.runtime.job.job_file import (
 logger = logging.getLogger(__name__)
 
 GRIDS_FILE = "reconfigure.txt"
-#: Fields of a plan's request that are the job's own or follow from its fingerprint.
-_NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity", "order")
+#: Fields of a plan's request that are the job's own, follow from its fingerprint, or that no job
+#: asks for.
+_NOT_COMPARED = (
+    *("num_microbatches", "blocking_power_w", "conditions", "channel_capacity", "order"),
+    *("objective", "split"),
+)
 
 
 class JobFolder:
@@ -218,6 +222,7 @@ def _fingerprint(
     clocks = gpu.supported_frequencies_mhz
     own = {
         **{name: value for name, value in request.items() if name not in _NOT_COMPARED},
+        "deadline_factor": config.request.deadline_factor or 1.0,
         "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
         "num_stages": num_stages,
         "channel_capacity": channel.capacity,
