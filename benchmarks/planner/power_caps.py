@@ -69,7 +69,11 @@ def capped_rows(workload: Workload, window_s: float | None = None) -> Iterator[d
             make_plan(workload.profile, replace(request, objective=objective)).plan
         )
 
-    makers = (lambda objective: one_clock(baseline, objective), planned("1f1b"), planned("auto"))
+    makers: tuple[Callable[[Objective], Plan], ...] = (
+        lambda objective: one_clock(baseline, objective),
+        planned("1f1b"),
+        planned("auto"),
+    )
     made: dict[str, Plan] = {}
     for share in SHARES:
         objective = Objective(Goal.TIME, power_cap_w=share * full_w, power_window_s=window_s)
