@@ -8,8 +8,10 @@ from pathlib import Path
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
@@ -101,6 +103,9 @@ def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...
         conditions=known_conditions(profile),
         order=job.kept_order,
     )
+    if job.kept_order is None:  # no framework runs split backwards: none are to be planned
+        whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
+        profile = replace(profile, rows=whole)
     limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
@@ -136,6 +141,13 @@ def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
             "another order",
             value=plan.schedule.name,
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
+        )
+    order = plan.schedule
+    if job.kept_order is None and (order.split or order.placement is not Placement.LOOPED):
+        raise SessionError(
+            "The plan splits backwards or lays chunks in a V, which no job runs yet",
+            value=order.name,
+            remedy="Plan without --split-overhead and without chunks, or let the job plan.",
         )
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
