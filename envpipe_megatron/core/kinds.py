@@ -65,7 +65,7 @@ WHOLE = (Kind.FORWARD, Kind.BACKWARD)
 #: The kinds of an order whose backwards are split.
 SPLIT = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
-_KIND_BY_LETTER = {kind.letter: kind for kind in TRAITS}
+KIND_BY_LETTER = {kind.letter: kind for kind in TRAITS}
 _UNIT_PATTERN = re.compile(r"([FBIW])(\d{1,9})(?:\.(\d{1,9}))?(\+?)")
 
 
@@ -110,4 +110,4 @@ def parse_unit(text: str) -> Unit:
             "runs as one with the next: F3, B0, W3.1, F3.1+.",
         )
     letter, microbatch, chunk, combined = match.groups()
-    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))
+    return unit(KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -137,10 +137,14 @@ class Schedule:
         return self._codes >= self.num_microbatches * self.num_chunks
 
     @cached_property
-    def kinds(self) -> NDArray[np.int8]:
+    def kinds(self) -> IntArray:
         """[num_stages, units_per_stage] the kind of the unit there, as its place in `Kind`."""
-        listed = np.array([_KINDS.index(kind) for kind in self.unit_kinds], dtype=np.int8)
-        return listed[self._codes // (self.num_microbatches * self.num_chunks)]
+        return self._by_kind(_KINDS.index(kind) for kind in self.unit_kinds)
+
+    def _by_kind(self, listed: Iterable[int]) -> IntArray:
+        """[num_stages, units_per_stage] what is listed for the kind of the unit there."""
+        kind = self._codes // (self.num_microbatches * self.num_chunks)
+        return np.array(list(listed), dtype=np.int32)[kind]
 
     @property
     def places(self) -> IntArray:
@@ -156,7 +160,7 @@ class Schedule:
         return np.array([[unit.combined for unit in order] for order in self.stages])
 
     @cached_property
-    def priced_kinds(self) -> NDArray[np.int8]:
+    def priced_kinds(self) -> IntArray:
         """[num_stages, units_per_stage] what the unit there costs, as the place of a kind.
 
         Where units run as one, that is of them all for the last, and nothing for the others.
@@ -201,8 +205,7 @@ class Schedule:
         after. The last chunk's backward needs its own forward only.
         """
         stages = np.arange(self.num_stages)[:, None]
-        ways = np.array([TRAITS[kind].way for kind in self.unit_kinds])
-        way = ways[self._codes // (self.num_microbatches * self.num_chunks)]
+        way = self._by_kind(TRAITS[kind].way for kind in self.unit_kinds)
         chunks = self.chunks.astype(np.int64)
         place = chunks * self.num_stages + self._along(chunks, stages) - way
         chunk, along = np.divmod(place, self.num_stages)
@@ -298,8 +301,7 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        holds = np.array([TRAITS[kind].holds for kind in self.unit_kinds])
-        held = holds[self._codes // (self.num_microbatches * self.num_chunks)].cumsum(axis=1)
+        held = self._by_kind(TRAITS[kind].holds for kind in self.unit_kinds).cumsum(axis=1)
         return tuple(int(peak) for peak in held.max(axis=1))
 
     @property

@@ -16,13 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envpipe_megatron.core.kinds import SPLIT, TRAITS, WHOLE, Kind, ScheduleError, Unit, unit
+from envpipe_megatron.core.kinds import (
+    KIND_BY_LETTER,
+    SPLIT,
+    WHOLE,
+    Kind,
+    ScheduleError,
+    Unit,
+    unit,
+)
 from envpipe_megatron.core.schedule import Placement, Schedule, check_size
 from envpipe_megatron.files import read_text
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAPPED = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
-_KIND_BY_LETTER = {kind.letter: kind for kind in TRAITS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +148,7 @@ def _read_cell(text: str, rank: int, where: str) -> Iterator[_Cell]:
             "compute_only, without SEND, RECV and UNSHARD.",
         )
     for at, match in enumerate(matches, start=1):
-        kind = _KIND_BY_LETTER[match[2]]
+        kind = KIND_BY_LETTER[match[2]]
         yield _Cell(rank, int(match[1]), kind, int(match[3]), at < len(matches), where)
 
 

@@ -133,7 +133,8 @@ def _plan_at_means(profile: Profile, request: PlanRequest) -> Planned:
         _check_chunks(request)
         auto = AutoSearch(profile, request)
         plan = auto.plan()
-        return Planned(plan, None, auto.notes(plan), auto.bound_j(plan))
+        bound_j = auto.bound_j(plan)
+        return Planned(plan, None, auto.notes(plan, bound_j), bound_j)
     schedule, notes = build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":

@@ -170,11 +170,11 @@ class AutoSearch:
                 bounds_j.append(search.any_order_bound_j(time_s))
         return min(bounds_j)
 
-    def notes(self, plan: Plan) -> tuple[str, ...]:
-        """What a user should know of the search for a plan."""
+    def notes(self, plan: Plan, bound_j: float) -> tuple[str, ...]:
+        """What a user should know of the search for a plan, which has this bound (`bound_j`)."""
         request, baseline_j = self._request, plan.baseline.cost.energy_j
         tried = sum(search.orders_tried for search in self._searches)
-        most = 100 * (1 - self.bound_j(plan) / baseline_j)
+        most = 100 * (1 - bound_j / baseline_j)
         notes = [
             f"{tried} orders were compared. No order at all can save more than {most:.2f} % at "
             "this deadline."

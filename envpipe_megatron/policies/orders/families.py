@@ -92,10 +92,13 @@ class FamilySearch:
         self._deadline_s, self._max_in_flight, self._parking = deadline_s, max_in_flight, parking
         #: Orders whose linear program was solved.
         self.orders_tried = 0
-        self.any_order_bound_j()  # raises if no order meets the deadline
-        self._target: AnyOrder | None = None
-        with contextlib.suppress(LinearProgramError):  # splitting all of them takes too long
-            self._target = self._limit(profile, deadline_s)
+        self._free = _freely_split(profile, self._waiting_w()) if family.split else profile
+        #: Of orders that split all backwards or none; None if splitting all takes too long.
+        self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
+        if family.split:
+            self._target = None
+            with contextlib.suppress(LinearProgramError):
+                self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
@@ -105,10 +108,7 @@ class FamilySearch:
 
         Nor one that splits some backwards and others not.
         """
-        profile = self._profile
-        if self._family.split:
-            profile = _freely_split(profile, self._waiting_w())
-        return self._limit(profile, max(or_at_s, self._deadline_s)).energy_lower_bound_j
+        return self._limit(self._free, max(or_at_s, self._deadline_s)).energy_lower_bound_j
 
     def search(self, whole: Sequence[Schedule] = ()) -> list[Judged]:
         """The orders that meet the deadline, of those that were judged.
