@@ -65,8 +65,7 @@ class Case:
     @property
     def peak_in_flight(self) -> tuple[float, ...]:
         """[num_stages] microbatches held; a chunk's activations count as a part of a stage's."""
-        schedule = self.plan.schedule
-        return tuple(peak / schedule.num_chunks for peak in schedule.peak_in_flight)
+        return self.plan.schedule.microbatches_in_flight
 
 
 @click.command()

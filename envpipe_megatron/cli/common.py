@@ -151,9 +151,9 @@ def known_blocking_power(
     return 0.0
 
 
-def numbers(values: Iterable[int]) -> str:
+def numbers(values: Iterable[float]) -> str:
     """Numbers as a table's cell shows them."""
-    return " ".join(map(str, values))
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _with_error(percent: float, error: float | None, decimals: int = 2) -> str:
@@ -185,14 +185,14 @@ def summary_table(plan: Plan) -> Table:
         rows.append(("95 % of times below (s)", *(f"{time_s:.4f}" for time_s in drawn.late_time_s)))
     if schedule.num_chunks == 1:
         rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
-    peaks = numbers(schedule.peak_in_flight), numbers(baseline.schedule.peak_in_flight)
+    peaks = (numbers(of.microbatches_in_flight) for of in (schedule, baseline.schedule))
     rows.append(("peak in flight by stage", *peaks))
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
         gib = [
             " ".join(
-                f"{peak * each / of.num_chunks / 2**30:.3g}"
-                for peak, each in zip(of.peak_in_flight, held, strict=True)
+                f"{peak * each / 2**30:.3g}"
+                for peak, each in zip(of.microbatches_in_flight, held, strict=True)
             )
             for of in (schedule, baseline.schedule)
         ]

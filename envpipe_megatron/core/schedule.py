@@ -305,6 +305,11 @@ class Schedule:
         return tuple(int(peak) for peak in held.max(axis=1))
 
     @property
+    def microbatches_in_flight(self) -> tuple[float, ...]:
+        """The same in microbatches of a whole stage, of which a chunk holds an equal part."""
+        return tuple(peak / self.num_chunks for peak in self.peak_in_flight)
+
+    @property
     def extra_forwards(self) -> tuple[int, ...]:
         """For each stage, the forwards before its first backward beyond those of 1F1B.
 

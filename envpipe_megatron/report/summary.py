@@ -142,10 +142,11 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     if summary.get("times_trusted") is False:
         yield "The machine was too slow for the emulation: these times are not to be trusted."
     if folder.plan is not None:
-        extra, peak = folder.plan.schedule.extra_forwards, folder.plan.schedule.peak_in_flight
+        planned = folder.plan.schedule
         yield (
-            f"Plan: {folder.plan.policy} on {folder.plan.schedule.name}, extra forwards "
-            f"{plain(extra)}; peak in flight {plain(peak)}."
+            f"Plan: {folder.plan.policy} on {planned.name}, extra forwards "
+            f"{plain(planned.extra_forwards)}; peak in flight "
+            f"{', '.join(f'{peak:g}' for peak in planned.microbatches_in_flight)}."
         )
 
 

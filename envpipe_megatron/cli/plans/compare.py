@@ -76,7 +76,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("slowdown_percent", "slowdown (%)", "{:.3f}".format),
     ("mean_power_w", "mean power (W)", "{:.1f}".format),
     ("num_chunks", "chunks of a stage", str),
-    ("peak_in_flight", "peak in flight by stage", numbers),
+    ("microbatches_in_flight", "peak in flight by stage", numbers),
     ("clock_changes", "changes of clock by stage", numbers),
 )
 
@@ -91,5 +91,6 @@ def _facts(plan: Plan, baseline: Cost) -> dict[str, Any]:
         "mean_power_w": plan.cost.energy_j / plan.cost.iteration_time_s,
         "num_chunks": plan.schedule.num_chunks,
         "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),
         "clock_changes": plan.evaluation.clock_changes.tolist(),
     }

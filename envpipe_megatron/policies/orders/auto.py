@@ -207,4 +207,4 @@ class AutoSearch:
 def _peak(order: Judged) -> str:
     """The most microbatches of a whole stage that a stage holds."""
     schedule = order.optimizer.schedule
-    return f"{max(schedule.peak_in_flight) / schedule.num_chunks:g}"
+    return f"{max(schedule.microbatches_in_flight):g}"

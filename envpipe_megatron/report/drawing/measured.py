@@ -100,7 +100,7 @@ def measured_figure(
     frequency_range_mhz: tuple[float, float] | None,
 ) -> Figure:
     """The units of one iteration, each at its measured time."""
-    in_flight = ", ".join(map(str, measured.schedule.peak_in_flight))
+    in_flight = ", ".join(f"{count:g}" for count in measured.schedule.microbatches_in_flight)
     return order_figure(
         measured.schedule,
         measured.frequency_mhz,

@@ -230,7 +230,7 @@ def _times(
 
 
 def _caption(plan: Plan, measured_iteration_s: float | None) -> str:
-    in_flight = ", ".join(str(count) for count in plan.schedule.peak_in_flight)
+    in_flight = ", ".join(f"{count:g}" for count in plan.schedule.microbatches_in_flight)
     planned_s, gpus = plan.cost.iteration_time_s, plan.conditions.gpus_by_stage.sum()
     time = f"iteration {planned_s:.4g} s"
     of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
