@@ -2,10 +2,11 @@
 
     python -m benchmarks.megatron_deepspeed.compare_checkouts --stock DIR --patched DIR --output OUT
 
-Trains the same GPT, a stage on each GPU, in each arm: the unmodified checkout, EnvPipe in 1F1B, and
-EnvPipe's order by file. Losses and gradient norms are compared as they are printed, all weights at
-the end by a digest; times are medians of what is printed of an iteration, arms taking turns. No
-clock is ever changed: all runs get a back end that sets nothing.
+Trains the same GPT, a stage for each rank, in each arm: the unmodified checkout, EnvPipe in 1F1B,
+and EnvPipe's order by file. Losses and gradient norms are compared as they are printed, all weights
+at the end by a digest; times are medians of what is printed of an iteration, arms taking turns; of
+ranks that share a GPU they say nothing. No clock is ever changed: all runs get a back end that sets
+nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 RUNNER = ROOT / "tests" / "megatron_deepspeed" / "mds_cpu_run.py"
 MAKE_DATA = RUNNER.with_name("mds_data.py")
+SHARED_GPU = str(ROOT / "benchmarks" / "shared_gpu.py")
 ARMS = STOCK, ONE_F_ONE_B, ENVPIPE
 MODEL = Size(24, 2048, 1024, 32000, microbatch=2, microbatches=14)
 TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
@@ -57,7 +59,8 @@ class Run:
 @click.option("--stock", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--patched", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-@click.option("--gpus", default=2, show_default=True, help="As many stages.")
+@click.option("--gpus", default=2, show_default=True, help="A stage for each rank.")
+@click.option("--ranks-per-gpu", default=1, show_default=True, help="See shared_gpu.py.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest size.")
 @click.option("--iterations", default=30, show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="Every second one backwards.")
@@ -67,6 +70,7 @@ def main(
     patched: Path,
     output: Path,
     gpus: int,
+    ranks_per_gpu: int,
     cpu: bool,
     iterations: int,
     rounds: int,
@@ -84,7 +88,9 @@ def main(
         for arm in ARMS[:: (-1) ** number]:
             folder = output / f"{arm}-{number}"
             checkout = (stock if arm == STOCK else patched).resolve()
-            run = _run(checkout, arm, folder, data, gpus, cpu, iterations, timeout_s)
+            stages = gpus * ranks_per_gpu
+            shared = [SHARED_GPU, str(ranks_per_gpu)] if ranks_per_gpu > 1 else []
+            run = _run(checkout, arm, folder, data, stages, shared, cpu, iterations, timeout_s)
             found[arm].append(run)
             click.echo(f"{folder.name}: exit {run.exit_code}, {run.time_ms:.1f} ms")
             saved = {name: [asdict(run) for run in runs] for name, runs in found.items()}
@@ -118,13 +124,14 @@ def _run(
     arm: str,
     folder: Path,
     data: Path,
-    gpus: int,
+    stages: int,
+    shared: Sequence[str],
     cpu: bool,
     iterations: int,
     timeout_s: float,
 ) -> Run:
     folder.mkdir()
-    mapping, size = Mapping(gpus), TINY_ON_CPU if cpu else MODEL
+    mapping, size = Mapping(stages), TINY_ON_CPU if cpu else MODEL
     batch = size.microbatch * size.microbatches
     configuration = {
         "train_batch_size": batch,
@@ -147,7 +154,7 @@ def _run(
     )
     arguments = (
         f"--deepspeed --deepspeed_config deepspeed.json --zero-stage 0 {on_device}"
-        f"{size.arguments(Mapping(1))} --pipeline-model-parallel-size {gpus} "
+        f"{size.arguments(Mapping(1))} --pipeline-model-parallel-size {stages} "
         f"--train-iters {iterations} --lr 1e-4 --min-lr 1e-5 --lr-decay-iters 100 --clip-grad 1.0 "
         "--log-interval 1 --eval-interval 1000 --eval-iters 0 --num-workers 0 "
         "--no-masked-softmax-fusion --no-gradient-accumulation-fusion "
@@ -155,8 +162,8 @@ def _run(
         f"--data-path {data / 'text_document'} --data-impl mmap --split 100,0,0 {envpipe}"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(gpus), "--redirects", "3", "--log-dir", "logs"]
-    command += [str(RUNNER), str(checkout / "pretrain_gpt.py"), *arguments.split()]
+    command += ["--nproc-per-node", str(stages), "--redirects", "3", "--log-dir", "logs"]
+    command += [*shared, str(RUNNER), str(checkout / "pretrain_gpt.py"), *arguments.split()]
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -167,7 +174,7 @@ def _run(
     if cpu:
         environment |= {
             "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": str(gpus),
+            "LOCAL_SIZE": str(stages),
             "ENVPIPE_EMULATED_GPU": "h200",
             "ENVPIPE_EMULATED_FORWARD_S": "0.004",
             "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),

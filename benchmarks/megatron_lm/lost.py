@@ -83,9 +83,9 @@ def jobs(site: Site) -> list[Job]:
                 "signal": name,
                 "rank": rank,
                 "iteration": source.randint(iterations // 2, iterations - 4),
-                # Amid the units: else all may stand in a collective of Megatron's, for which NCCL
-                # waits twice its time-out (121 s were seen).
-                "instant": source.uniform(0.3, 0.7),
+                # Amid the units of its host: else all may stand in a collective of Megatron's, for
+                # which NCCL waits twice its time-out (121 s were seen).
+                "unit": source.randint(2, size.microbatches),
             },
         )
         for name, rank in losses
@@ -107,6 +107,7 @@ def run_jobs(site: Site, state: State, made: Sequence[Job], limits: Limits) -> N
 class _Run:
     def __init__(self, job: Job, site: Site, limits: Limits) -> None:
         self._job = job
+        self._limit_s = site.ranks_per_gpu * job.limit_s
         self._limits = limits
         self._folder = job.folder(site)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -131,7 +132,7 @@ class _Run:
         found: dict[str, Any] = {"command": self._launch.shown()}
         try:
             if self._job.lost is None or self._job.lost["signal"] is None:
-                self._poll(lambda: len(self._ended_s) == self._job.num_ranks, self._job.limit_s)
+                self._poll(lambda: len(self._ended_s) == self._job.num_ranks, self._limit_s)
                 codes = [process.returncode for process in self._processes]
                 found["status"] = "ok" if set(codes) == {0} else f"exits {codes}"
                 found["steps"] = self._steps()
@@ -150,21 +151,12 @@ class _Run:
         return found
 
     def _lose(self, lost: Any, undisturbed: Sequence[Any]) -> dict[str, Any]:
-        """Send the signal at an instant of an iteration, and see what the others do."""
+        """Send the signal at a unit of an iteration, and see what the others do."""
         rank = lost["rank"]
-        begun_s: dict[int, float] = {}
-
-        def is_there() -> bool:
-            at = self._at(rank)
-            begun_s.setdefault(at, time.monotonic())
-            return at >= lost["iteration"] or bool(self._ended_s)
-
-        self._poll(is_there, self._job.limit_s)
-        at = self._at(rank)
-        if at < lost["iteration"] or self._ended_s:
+        wanted = lost["iteration"], lost.get("unit", 0)
+        self._poll(lambda: self._at(rank) >= wanted or bool(self._ended_s), self._limit_s)
+        if self._at(rank) < wanted or self._ended_s:
             return {"status": "ended or hung before anything was lost"}
-        iteration_s = begun_s[at] - begun_s.get(at - 1, begun_s[at])
-        time.sleep(lost["instant"] * iteration_s)
         os.kill(self._processes[rank].pid, signal.Signals[lost["signal"]])
         lost_s = time.monotonic()
         others = [other for other in range(self._job.num_ranks) if other != rank]
@@ -172,9 +164,10 @@ class _Run:
         after_s = {
             other: self._ended_s[other] - lost_s for other in others if other in self._ended_s
         }
-        at, steps = self._at(rank), self._steps()
+        (at, unit), steps = self._at(rank), self._steps()
         found = {
             "iteration": at,
+            "unit": unit,
             "ended_after_s": after_s,
             "exits": {other: self._processes[other].returncode for other in after_s},
             "errors": {other: _error(self._log(other)) for other in others},
@@ -205,9 +198,10 @@ class _Run:
                 if process.poll() is not None:
                     self._ended_s.setdefault(rank, time.monotonic())
 
-    def _at(self, rank: int) -> int:
+    def _at(self, rank: int) -> tuple[int, int]:
+        """The iteration that a rank is in, and how many of its units have begun, if it tells."""
         ranks = self._referee.ranks(self._job.name)
-        return ranks[rank].at if rank in ranks else -1
+        return (ranks[rank].at, int(ranks[rank].unit or 0)) if rank in ranks else (-1, 0)
 
     def _steps(self) -> list[list[Any]]:
         """What each rank has kept of each step; a line that was not ended is none."""
@@ -258,6 +252,7 @@ def rows(state: State) -> list[dict[str, Any]]:
                     "setting": setting,
                     "loss": loss,
                     "in iteration": run["iteration"],
+                    "units begun": run.get("unit"),
                     "last end after (s)": max(run["ended_after_s"].values(), default=None),
                     "exits": ", ".join(f"{r}: {code}" for r, code in run["exits"].items()),
                     "steps made": ", ".join(map(str, run["steps"])),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -165,7 +166,31 @@ def random_orders(
     return run_phases
 
 
-class DelayedWork:
+class ToldWork:
+    """A stage's units, each told as it begins."""
+
+    def __init__(self, work: Any, starts: Callable[[Unit], None]) -> None:
+        self._work = work
+        self._starts = starts
+
+    def forward(self, unit: Unit, inputs: Any) -> Any:
+        """Run a forward."""
+        return self._run(unit, self._work.forward, inputs)
+
+    def backward(self, unit: Unit, gradients: Any) -> Any:
+        """Run a backward."""
+        return self._run(unit, self._work.backward, gradients)
+
+    def sent(self, unit: Unit) -> None:
+        """Pass on that the output is in the channel."""
+        self._work.sent(unit)
+
+    def _run(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
+        self._starts(unit)
+        return run(unit, data)
+
+
+class DelayedWork(ToldWork):
     """A stage's units with random delays of host and device around them, some far longer.
 
     With `wait_for_device`, which waits for all that a device holds, it is called at the begin of
@@ -180,21 +205,12 @@ class DelayedWork:
         starts: Callable[[Unit], None],
         wait_for_device: Callable[[], None] | None,
     ) -> None:
-        self._work = work
+        super().__init__(work, starts)
         self._source = source
         self._delay_s = delay_s
-        self._starts = starts
         self._wait_for_device = wait_for_device
 
-    def forward(self, unit: Unit, inputs: Any) -> Any:
-        """Run a forward between delays."""
-        return self._delayed(unit, self._work.forward, inputs)
-
-    def backward(self, unit: Unit, gradients: Any) -> Any:
-        """Run a backward between delays."""
-        return self._delayed(unit, self._work.backward, gradients)
-
-    def _delayed(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
+    def _run(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
         self._starts(unit)
         waits = self._wait_for_device is not None and self._source.random() < _WAITS
         place = self._source.choice(("begin", "work", "end")) if waits else None
@@ -209,10 +225,6 @@ class DelayedWork:
     def _wait_at(self, here: bool) -> None:
         if here and self._wait_for_device is not None:
             self._wait_for_device()
-
-    def sent(self, unit: Unit) -> None:
-        """Pass on that the output is in the channel."""
-        self._work.sent(unit)
 
     def _delay(self) -> None:
         if self._source.random() < 0.15:
@@ -242,7 +254,6 @@ def install(
 
     With one-sided copies some units wait for the whole device, and tell so.
     """
-    inner = interpreter.execute
     source = random.Random(f"{settings['seed']}, rank {rank}")
     order, waits = "", False
 
@@ -257,12 +268,31 @@ def install(
         torch.cuda.synchronize()
         on_device_wait()
 
-    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun) -> Any:
+    def delayed(work: Any) -> DelayedWork:
         waiting = wait_for_device if waits else None
-        delayed = DelayedWork(work, source, settings["delay_s"], starts, waiting)
-        return inner(schedule, stage, delayed, run)
+        return DelayedWork(work, source, settings["delay_s"], starts, waiting)
 
     # Until the process ends.
     orders = random_orders(settings["seed"], told)
     mock.patch.object(session, "run_phases", orders).start()
+    replace_work(delayed)
+
+
+def tell_units(at: Callable[[int, str], None], iteration: Callable[[], int]) -> None:
+    """Let sessions of this process tell how many units of an iteration have begun."""
+
+    def told(work: Any) -> ToldWork:
+        count = itertools.count(1)
+        return ToldWork(work, lambda unit: at(iteration(), str(next(count))))
+
+    replace_work(told)
+
+
+def replace_work(make: Callable[[Any], ToldWork]) -> None:
+    """Let sessions of this process run other work in place of a stage's, until it ends."""
+    inner = interpreter.execute
+
+    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun) -> Any:
+        return inner(schedule, stage, make(work), run)
+
     mock.patch.object(session, "execute", execute).start()

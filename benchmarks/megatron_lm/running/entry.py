@@ -194,6 +194,10 @@ def main() -> None:
             limits.LIMITS = tuple(
                 limit for limit in limits.LIMITS if limit.feature not in job["lifts"]
             )
+        if job["tells_units"]:
+            from benchmarks.megatron_lm.stress import tell_units
+
+            tell_units(turns.at, lambda: turns.begun - 1)
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 

@@ -84,7 +84,8 @@ class Job:
         after: the job that must have gone well before.
         plan: whose files it needs in its folder.
         stress: settings of `stress`.
-        lost: which rank is lost, and when; each rank then keeps every step as it is made.
+        lost: which rank is lost, and when; each rank then keeps every step as it is made, and
+            tells of its units if it is lost at one.
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
@@ -207,6 +208,7 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "iterations": job.iterations,
         "stress": job.stress,
         "keeps_steps": job.lost is not None,
+        "tells_units": "unit" in (job.lost or {}),
         "hide_package": job.hide_package,
         "lifts": job.lifts,
         "cpu_run": str(CPU_RUN) if site.cpu else None,

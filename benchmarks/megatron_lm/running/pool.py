@@ -111,12 +111,13 @@ class Pool:
 
     def _look_at(self, running: _Running) -> None:
         job, referee = running.job, self._referee
+        limit_s = self._site.ranks_per_gpu * job.limit_s
         if running.process.poll() is not None:
             self._end(running, None)
         elif self._limits.left_s <= 0:
             self._end(running, "out of time")
-        elif running.age_s > job.limit_s:
-            self._end(running, f"took more than {job.limit_s:.0f} s")
+        elif running.age_s > limit_s:
+            self._end(running, f"took more than {limit_s:.0f} s")
         elif not referee.started(job.name) and running.age_s > self._limits.start_s:
             self._end(running, f"trained nothing for {self._limits.start_s:.0f} s")
         elif referee.started(job.name) and referee.silent_s(job.name) > self._limits.hang_s:

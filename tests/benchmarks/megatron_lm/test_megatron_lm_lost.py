@@ -59,7 +59,7 @@ def test_a_lost_rank_and_what_the_other_made_without_it(left_loss, outcome, site
         name="lost/pp2/sigkill of rank 1",
         arguments=("60", *left_loss),
         after=whole.name,
-        lost={"signal": "SIGKILL", "rank": 1, "iteration": 7, "instant": 0.5},
+        lost={"signal": "SIGKILL", "rank": 1, "iteration": 7},
     )
     lost.run_jobs(site, state, [killed], no_limits())
     assert not state.runs  # there is nothing to compare with

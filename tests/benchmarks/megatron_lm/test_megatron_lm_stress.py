@@ -57,3 +57,21 @@ def test_some_units_wait_for_the_device_before_after_and_between_delays(waits, m
     assert set(counts) == {"delay work", *waiting}
     share = 1 - counts["delay work"] / len(units)
     assert 0.2 < share < 0.4 if waits else share == 0
+
+
+def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
+    history, told = [], []
+
+    def execute(schedule, stage, work, run):
+        for unit in schedule.stages[stage]:
+            (work.forward if unit.kind is Kind.FORWARD else work.backward)(unit, unit.microbatch)
+
+    monkeypatch.setattr(stress.interpreter, "execute", execute)
+    monkeypatch.setattr(stress.session, "execute", stress.session.execute)  # is put back
+    iterations = [3]
+    stress.tell_units(lambda *at: told.append(at), lambda: iterations[-1])
+    for _ in range(2):
+        stress.session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
+        iterations.append(4)
+    assert told == [(at, str(count)) for at in (3, 4) for count in (1, 2, 3, 4)]
+    assert history == ["work"] * 8
