@@ -124,17 +124,11 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
             f"{job.num_microbatches}",
             remedy="Plan again with the job's number of microbatches, or let the job plan.",
         )
-    if job.kept_order is None and (stuck := find_stall(plan.schedule, job.channel.capacity)):
-        stall = "; ".join(map(str, stuck))
-        raise SessionError(
-            f"The order of plan {path} needs a deeper channel than this job has: {stall}",
-            remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
-        )
     return plan
 
 
 def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
-    """Refuse a plan of another order than the framework keeps, or of clocks that GPUs lack."""
+    """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
         raise SessionError(
             f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "
@@ -148,6 +142,12 @@ def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
             "The plan splits backwards or lays chunks in a V, which no job runs yet",
             value=order.name,
             remedy="Plan without --split-overhead and without chunks, or let the job plan.",
+        )
+    if job.kept_order is None and (stuck := find_stall(order, job.channel.capacity)):
+        stall = "; ".join(map(str, stuck))
+        raise SessionError(
+            f"The order of the plan needs a deeper channel than this job has: {stall}",
+            remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
         )
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported

@@ -14,10 +14,13 @@ import pytest
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions, known_conditions
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.splitting import split_in_place
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Placement, Schedule, all_units
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
@@ -126,14 +129,19 @@ class Starting:
         return adopt_plan(job, profile_of_two(), CLOCKS)
 
 
+def write_plan(path: Path, order: Schedule) -> Path:
+    profile = profile_of_two().with_split_backwards(SplitBackward(0.5, 0.0))
+    clocks = np.full(order.is_backward.shape, 1200)
+    conditions = Conditions((80.0, 80.0))
+    plan = Plan("uniform", order, clocks, profile.for_chunks(order.num_chunks), conditions)
+    plan.write(path)
+    return path
+
+
 @pytest.fixture
 def by_file(tmp_path) -> Path:
     """The plan of another start, in another order than those that are made here."""
-    order = builders.envpipe(2, 4, [2, 0])
-    clocks = np.full(order.is_backward.shape, 1200)
-    plan = Plan("uniform", order, clocks, profile_of_two(), Conditions((80.0, 80.0)))
-    plan.write(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
+    return write_plan(tmp_path / "plan.json", builders.envpipe(2, 4, [2, 0]))
 
 
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
@@ -171,6 +179,47 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     (told,) = job.said
     assert told.startswith(f"the plan {by_file} is made again: ")
+
+
+UNITS = all_units(4, 2)
+THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of the later first
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        split_in_place(builders.one_f_one_b(2, 4), 1),
+        Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
+    ],
+    ids=["split", "v"],
+)
+def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, order):
+    path = write_plan(tmp_path / "plan.json", order)
+    with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'"):
+        Starting(path).adopt()
+    job = Starting(path, keeps_plan=True)
+    assert job.adopt().plan.schedule.name == "1f1b"
+    assert "which no job runs yet" in job.said[0]
+    assert job.predicted == ["1f1b"]
+
+
+def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
+    """Where splitting costs nothing, so that planning by itself would split."""
+    parts = profile_of_two().with_split_backwards(SplitBackward(0.5, 0.0))
+    rows = [
+        (stage, kind, row)
+        for stage, kinds in enumerate(parts.rows)
+        for kind, rows in kinds.items()
+        if kind is not Kind.NOTHING
+        for row in rows
+    ]
+    profile = make_profile(rows, source="of a test")
+    request = PlanRequest(4, "auto", "optimal")
+    assert make_plan(profile, request).plan.schedule.split
+    job: Any = Starting(tmp_path / "none", request=request)
+    adopted = adopt_plan(job, profile, CLOCKS)
+    assert not adopted.plan.schedule.split
+    assert adopted.plan.profile.kinds == WHOLE
 
 
 def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
