@@ -22,7 +22,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Spread
-from envpipe_megatron.core.kinds import SPLIT, Kind
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
@@ -118,7 +118,8 @@ def draw_factors(plan: Plan, num_pairs: int, seed: int, part: int = 0) -> FloatA
     """[num_units, 2 x num_pairs] by what each unit's time is multiplied in each draw.
 
     The second half of the draws is of normals opposite to those of the first. Other numbers for
-    each `part` of a long row of draws. ProfileError as `expected`.
+    each `part` of a long row of draws. The W that ends a whole backward has the factor that this
+    has where none is split: the one of I. ProfileError as `expected`.
     """
     schedule, spread = plan.schedule, plan.conditions.spread or Spread(0.0)
     stages = schedule.num_stages
@@ -130,7 +131,9 @@ def draw_factors(plan: Plan, num_pairs: int, seed: int, part: int = 0) -> FloatA
         ],
         axis=1,
     ).reshape(stages, -1, num_pairs)
-    normal = by_kind[np.arange(stages)[:, None], schedule.places].reshape(-1, num_pairs)
+    ends_whole = np.roll(schedule.combined, 1, axis=1) & (schedule.places >= len(WHOLE) * block)
+    places = schedule.places - block * ends_whole
+    normal = by_kind[np.arange(stages)[:, None], places].reshape(-1, num_pairs)
     shared = np.random.default_rng([seed, part, len(SPLIT)]).standard_normal((1, num_pairs))
     own = _lognormal(_relative_spread(plan, spread)[:, None], normal)
     return own * _lognormal(np.array(spread.common), shared)

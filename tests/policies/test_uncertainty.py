@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, naive_times, random_schedule, uniform_profile
+from core_cases import B, F, I, W, naive_times, random_schedule, uniform_profile
 from planning_cases import random_conditions, random_profile
 
 from envpipe_megatron.core.conditions import Conditions, Spread
 from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.splitting import split_in_place
 from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
@@ -131,6 +132,32 @@ def test_a_unit_gets_the_same_factors_in_every_order(monkeypatch):
     drawn = draw(plan, 100, 7)
     assert drawn.time_s.shape == (2, 50)
     assert len(np.unique(drawn.time_s)) == 100
+
+
+def test_a_whole_backward_gets_the_same_factors_among_split_ones():
+    profile = uniform_profile(3, CURVE).with_split_backwards(SplitBackward())
+    conditions = Conditions((50.0,) * 3, spread=SPREAD)
+
+    def factors_of(order):
+        plan = Plan("test", order, max_frequencies(order, profile), profile, conditions)
+        drawn = draw_factors(plan, 50, 7).reshape(3, order.units_per_stage, -1)
+        return drawn, {
+            (stage, u.kind, u.microbatch): drawn[stage, at]
+            for stage, own in enumerate(order.stages)
+            for at, u in enumerate(own)
+        }
+
+    whole = builders.one_f_one_b(3, 6)
+    mixed = split_in_place(whole, 2)
+    _, known = factors_of(whole)
+    drawn, found = factors_of(mixed)
+    assert mixed.combined.sum() == 3 * 4
+    for stage, at in zip(*np.nonzero(mixed.combined), strict=True):
+        own = mixed.stages[stage][at].microbatch
+        assert (drawn[stage, at + 1] == known[stage, B, own]).all()
+    for (stage, kind, own), factors in found.items():
+        if kind is W and own >= 4:  # the split ones
+            assert not (factors == found[stage, I, own]).any()
 
 
 def test_a_spread_of_the_profile_is_of_each_row():
