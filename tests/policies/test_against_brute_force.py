@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_cases import every_schedule, random_conditions, random_profile, try_everything
+from core_cases import uniform_profile
+from planning_cases import (
+    every_mixture,
+    every_schedule,
+    random_conditions,
+    random_profile,
+    random_split_profile,
+    try_everything,
+)
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
@@ -14,8 +22,11 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
+from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.orders.families import FamilySearch, families
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest, request_profile
 
@@ -162,6 +173,46 @@ def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, 
         above.append(100 * (auto.plan.cost.energy_j / optimum_j - 1))
     print("auto above the optimum of all families (%):", np.round(above, 2))
     assert np.mean(above) < 1
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "jobs"), [(2, 1, 60), (3, 1, 30), (2, 2, 4)])
+def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, microbatches, jobs):
+    """Also where parts were measured at other clocks than the whole, or draw less than waiting."""
+    orders = [
+        order
+        for split in every_schedule(stages, microbatches, split=True)
+        for order in every_mixture(split)
+    ]
+    wholes = {sum(order.combined.sum(axis=1)) for order in orders}
+    assert wholes == set(range(stages * microbatches + 1))
+    below = []
+    for seed in range(jobs):
+        rng = random.Random(seed)
+        profile = random_split_profile(rng, stages)
+        conditions = random_conditions(rng, profile)
+        own = builders.one_f_one_b(stages, microbatches)
+        deadline_s = rng.choice([1, 1, 1.2]) * all_maximum_s(own, profile, conditions)
+        (family,) = families(profile, 1)
+        search = FamilySearch(family, own, profile, conditions, deadline_s, None)
+        optimum_j = min(
+            try_everything(order, profile, conditions).least_energy_j(deadline_s)
+            for order in orders
+        )
+        bound_j = search.any_order_bound_j()
+        assert bound_j <= optimum_j * (1 + 1e-9), seed
+        below.append(100 * (1 - bound_j / optimum_j))
+    print(
+        "bound below the optimum of all mixtures (%):", np.percentile(below, [0, 50, 100]).round(2)
+    )
+    assert np.median(below) < 10
+
+
+def test_the_only_units_of_a_kind_take_what_the_bound_gives_them():
+    profile = uniform_profile(2, {1400: (0.1, 40.0), 1200: (0.11, 34.0), 1000: (0.13, 31.0)})
+    choices = make_choices(profile, np.zeros(2), np.ones(2, dtype=np.int64))
+    for microbatches in (1, 2):
+        free = any_order(choices, 2, microbatches, 0.0, np.zeros(2), deadline_s=10.0)
+        assert free.time_s == pytest.approx(np.array([[[0.13, 0.26]]] * 2))
 
 
 def test_the_bound_of_all_orders_is_reached_where_the_pipeline_is_one_chain():

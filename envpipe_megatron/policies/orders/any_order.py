@@ -68,7 +68,7 @@ def any_order(
         time_s, cost_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
         count = num_microbatches * num_chunks // parts
         fastest_j += count * float(cost_j[0])
-        counts = ((count, False),) if part else ((1, True), (count - 1, False))
+        counts = ((count, False),) if part else ((1, True), (count - 1, False))[:count]
         for multiple, is_first in counts:
             columns = slice(len(cost), len(cost) + len(time_s) - 1)
             cost.extend(multiple * np.diff(cost_j) / np.diff(time_s))

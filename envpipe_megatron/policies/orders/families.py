@@ -92,7 +92,7 @@ class FamilySearch:
         self._deadline_s, self._max_in_flight, self._parking = deadline_s, max_in_flight, parking
         #: Orders whose linear program was solved.
         self.orders_tried = 0
-        self._free = _freely_split(profile, self._waiting_w()) if family.split else profile
+        self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
         if family.split:
@@ -206,36 +206,29 @@ def _costs_nothing(profile: Profile) -> bool:
     )
 
 
-def _freely_split(profile: Profile, waiting_power_w: FloatArray) -> Profile:
-    """The profile with parts of a backward that take no more than it does as a whole.
+def _freely_split(profile: Profile) -> Profile:
+    """The profile whose parts of a backward may also be the two parts of a whole one.
 
-    An order that splits some backwards and others not cannot do better than one that splits all at
-    these prices, at any clock where all three were measured.
+    A whole backward then is an I and a W that together take exactly what it takes. So an order that
+    splits some backwards is one that splits all, in the same time: that it sends a gradient only
+    after the W makes it slower than it had to be. This holds for any shares. Those of the parts at
+    the nearest clocks keep the limit high, for there is nothing to gain from a part of the one
+    kind with a part of the other.
     """
     parts = []
-    for number, kinds in enumerate(profile.rows):
-        power_w = float(waiting_power_w[number // profile.listed_chunks])
-        whole = {row.frequency_mhz: row for row in kinds[Kind.BACKWARD]}
-        rows = {kind: {row.frequency_mhz: row for row in kinds[kind]} for kind in SPLIT[1:]}
-        free: dict[Kind, list[ProfileRow]] = {kind: [] for kind in SPLIT[1:]}
-        for clock in set(whole).union(*rows.values()):
-            pair = [by_clock[clock] for by_clock in rows.values() if clock in by_clock]
-            shares = (1.0, 1.0)
-            if clock in whole and len(pair) == len(rows):
-                costs_j = [row.energy_j - power_w * row.time_s for row in (whole[clock], *pair)]
-                shares = (
-                    min(1.0, whole[clock].time_s / sum(row.time_s for row in pair)),
-                    min(1.0, costs_j[0] / (costs_j[1] + costs_j[2])),
-                )
-            for kind, by_clock in rows.items():
-                if clock in by_clock:
-                    free[kind].append(_scaled(by_clock[clock], *shares, power_w))
-        parts.append({**kinds, **{kind: tuple(row) for kind, row in free.items()}})
+    for kinds in profile.rows:
+        free = {kind: list(kinds[kind]) for kind in SPLIT[1:]}
+        for whole in kinds[Kind.BACKWARD]:
+            pair = {kind: _nearest(kinds[kind], whole.frequency_mhz) for kind in free}
+            both_s = sum(row.time_s for row in pair.values())
+            both_j = sum(row.energy_j for row in pair.values()) or 1.0  # or nothing to share
+            for kind, row in pair.items():
+                time_s = whole.time_s * (row.time_s / both_s)
+                energy_j = whole.energy_j * (row.energy_j / both_j)
+                free[kind].append(ProfileRow(whole.frequency_mhz, time_s, energy_j))
+        parts.append({**kinds, **{kind: tuple(rows) for kind, rows in free.items()}})
     return replace(profile, rows=tuple(parts))
 
 
-def _scaled(row: ProfileRow, time: float, cost: float, power_w: float) -> ProfileRow:
-    """A row with shares of its time and of its planning cost (see `choices`)."""
-    time_s = time * row.time_s
-    energy_j = cost * (row.energy_j - power_w * row.time_s) + power_w * time_s
-    return ProfileRow(row.frequency_mhz, time_s, energy_j)
+def _nearest(rows: Sequence[ProfileRow], frequency_mhz: int) -> ProfileRow:
+    return min(rows, key=lambda row: abs(row.frequency_mhz - frequency_mhz))

@@ -5,12 +5,13 @@ code with the planners that it checks.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from core_cases import B, F, needs, profile_of, rows_of, run_naively, units_of
+from core_cases import B, F, I, W, needs, profile_of, rows_of, run_naively, units_of
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -56,6 +57,16 @@ def random_profile(rng, num_stages, max_frequencies=4, **options):
     return profile_of(table, **options)
 
 
+def random_split_profile(rng, num_stages):
+    """Parts of backwards at clocks of their own, that take any share of what the whole takes."""
+    table = {}
+    for stage in range(num_stages):
+        for kind, weight in ((F, 1.0), (B, 2.0), (I, rng.uniform(0.4, 1.4)), (W, 1.0)):
+            clocks = rng.sample(range(400, 2000, 400), 2)
+            table[stage, kind] = random_curve(rng, clocks, weight * rng.uniform(0.7, 1.5))
+    return profile_of(table)
+
+
 def random_conditions(rng, profile):
     """Everything around the units but clock changes and waiting power by clock."""
     stages = profile.num_stages
@@ -91,7 +102,8 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     stages = schedule.num_stages
     powers_w, gpus = conditions.blocking_power_w, conditions.gpus_by_stage
     latency_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
-    nodes = [(stage, unit) for stage, order in enumerate(schedule.stages) for unit in order]
+    orders = [tuple(whole_backwards(order)) for order in schedule.stages]
+    nodes = [(stage, unit) for stage, order in enumerate(orders) for unit in order]
     rows = [rows_of(profile, stage, unit) for stage, unit in nodes]
     shape = tuple(len(choices) for choices in rows)
     assert np.prod(shape) <= max_assignments
@@ -103,14 +115,18 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
         costs = np.array([row.energy_j for row in choices]) - powers_w[node[0]] * time_s
         duration[node] = time_s.reshape(along)
         energy_j = energy_j + (gpus[node[0]] * costs).reshape(along)
-    end = {}
+    end, other = {}, {F: F, B: I, I: B}  # what the other stage made of the same backward
     position, last = [0] * stages, [np.zeros([1] * len(shape))] * stages
     while len(end) < len(nodes):
-        for stage, order in enumerate(schedule.stages):
+        for stage, order in enumerate(orders):
             while position[stage] < len(order):
                 unit = order[position[stage]]
                 waits = needs(stages, schedule.num_chunks, stage, unit, schedule.placement)
-                sources = [source for source in waits if source[0] != stage]
+                sources = [
+                    node if node in nodes else (node[0], replace(node[1], kind=other[unit.kind]))
+                    for node in waits
+                    if node[0] != stage
+                ]
                 if any(source not in end for source in sources):
                     break
                 start = last[stage]
@@ -124,6 +140,35 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
         iteration_s = np.maximum(iteration_s, last[stage] + tail_s)
     energy_j = energy_j + waiting_w * iteration_s
     return Everything(iteration_s.ravel(), energy_j.ravel())
+
+
+def whole_backwards(order):
+    """A stage's units with `B3` for `I3+ W3`, as people write it."""
+    before = None
+    for own in order:
+        if not own.combined:
+            whole = before is not None and before.combined
+            yield Unit(B, own.microbatch, own.chunk) if whole else own
+        before = own
+
+
+def every_mixture(schedule):
+    """A split order with any of its backwards whole whose parts stand next to each other."""
+    pairs = [
+        (stage, at)
+        for stage, order in enumerate(schedule.stages)
+        for at, (own, following) in enumerate(itertools.pairwise(order))
+        if own.kind is I and following == replace(own, kind=W)
+    ]
+    for chosen in itertools.product((False, True), repeat=len(pairs)):
+        whole = set(itertools.compress(pairs, chosen))
+        yield replace(
+            schedule,
+            stages=tuple(
+                tuple(replace(own, combined=(stage, at) in whole) for at, own in enumerate(order))
+                for stage, order in enumerate(schedule.stages)
+            ),
+        )
 
 
 def every_schedule(
