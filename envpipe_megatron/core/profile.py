@@ -150,8 +150,8 @@ class Profile:
     def for_chunks(self, num_chunks: int) -> Profile:
         """The profile of one of `num_chunks` chunks of each stage.
 
-        A profile without chunks gives each of V chunks 1/V of its stage's time and energy; one
-        measured with another number is refused (ProfileError).
+        A profile without chunks gives each of V chunks 1/V of its stage's time, energy and
+        activations; one measured with another number is refused (ProfileError).
         """
         if num_chunks == self.sidecar.num_chunks:
             return self
@@ -168,7 +168,7 @@ class Profile:
             }
             for kinds in self.rows
         )
-        return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
+        return replace(self, rows=rows, sidecar=self.sidecar.for_chunks(num_chunks))
 
     def with_split_backwards(self, assumed: SplitBackward) -> Profile:
         """The profile with rows for both parts of a backward, by an assumption.

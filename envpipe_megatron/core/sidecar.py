@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ class Sidecar:
             while it waits, `{frequency_mhz: power_w}`.
         p2p_latency_s: latency of each boundary between stages.
         tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
-        activation_bytes: for each stage, what one microbatch in flight holds.
-        free_bytes: for each stage, what is free beside one microbatch. Measured in an order that
-            holds k of them, it is what is left at the peak plus k - 1 times the activations.
+        activation_bytes: for each stage, what one microbatch in flight holds: of one chunk, if
+            there are several.
+        free_bytes: for each stage, what is free beside one microbatch of one chunk. Measured in an
+            order that holds k of them, it is what is left at the peak plus k - 1 times the
+            activations.
         frequency_change_s: time from the request of a clock until it runs.
         frequency_change_j: energy of one change on one GPU.
     """
@@ -57,6 +59,16 @@ class Sidecar:
         """For each stage, the power of a GPU that waits at the highest clock; None if unknown."""
         curves = self.wait_power_w
         return None if curves is None else tuple(curve[max(curve)] for curve in curves)
+
+    def for_chunks(self, num_chunks: int) -> Sidecar:
+        """What is known of a job without chunks, for one whose chunks hold equal parts of it."""
+        held, free = self.activation_bytes, self.free_bytes
+        if held is not None and free is not None:
+            rest = 1 - 1 / num_chunks  # of the one microbatch beside which it was free
+            free = tuple(f + rest * each for f, each in zip(free, held, strict=True))
+        if held is not None:
+            held = tuple(each / num_chunks for each in held)
+        return replace(self, num_chunks=num_chunks, activation_bytes=held, free_bytes=free)
 
     def to_json_text(self) -> str:
         """The sidecar as its file holds it."""

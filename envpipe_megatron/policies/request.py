@@ -9,6 +9,7 @@ from envpipe_megatron.core.conditions import Conditions, Spread, make_conditions
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import OrderLimits, in_flight_by_memory, order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
@@ -40,7 +41,7 @@ class PlanRequest:
             it.
         max_extra_forwards: no stage gets more.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
-            `BY_MEMORY`.
+            `BY_MEMORY`. One of V chunks counts as 1/V.
         max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
         deadline_factor: the optimal policy may take this many times as long as the framework's own
@@ -64,7 +65,7 @@ class PlanRequest:
     num_chunks: int = 1
     group_size: int | None = None
     max_extra_forwards: int | None = None
-    max_in_flight: int | tuple[int, ...] | str | None = None
+    max_in_flight: float | tuple[float, ...] | str | None = None
     max_warmup_step: int | None = None
     channel_capacity: int | None = None
     deadline_factor: float | None = None
@@ -126,16 +127,17 @@ def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
 
 
 def request_in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None:
-    """[num_stages] the most microbatches that each stage may hold; None for any number."""
+    """[num_stages] the most microbatches x chunks that each stage may hold; None for any number."""
     limit, stages = request.max_in_flight, profile.num_stages
     if limit is None:
         return None
     if limit == BY_MEMORY:
         return in_flight_by_memory(profile, request.num_microbatches)
-    if isinstance(limit, int):
-        return (limit,) * stages
+    if isinstance(limit, int | float):
+        limit = (limit,)
     if isinstance(limit, tuple) and len(limit) in (1, stages):
-        return limit if len(limit) == stages else limit * stages
+        each = (int(most * request.num_chunks * (1 + RELATIVE_TOLERANCE)) for most in limit)
+        return tuple(each) * (stages // len(limit))
     raise PlannerError(
         "The limit on microbatches in flight must be one number, one for each stage, or "
         f"'{BY_MEMORY}'",

@@ -1,6 +1,7 @@
 """How many extra forwards memory, the batch, the channel and the user leave to each stage."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from core_cases import uniform_profile
@@ -16,6 +17,12 @@ from envpipe_megatron.policies.limits import (
     OrderLimits,
     in_flight_by_memory,
     order_limits,
+)
+from envpipe_megatron.policies.request import (
+    BY_MEMORY,
+    PlanRequest,
+    request_in_flight,
+    request_profile,
 )
 
 FIXED = settings(max_examples=150, deadline=None, derandomize=True)
@@ -95,8 +102,10 @@ def test_less_in_flight_than_1f1b_holds_is_refused():
         order_limits(4, 8, max_in_flight=(4, 2, 2, 1))
 
 
-def with_memory(activation_bytes, free_bytes, stages=3):
-    sidecar = Sidecar(activation_bytes=activation_bytes, free_bytes=free_bytes)
+def with_memory(activation_bytes, free_bytes, stages=3, num_chunks=1):
+    sidecar = Sidecar(
+        activation_bytes=activation_bytes, free_bytes=free_bytes, num_chunks=num_chunks
+    )
     return uniform_profile(stages, CURVE, sidecar=sidecar)
 
 
@@ -113,6 +122,20 @@ def test_bytes_that_fit_exactly_fit_whatever_their_rounding():
 
 def test_a_stage_that_keeps_no_activations_has_no_limit():
     assert in_flight_by_memory(with_memory((0.0, 5.0, 5.0), (0.0, 0.0, 5.0)), 7) == (7, 1, 2)
+
+
+def test_memory_limits_microbatches_of_each_chunk():
+    """Measured in two chunks or without, the same memory holds as much."""
+    whole = with_memory((100.0, 100.0, 100.0), (250.0, 149.0, 150.0))
+    halves = with_memory((50.0, 50.0, 50.0), (300.0, 199.0, 200.0), num_chunks=2)
+    assert whole.for_chunks(2).sidecar == halves.sidecar
+    request = PlanRequest(16, "auto", "optimal", num_chunks=2, max_in_flight=BY_MEMORY)
+    for profile in (whole, halves):
+        assert request_in_flight(request_profile(profile, request), request) == (7, 4, 5)
+    assert in_flight_by_memory(halves, 2) == (4, 4, 4)  # no more than there are
+    assert request_in_flight(halves, replace(request, max_in_flight=3.5)) == (7, 7, 7)
+    given = replace(request, max_in_flight=(3, 2, 1.5))
+    assert request_in_flight(halves, given) == (6, 4, 3)
 
 
 @pytest.mark.parametrize("missing", [(None, (1.0,) * 3), ((1.0,) * 3, None), (None, None)])

@@ -117,7 +117,7 @@ class AutoSearch:
     def _most_in_flight(self) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
         chunks = self._own.num_chunks
-        most = [chunks * m for m in request_in_flight(self._profile, self._request) or ()]
+        most = list(request_in_flight(self._profile, self._request) or ())
         extra = self._request.max_extra_forwards
         if extra is not None:
             by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
@@ -189,7 +189,8 @@ class AutoSearch:
             notes.append(f"Families of orders by what they save before rounding: {told}.")
         in_flight = request_in_flight(self._profile, request)
         if in_flight is not None and request.objective.goal == Goal.ENERGY:
-            more = replace(request, max_in_flight=tuple(limit + 1 for limit in in_flight))
+            raised = tuple(limit / request.num_chunks + 1 for limit in in_flight)
+            more = replace(request, max_in_flight=raised)
             less_j = AutoSearch(self._profile, more).judged[0].relaxed_energy_j
             saved = max(0.0, 1 - less_j / self.judged[0].relaxed_energy_j)
             notes.append(

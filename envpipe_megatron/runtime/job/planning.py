@@ -12,7 +12,7 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
@@ -112,7 +112,8 @@ def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...
     made = make_plan(profile, request)
     notes = made.notes
     if limit is not None:
-        notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")
+        held = ", ".join(f"{most:g}" for most in limit)
+        notes = (*notes, f"Memory holds at most {held} microbatches in flight.")
     return made.plan, notes
 
 

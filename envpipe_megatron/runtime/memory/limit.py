@@ -54,7 +54,7 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
 
 def in_flight_limit(
     request: PlanRequest, profile: Profile, stages: Sequence[StageMemory] | None
-) -> tuple[int, ...] | None:
+) -> tuple[float, ...] | None:
     """For each stage, the most microbatches in flight that memory allows a request's plan.
 
     Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
@@ -65,6 +65,7 @@ def in_flight_limit(
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     if name not in LIMITED_SCHEDULES or request.max_in_flight not in (None, BY_MEMORY):
         return None
+    profile = profile.for_chunks(request.num_chunks)
     known = [with_memory(profile, stages)] if stages is not None else []
     if request.max_in_flight == BY_MEMORY:
         known.append(profile)
@@ -75,4 +76,5 @@ def in_flight_limit(
         min(request.num_microbatches, profile.num_stages - stage)
         for stage in range(profile.num_stages)
     )
-    return tuple(map(max, own, map(min, zip(*counts, strict=True))))
+    fits = (min(of_stage) / request.num_chunks for of_stage in zip(*counts, strict=True))
+    return tuple(map(max, own, fits))

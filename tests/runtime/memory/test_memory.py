@@ -108,7 +108,8 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
         allowed = memory.baseline_peak_bytes + memory.room_bytes
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
-    extra = order_limits(stages, microbatches, max_in_flight=most).fit([microbatches] * stages)
+    limits = order_limits(stages, microbatches, max_in_flight=list(map(int, most)))
+    extra = limits.fit([microbatches] * stages)
     job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
 
 
@@ -362,6 +363,13 @@ def test_bytes_limit_what_may_be_planned(schedule, asked, known, file, expected)
     given = profile(2, sidecar) if file else with_memory(profile(2), known)
     request = PlanRequest(8, schedule, max_in_flight=asked)
     assert in_flight_limit(request, given, known) == expected
+
+
+def test_what_was_measured_in_chunks_limits_microbatches():
+    """A unit of two chunks holds 50; 5 fit on stage 0: a job plans 2.5 microbatches in flight."""
+    learned = tuple(StageMemory(50.0, 3, 1000, room, 0) for room in (125.0, 0.0))
+    request = PlanRequest(8, "auto", num_chunks=2)
+    assert in_flight_limit(request, profile(2), learned) == (2.5, 1.5)
 
 
 def test_without_a_cuda_device_there_is_no_memory_to_measure():
