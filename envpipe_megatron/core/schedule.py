@@ -82,6 +82,12 @@ class Schedule:
             raise ScheduleError(
                 "A schedule needs at least one stage, one microbatch and one chunk", value=counts
             )
+        if self.placement is Placement.APART and any(len(order) > 1 for order in self.stages):
+            raise ScheduleError(
+                f"Schedule '{self.name}' has units that know nothing of each other",
+                value=f"placement {self.placement}",
+                remedy="That is of one unit a stage, a whole iteration; leave the placement out.",
+            )
         self._check_own_inputs()
         self._check_combined()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here

@@ -62,7 +62,8 @@ def read_torch_csv(path: Path) -> Schedule:
     than its virtual stage, or the units that could never run.
     """
     try:
-        rows = list(csv.reader(io.StringIO(read_text(path), newline="")))
+        text = read_text(path).rstrip(", \t\r\n")  # empty lines at the end are no ranks
+        rows = list(csv.reader(io.StringIO(text, newline="")))
     except (OSError, ValueError, csv.Error) as error:
         raise ScheduleError(f"The order {path} is not readable: {error}") from error
     cells = [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule, check_size
+from envpipe_megatron.core.schedule import Placement, Schedule, check_size
 from envpipe_megatron.errors import plain
 
 
@@ -174,3 +174,11 @@ def test_units_are_read_as_they_are_written(u):
 def test_unreadable_units_are_refused_with_their_text(text):
     with pytest.raises(ScheduleError, match=re.escape(f"(got {plain(text)})")):
         parse_unit(text)
+
+
+def test_units_apart_are_whole_iterations():
+    """Of several units a stage the order would be free of what they send each other."""
+    assert builders.whole_iteration(3).placement is Placement.APART
+    for microbatches, orders in ((1, ("F0 B0", "F0 B0")), (2, ("F0 F1", "F0 F1"))):
+        with pytest.raises(ScheduleError, match=r"know nothing of each other .got 'placement"):
+            Schedule("x", microbatches, 1, parse_stages(*orders), Placement.APART)

@@ -181,6 +181,13 @@ def test_what_is_wrong_is_named(tmp_path, text, said):
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize("after", ["\n", "\n\n\n", "\r\n\r\n", " \n\t\n", ",,\n,,\n"])
+def test_empty_lines_at_the_end_are_no_ranks(tmp_path, after):
+    assert read(tmp_path, GOOD + after).stages == read(tmp_path, GOOD).stages
+    with pytest.raises(ScheduleError, match="equally many on each of 3 ranks"):
+        read(tmp_path, GOOD.replace("\n", "\n\n"))  # between ranks they are
+
+
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "order.csv"
     path.write_bytes(b"\xff\xfe0\x00")
