@@ -30,7 +30,7 @@ from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import any_order
-from envpipe_megatron.policies.orders.judged import WORTH, Judged
+from envpipe_megatron.policies.orders.judged import ROUNDED, WORTH, Judged
 
 Extra = tuple[int, ...]
 
@@ -125,11 +125,12 @@ class OrderSearch:
         return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
-        """Candidates as `judged.best_plan` takes them."""
+        """Those of the candidates, the best first, that `judged.best_plan` may plan."""
         own = self._schedule((0,) * self._profile.num_stages)
         return [
             Judged("envpipe", self.optimizer(c.extra_forwards), c.relaxed_energy_j, own)
-            for c in candidates
+            for rank, c in enumerate(candidates)
+            if rank < ROUNDED or not any(c.extra_forwards)
         ]
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:

@@ -17,7 +17,7 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 #: that buys nothing is not taken.
 WORTH = 2e-5
 #: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
-_ROUNDED = 2
+ROUNDED = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     refused: LinearProgramError | None = None
     for rank, order in enumerate(sorted(judged, key=lambda order: order.worth_j)):
         is_own = order.optimizer.schedule.stages == order.own.stages
-        if (rank >= _ROUNDED and not is_own) or order.worth_j >= least_j:
+        if (rank >= ROUNDED and not is_own) or order.worth_j >= least_j:
             continue
         try:
             plan = planner.plan(order.optimizer)

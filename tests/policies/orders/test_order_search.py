@@ -202,6 +202,13 @@ def test_large_jobs_are_searched_with_few_linear_programs():
     assert search.orders_tried <= 16
     one_f_one_b = next(c for c in candidates if not any(c.extra_forwards))
     assert candidates[0].relaxed_energy_j < 0.99 * one_f_one_b.relaxed_energy_j
+    # Programs are made again for those alone that may be planned: the best two, and 1F1B.
+    judged = search.judge(candidates)
+    assert len(candidates) > len(judged) == 3
+    assert [order.relaxed_energy_j for order in judged[:2]] == [
+        candidate.relaxed_energy_j for candidate in candidates[:2]
+    ]
+    assert judged[2].optimizer.schedule.stages == own.stages
 
 
 @pytest.mark.parametrize("slow_stage", [0, 3, 7])
