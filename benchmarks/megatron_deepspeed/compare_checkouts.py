@@ -26,7 +26,16 @@ from typing import Any
 import click
 
 from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ROOT, STOCK, Mapping, Planned, Size
+from benchmarks.megatron_lm.models import (
+    ENVPIPE,
+    GPT_1_3B,
+    ONE_F_ONE_B,
+    ROOT,
+    STOCK,
+    TINY_ON_CPU,
+    Mapping,
+    Planned,
+)
 from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
@@ -34,8 +43,6 @@ RUNNER = ROOT / "tests" / "megatron_deepspeed" / "mds_cpu_run.py"
 MAKE_DATA = RUNNER.with_name("mds_data.py")
 SHARED_GPU = str(ROOT / "benchmarks" / "shared_gpu.py")
 ARMS = STOCK, ONE_F_ONE_B, ENVPIPE
-MODEL = Size(24, 2048, 1024, 32000, microbatch=2, microbatches=14)
-TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 #: Of Megatron-DeepSpeed's order before the plan's, and those whose times are not counted.
 _WARMUP, _UNCOUNTED = 3, 8
 _ITERATION = re.compile(
@@ -131,7 +138,8 @@ def _run(
     timeout_s: float,
 ) -> Run:
     folder.mkdir()
-    mapping, size = Mapping(stages), TINY_ON_CPU if cpu else MODEL
+    # One sample each: of more, its attention without flash attention cannot make its views.
+    mapping, size = Mapping(stages), TINY_ON_CPU if cpu else GPT_1_3B
     batch = size.microbatch * size.microbatches
     configuration = {
         "train_batch_size": batch,
