@@ -24,6 +24,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.auto import AutoSearch
+from envpipe_megatron.policies.orders.judged import best_by_family
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest, request_profile
 
@@ -135,8 +136,8 @@ def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[
     if request.num_chunks > 1:
         factor = full.cost.iteration_time_s / own.planner.longest_s
         at_1f1b = AutoSearch(profile, replace(request, deadline_factor=factor))
-        same = {o.family: at_1f1b.planner.plan(o.optimizer) for o in at_1f1b.best()}
-    for order in own.best():
+        same = {o.family: at_1f1b.planner.plan(o.optimizer) for o in best_by_family(at_1f1b.judged)}
+    for order in best_by_family(own.judged):
         plan = own.planner.plan(order.optimizer)
         splits = plan.schedule.split
         if request.split.overhead and not splits:

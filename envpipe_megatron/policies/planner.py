@@ -25,7 +25,7 @@ from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.auto import AutoSearch
-from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint
+from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint, memory_frontier
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.policies.registry import Registry
 from envpipe_megatron.policies.request import (
@@ -169,10 +169,10 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
 
 
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
-    """The best plans of a request's job for rising limits of extra forwards."""
+    """The best plans of a request's job for rising limits of microbatches in flight."""
     check_memory_frontier(request)
     profile = request_profile(profile, request)
-    return AutoSearch(profile, request).memory_frontier()
+    return memory_frontier(AutoSearch(profile, request))
 
 
 def check_request(request: PlanRequest) -> None:
@@ -253,12 +253,6 @@ def check_memory_frontier(request: PlanRequest) -> None:
             "A memory frontier compares orders",
             value=request.order_name,
             remedy="Use --schedule auto.",
-        )
-    if request.chunks > 1:
-        raise PlannerError(
-            "A memory frontier compares orders of one chunk a stage",
-            value=request.chunks,
-            remedy="Give a limit, --max-in-flight: then it is said what another microbatch saves.",
         )
 
 

@@ -193,7 +193,7 @@ def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, micr
         own = builders.one_f_one_b(stages, microbatches)
         deadline_s = rng.choice([1, 1, 1.2]) * all_maximum_s(own, profile, conditions)
         (family,) = families(profile, 1)
-        search = FamilySearch(family, own, profile, conditions, deadline_s, None)
+        search = FamilySearch(family, own, profile, conditions, deadline_s)
         optimum_j = min(
             try_everything(order, profile, conditions).least_energy_j(deadline_s)
             for order in orders

@@ -2,16 +2,19 @@
 
 import csv
 import json
+from dataclasses import replace
 from itertools import pairwise
+from operator import le
 
 import pytest
 from core_cases import uniform_profile
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import PlanError
 from envpipe_megatron.core.profile import make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.formats.frontier import (
     CSV_COLUMNS,
     read_frontier,
@@ -93,6 +96,27 @@ def test_a_limit_in_flight_ends_the_memory_frontier():
     points = make_memory_frontier(PROFILE, request("auto", max_in_flight=(5, 4, 3, 2)))
     assert [point.max_extra_forwards for point in points] == [0, 1]
     assert points[-1].plan.schedule.peak_in_flight <= (5, 4, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "own"), [(1, builders.one_f_one_b(4, 8)), (2, builders.interleaved(4, 8, 2))]
+)
+def test_a_memory_frontier_is_of_all_families(chunks, own):
+    """Its plans hold what they may, and the last saves what the plan without a limit does."""
+    asked = request("auto", num_chunks=chunks, split=SplitBackward(0.5, 0.0))
+    points = make_memory_frontier(PROFILE, asked)
+    assert len(points) > 2
+    for point in points:
+        order = point.plan.schedule
+        most = (held + point.max_extra_forwards for held in own.microbatches_in_flight)
+        assert all(map(le, order.microbatches_in_flight, most))
+    for less, more in pairwise(points):
+        assert less.max_extra_forwards < more.max_extra_forwards
+        assert more.plan.cost.energy_j < less.plan.cost.energy_j
+    free = make_plan(PROFILE, asked).plan
+    assert points[-1].plan.cost.energy_j <= free.cost.energy_j * (1 + 1e-4)
+    tight = make_plan(PROFILE, replace(asked, max_extra_forwards=points[0].max_extra_forwards))
+    assert points[0].plan.cost.energy_j <= tight.plan.cost.energy_j * (1 + 1e-4)
 
 
 @pytest.fixture(scope="module")

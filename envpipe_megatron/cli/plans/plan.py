@@ -163,8 +163,9 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "--memory-frontier",
     "memory_path",
     type=OUTPUT_FILE,
-    help="With --schedule auto: CSV of what each microbatch in flight saves; a picture goes "
-    "beside it.",
+    help="With --schedule auto: CSV of the best plan over all families of orders for each limit of "
+    "memory, 0, 1, 2 ... microbatches in flight beyond the framework's own order on each stage, as "
+    "long as more saves energy; a picture goes beside it.",
 )
 def plan(
     profile_path: Path,
@@ -280,10 +281,10 @@ def _make_memory_frontier(
     write_memory_frontier(points, path)
     name = Path(profile.source).name
     plot_memory_frontier(points, path.with_suffix(".png"), title=f"{name}: what memory buys")
-    columns = ("peak in flight", *_FIGURES, "extra forwards by stage")
+    columns = ("order", *_FIGURES, "in flight by stage")
     rows = [
-        (str(at.peak_in_flight), *_figures(at.plan), numbers(at.plan.schedule.extra_forwards))
-        for at in points
+        (of.schedule.name, *_figures(of), numbers(of.schedule.microbatches_in_flight))
+        for of in (point.plan for point in points)
     ]
     console.print(table_of("What memory buys", columns, rows))
     say(console, f"Memory frontier written to {path}")

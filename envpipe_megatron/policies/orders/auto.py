@@ -7,6 +7,7 @@ their orders at one time; the best are planned in full.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,8 +21,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
 from envpipe_megatron.policies.orders.families import FamilySearch, families
-from envpipe_megatron.policies.orders.judged import Judged, best_plan
-from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint, memory_frontier
+from envpipe_megatron.policies.orders.judged import Judged, best_by_family, best_plan
 from envpipe_megatron.policies.request import (
     PlanRequest,
     request_conditions,
@@ -66,47 +66,49 @@ class AutoSearch:
 
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
-        profile, request = self._profile, self._request
+        profile, request, self._time_s = self._profile, self._request, time_s
         self._searches: list[OrderSearch | FamilySearch] = []
-        #: The orders that meet the time, the best first.
-        self.judged: list[Judged] = []
-        refused: LinearProgramError | None = None
+        self._refused: LinearProgramError | None = None
+        at, park = (self._conditions, time_s), request.park
         if request.num_chunks == 1:
-            extra = OrderSearch(
-                profile,
-                request.num_microbatches,
-                self._conditions,
-                time_s,
-                parking=request.park,
-            )
-            self._searches.append(extra)
-            try:
-                self.judged += extra.judge(extra.search(request_limits(profile, request)))
-            except LinearProgramError as error:
-                refused = error
+            own = OrderSearch(profile, request.num_microbatches, *at, parking=park)
+            self._searches.append(own)
         for family in families(profile, request.num_chunks) if self._has_families else ():
             try:
-                search = FamilySearch(
-                    family,
-                    self._own,
-                    profile,
-                    self._conditions,
-                    time_s,
-                    self._most_in_flight(),
-                    parking=request.park,
-                )
+                self._searches.append(FamilySearch(family, self._own, profile, *at, parking=park))
+            except LinearProgramError as error:
+                self._refused = self._refused or error
+        #: The orders that meet the time, the best first.
+        self.judged = self.judge()
+
+    def judge(self, max_extra_forwards: int | None = None) -> list[Judged]:
+        """The orders that meet the time, the best first, with at most these extra forwards.
+
+        Without a number, with those that the request allows. LinearProgramError: there is none.
+        """
+        request, refused = self._request, None
+        if max_extra_forwards is not None:
+            request = replace(request, max_extra_forwards=max_extra_forwards)
+        judged: list[Judged] = []
+        for search in self._searches:
+            try:
+                if isinstance(search, OrderSearch):
+                    judged += search.judge(search.search(request_limits(self._profile, request)))
+                else:
+                    judged += search.search(self._most_in_flight(request), judged)
             except LinearProgramError as error:
                 refused = refused or error
-                continue
-            self._searches.append(search)
-            self.judged += search.search([o.optimizer.schedule for o in self.best()])
-        if not self.judged:
-            raise refused or LinearProgramError(
-                "No order that was found meets the deadline (s)",
-                value=time_s,
-                remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
+        if not judged:
+            raise (
+                refused
+                or self._refused
+                or LinearProgramError(
+                    "No order that was found meets the deadline (s)",
+                    value=self._time_s,
+                    remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
+                )
             )
-        self.judged.sort(key=lambda order: order.worth_j)
+        return sorted(judged, key=lambda order: order.worth_j)
 
     @property
     def _has_families(self) -> bool:
@@ -114,22 +116,23 @@ class AutoSearch:
         request = self._request
         return request.max_warmup_step is None and request.channel_capacity is None
 
-    def _most_in_flight(self) -> list[int] | None:
+    def _most_in_flight(self, request: PlanRequest) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
         chunks = self._own.num_chunks
-        most = list(request_in_flight(self._profile, self._request) or ())
-        extra = self._request.max_extra_forwards
+        most = list(request_in_flight(self._profile, request) or ())
+        extra = request.max_extra_forwards
         if extra is not None:
             by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
             most = list(map(min, by_peak, most or by_peak))
         return most or None
 
-    def best(self) -> list[Judged]:
-        """The best order of each family, the best family first."""
-        best: dict[str, Judged] = {}
-        for order in sorted(self.judged, key=lambda order: order.worth_j):
-            best.setdefault(order.family, order)
-        return list(best.values())
+    @property
+    def most_extra_forwards(self) -> int:
+        """The most microbatches that the request lets a stage hold beyond the framework's order."""
+        own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
+        most = self._most_in_flight(self._request) or [job] * len(own)
+        more = max(limit - peak for limit, peak in zip(most, own, strict=True))
+        return max(0, math.ceil(more / self._own.num_chunks))
 
     def plan(self) -> Plan:
         """The best plan; LinearProgramError: late clocks, the dwell time or limits leave none."""
@@ -143,7 +146,7 @@ class AutoSearch:
             limits = request_limits(self._profile, self._request)
             wanted = limits.fit(envpipe_counts(self._profile, microbatches))
             orders.append(builders.envpipe(stages, microbatches, wanted))
-        orders += [order.optimizer.schedule for order in self.best()]
+        orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
         return [
             Optimizer(
                 order,
@@ -154,12 +157,6 @@ class AutoSearch:
             )
             for order in {order.stages: order for order in orders}.values()
         ]
-
-    def memory_frontier(self) -> list[MemoryPoint]:
-        """The best plans for rising limits of extra forwards, where there are no chunks."""
-        search = self._searches[0]
-        assert isinstance(search, OrderSearch)
-        return memory_frontier(search, request_limits(self._profile, self._request), self.planner)
 
     def bound_j(self, plan: Plan) -> float:
         """What no order of any family can go below in a plan's time, J."""
@@ -179,7 +176,7 @@ class AutoSearch:
             f"{tried} orders were compared. No order at all can save more than {most:.2f} % at "
             "this deadline."
         ]
-        best = self.best()
+        best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(
                 f"{order.family} {100 * (1 - order.relaxed_energy_j / baseline_j):.2f} % "

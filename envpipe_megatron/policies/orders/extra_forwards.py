@@ -78,6 +78,8 @@ class OrderSearch:
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
         #: None if an order does not meet the deadline.
         self._solved: dict[Extra, _Solved | None] = {}
+        #: What the search before found, perhaps within other limits: the next starts there too.
+        self._best: Extra = (0,) * profile.num_stages
         units = 2 * profile.num_stages * num_microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._most_looks = _LOOK_BUDGET // units
@@ -87,12 +89,11 @@ class OrderSearch:
         """Orders whose linear program was solved."""
         return len(self._solved)
 
-    def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
+    def search(self, limits: OrderLimits) -> list[Candidate]:
         """The orders within limits that meet the deadline, the best first.
 
-        1F1B is among them where it does; with p2p latency other orders can be faster. `starts` are
-        further counts to start from. LinearProgramError: no order that the search starts from meets
-        the deadline.
+        1F1B is among them where it does; with p2p latency other orders can be faster.
+        LinearProgramError: no order that the search starts from meets the deadline.
         """
         first = (0,) * self._profile.num_stages
         try:
@@ -101,7 +102,7 @@ class OrderSearch:
             wanted = [0] * self._profile.num_stages
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         ramps = [[int(fall * s) for s in reversed(range(len(first)))] for fall in _START_RAMPS]
-        fitted = [limits.fit(counts) for counts in (*scaled, *ramps, *starts)]
+        fitted = [limits.fit(counts) for counts in (*scaled, *ramps, self._best)]
         # Where memory holds the front back, what the rear may have beyond it often does harm.
         falling = [limits.fit(list(accumulate(counts, min))) for counts in fitted]
         seeds = {first, *fitted, *falling}
@@ -122,7 +123,9 @@ class OrderSearch:
                 near = tuple(map(add, best, direction))
         self._trimmed(best, limits)
         known = [e for e in self._solved if math.isfinite(self._energy(e)) and limits.allow(e)]
-        return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
+        found = [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
+        self._best = found[0].extra_forwards
+        return found
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
         """Those of the candidates, the best first, that `judged.best_plan` may plan."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
-from envpipe_megatron.policies.orders.judged import Judged, memory_worth
+from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth
 
 #: Limits of activations held that are tried, as multiples of what the framework's own order holds.
 _MEMORY = (1.0, 1.5, 2.0)
@@ -74,7 +74,6 @@ class FamilySearch:
 
     Args:
         own: the framework's own order of the job.
-        max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
     """
 
     def __init__(
@@ -84,14 +83,13 @@ class FamilySearch:
         profile: Profile,
         conditions: Conditions,
         deadline_s: float,
-        max_in_flight: Sequence[int] | None,
         *,
         parking: bool = False,
     ) -> None:
         self._family, self._own, self._profile, self._conditions = family, own, profile, conditions
-        self._deadline_s, self._max_in_flight, self._parking = deadline_s, max_in_flight, parking
-        #: Orders whose linear program was solved.
-        self.orders_tried = 0
+        self._deadline_s, self._parking = deadline_s, parking
+        #: By their stages, orders that were looked at; None if one does not meet the deadline.
+        self._judged: dict[object, Judged | None] = {}
         self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
@@ -103,6 +101,11 @@ class FamilySearch:
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
+    @property
+    def orders_tried(self) -> int:
+        """Orders whose linear program was solved."""
+        return len(self._judged)
+
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order can go below at the deadline or a later one, J.
 
@@ -110,12 +113,16 @@ class FamilySearch:
         """
         return self._limit(self._free, max(or_at_s, self._deadline_s)).energy_lower_bound_j
 
-    def search(self, whole: Sequence[Schedule] = ()) -> list[Judged]:
-        """The orders that meet the deadline, of those that were judged.
+    def search(
+        self, max_in_flight: Sequence[int] | None = None, others: Iterable[Judged] = ()
+    ) -> list[Judged]:
+        """The orders within a limit that meet the deadline, of all that were judged.
 
-        `whole` are orders to split the last backwards of.
+        Args:
+            max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
+            others: orders of other families, to split the last backwards of the best.
         """
-        schedules = self._orders()
+        schedules = self._orders(max_in_flight)
         if self._family.split:
             last = self._own.num_stages * self._own.num_chunks  # on the way out of the pipeline
             all_units = self._own.num_microbatches * self._own.num_chunks
@@ -123,17 +130,24 @@ class FamilySearch:
                 last = all_units
             schedules += [
                 split_in_place(order, last)
-                for order in whole
+                for order in (other.optimizer.schedule for other in best_by_family(others))
                 if not order.split and order.placement is self._family.placement
             ]
-        judged = []
         for schedule in schedules:
-            optimizer = Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
-            self.orders_tried += 1
-            if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
-                relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
-                judged.append(Judged(self._family.name, optimizer, relaxed_j, self._own))
-        return judged
+            if schedule.stages not in self._judged:
+                self._judged[schedule.stages] = self._judge(schedule)
+        return [
+            order
+            for order in self._judged.values()
+            if order is not None and order.within(max_in_flight)
+        ]
+
+    def _judge(self, schedule: Schedule) -> Judged | None:
+        optimizer = Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
+        if optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE):
+            return None
+        relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
+        return Judged(self._family.name, optimizer, relaxed_j, self._own)
 
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
         own, conditions = self._own, self._conditions
@@ -151,12 +165,12 @@ class FamilySearch:
     def _waiting_w(self) -> FloatArray:
         return waiting_floor_w(self._profile, self._conditions, self._parking)
 
-    def _orders(self) -> list[Schedule]:
+    def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
         """Orders that may be the best of those that split all backwards or none."""
         own = self._own
         schedules: dict[object, Schedule] = {}
         if self._target is not None:
-            for limits in self._limits():
+            for limits in self._limits(max_in_flight):
                 schedule = self._listed(self._target.time_s, limits)
                 schedules.setdefault(schedule.stages, schedule)
         best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
@@ -176,13 +190,13 @@ class FamilySearch:
         )
         return shortest(job, self._family.name, self._looks)
 
-    def _limits(self) -> list[tuple[int, ...]]:
+    def _limits(self, max_in_flight: Sequence[int] | None) -> list[tuple[int, ...]]:
         """Memory that the framework's order takes, and more of it, on all stages alike."""
         peak = self._own.peak_in_flight
         all_units = self._own.num_microbatches * self._own.num_chunks
         wanted = [peak, *((math.ceil(m * max(peak)),) * len(peak) for m in _MEMORY)]
-        most = self._max_in_flight or (all_units,) * len(peak)
-        if self._max_in_flight:
+        most = max_in_flight or (all_units,) * len(peak)
+        if max_in_flight:
             wanted.append(tuple(most))
         return list(dict.fromkeys(tuple(map(min, limits, most)) for limits in wanted))
 

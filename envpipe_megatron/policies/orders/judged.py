@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import le
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
@@ -34,6 +35,18 @@ class Judged:
     relaxed_energy_j: float
     own: Schedule
 
+    def within(self, max_in_flight: Sequence[int] | None) -> bool:
+        """Whether no stage holds more, in microbatches x chunks."""
+        peaks = self.optimizer.schedule.peak_in_flight
+        return max_in_flight is None or all(map(le, peaks, max_in_flight))
+
+    @property
+    def more_in_flight(self) -> int:
+        """The most microbatches that a stage holds beyond those of the framework's own order."""
+        order, own = self.optimizer.schedule, self.own
+        more = max(p - q for p, q in zip(order.peak_in_flight, own.peak_in_flight, strict=True))
+        return max(0, math.ceil(more / own.num_chunks))
+
     @cached_property
     def memory_worth(self) -> float:
         """What a score is multiplied by to be compared: memory that buys nothing is a loss."""
@@ -43,6 +56,14 @@ class Judged:
     def worth_j(self) -> float:
         """The relaxed energy, with memory at its worth."""
         return self.relaxed_energy_j * self.memory_worth
+
+
+def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
+    """The best order of each family, the best family first."""
+    best: dict[str, Judged] = {}
+    for order in sorted(judged, key=lambda order: order.worth_j):
+        best.setdefault(order.family, order)
+    return list(best.values())
 
 
 def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:

@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.limits import OrderLimits
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
-from envpipe_megatron.policies.orders.extra_forwards import Extra, OrderSearch
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.orders.auto import AutoSearch
 from envpipe_megatron.policies.orders.judged import WORTH, best_plan
 
-#: Limits on the extra forwards of every stage; beyond them, multiples of the last.
+#: Limits that are tried, in microbatches beyond the framework's own order; then, multiples of the
+#: last.
 _LIMITS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """The best plan found for a limit on the extra forwards of every stage."""
+    """The best plan found where stages hold so many microbatches beyond the framework's order."""
 
     max_extra_forwards: int
     plan: Plan
 
     @property
-    def peak_in_flight(self) -> int:
+    def peak_in_flight(self) -> float:
         """The most microbatches that a stage holds."""
-        return max(self.plan.schedule.peak_in_flight)
+        return max(self.plan.schedule.microbatches_in_flight)
 
 
-def memory_frontier(
-    search: OrderSearch, limits: OrderLimits, planner: ObjectivePlanner
-) -> list[MemoryPoint]:
-    """Plans for rising limits, as far as more memory still saves energy.
+def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
+    """Plans of all families for rising limits, as long as the best order needs more.
 
-    Every search starts from what tighter limits found, and a limit that buys next to nothing
-    (`WORTH`) is left out. LinearProgramError: not even 1F1B has a plan.
+    A limit that buys next to nothing (`WORTH`) is left out, and so is one within which no order
+    meets the deadline. LinearProgramError: late clocks, the dwell time or limits leave no plan.
     """
     points: list[MemoryPoint] = []
-    best: Sequence[Extra] = ()
-    for most in _rising(max(limits.most)):
-        within = replace(limits, most=tuple(min(most, cap) for cap in limits.most))
-        candidates = search.search(within, best)
-        best = (candidates[0].extra_forwards,)
-        plan = best_plan(search.judge(candidates), planner)
+    refused: LinearProgramError | None = None
+    needed = search.judged[0].more_in_flight
+    for most in _rising(search.most_extra_forwards):
+        try:
+            judged = search.judge(most)
+            plan = best_plan(judged, search.planner)
+        except LinearProgramError as error:
+            refused = error
+            continue
         if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j * (1 - WORTH):
             points.append(MemoryPoint(most, plan))
-        if max(best[0]) < most:  # more memory would not be used
+        if most >= needed and judged[0].more_in_flight < most:  # more memory would not be used
             break
+    if not points:
+        assert refused is not None
+        raise refused
     return points
 
 

@@ -66,14 +66,10 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
     axes.step(peaks, savings, "o-", where="post", color=_PLAN, markersize=5)
     for point, peak, saving in zip(points, peaks, savings, strict=True):
         axes.annotate(
-            f"+{max(point.plan.schedule.extra_forwards)}", (peak, saving), xytext=(4, -11),
+            point.plan.schedule.name, (peak, saving), xytext=(4, -11),
             textcoords="offset points", fontsize=7.5, color=MUTED,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.annotate(
-        "+n: most extra forwards of a stage", (1, 0), xycoords="axes fraction",
-        xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=MUTED,
-    )  # fmt: skip
     save_picture(figure, path)
 
 
@@ -82,7 +78,8 @@ def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
     rows = [
         {
             "max_extra_forwards": point.max_extra_forwards,
-            "peak_in_flight": point.peak_in_flight,
+            "peak_in_flight": f"{point.peak_in_flight:g}",
+            "order": point.plan.schedule.name,
             "iteration_time_s": point.plan.cost.iteration_time_s,
             "energy_j": point.plan.cost.energy_j,
             "energy_lower_bound_j": point.plan.energy_lower_bound_j,

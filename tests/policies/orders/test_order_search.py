@@ -186,10 +186,14 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     search, deadline_s = search_of(job)
     plan = plan_of(search, search.search(), deadline_s)
     assert plan.extra == ((1, 0) if taken else (0, 0))
-    found = iter([(0, 0), (1, 0)])
-    monkeypatch.setattr(OrderSearch, "search", lambda *_: [Candidate(next(found), 99.0)])
-    planner = ObjectivePlanner(LEAST_ENERGY, deadline_s)
-    points = memory_frontier(search, order_limits(2, 4, max_extra_forwards=1), planner)
+    more, own = search.judge(search.search())
+    auto = Namespace(
+        judged=[more, own],
+        judge=lambda most: [more, own][1 - most :],
+        most_extra_forwards=1,
+        planner=ObjectivePlanner(LEAST_ENERGY, deadline_s),
+    )
+    points = memory_frontier(auto)
     assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
 
 
