@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -97,6 +98,16 @@ class Unit:
 def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) -> Unit:
     """A shared `Unit`: every stage of a pipeline lists the same ones."""
     return Unit(kind, microbatch, chunk, combined)
+
+
+def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WHOLE) -> list[Unit]:
+    """Every unit that one stage runs: by kind, then chunk, then microbatch."""
+    return [
+        unit(kind, microbatch, chunk)
+        for kind in kinds
+        for chunk in range(num_chunks)
+        for microbatch in range(num_microbatches)
+    ]
 
 
 def parse_unit(text: str) -> Unit:

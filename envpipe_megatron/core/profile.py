@@ -31,13 +31,16 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import Number, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
+    NOTHING_S,
     SPREAD,
     UNCERTAINTY,
     ProfileError,
     ProfileRow,
     SplitBackward,
+    in_order,
     one_gpu,
     read_unit,
+    row_name,
 )
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
@@ -48,8 +51,6 @@ _RANK = "rank"
 _CHUNK = "chunk"
 #: The kinds that a profile's file may list.
 _LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
-#: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
-_NOTHING_S = 1e-15
 #: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
 _POWERS_W = (5.0, 5000.0)
 
@@ -115,7 +116,7 @@ class Profile:
             if row.frequency_mhz == frequency_mhz:
                 return row
         raise ProfileError(
-            f"{self.source}: {_describe(part, kind, self.listed_chunks)} was not profiled at this "
+            f"{self.source}: {row_name(part, kind, self.listed_chunks)} was not profiled at this "
             "frequency (MHz)",
             value=frequency_mhz,
             remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
@@ -180,19 +181,8 @@ class Profile:
                 f"{self.source} has rows of split backwards",
                 remedy="Leave the assumption of what splitting costs out.",
             )
-        input_share, whole = assumed.input_share, 1 + assumed.overhead
-        shares = (whole * input_share, whole * (1 - input_share))
         rows = tuple(
-            _in_order(
-                {
-                    **kinds,
-                    **{
-                        kind: tuple(row.scaled(share) for row in kinds[Kind.BACKWARD])
-                        for kind, share in zip(SPLIT[1:], shares, strict=True)
-                    },
-                }
-            )
-            for kinds in self.rows
+            in_order({**kinds, **assumed.rows(kinds[Kind.BACKWARD])}) for kinds in self.rows
         )
         return replace(self, rows=rows, assumed=assumed)
 
@@ -227,7 +217,7 @@ class Profile:
             stage, kind = part // self.listed_chunks, self.kinds[place]
             mask = keys[stage] == key
             if kind is Kind.NOTHING:
-                time_s[stage][mask], energy_j[stage][mask] = _NOTHING_S, 0.0
+                time_s[stage][mask], energy_j[stage][mask] = NOTHING_S, 0.0
                 continue
             wanted = frequency_mhz[stage][mask]
             at = np.searchsorted(clocks, wanted, side="right") - 1
@@ -305,7 +295,7 @@ def make_profile(
         known = table.setdefault(part, {}).setdefault(kind, [])
         if any(other.frequency_mhz == row.frequency_mhz for other in known):
             raise ProfileError(
-                f"{source} has two rows for {_describe(part, kind, listed_chunks)} at this "
+                f"{source} has two rows for {row_name(part, kind, listed_chunks)} at this "
                 "frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy="Keep one.",
@@ -325,11 +315,11 @@ def make_profile(
         for kind in Kind:
             if kind in needed and kind not in table.get(part, {}):
                 raise ProfileError(
-                    f"{source} has no row for {_describe(part, kind, listed_chunks)}",
+                    f"{source} has no row for {row_name(part, kind, listed_chunks)}",
                     remedy=f"Profile it on each of the stages 0 to {num_stages - 1}.",
                 )
         parts.append(
-            _in_order(
+            in_order(
                 {
                     kind: tuple(sorted(known, key=lambda r: r.frequency_mhz, reverse=True))
                     for kind, known in table[part].items()
@@ -339,22 +329,6 @@ def make_profile(
     sidecar = sidecar or Sidecar(num_chunks=listed_chunks)
     profile = Profile(tuple(parts), "", source, sidecar, listed_chunks=listed_chunks)
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
-
-
-def _in_order(
-    kinds: Mapping[Kind, tuple[ProfileRow, ...]],
-) -> Mapping[Kind, tuple[ProfileRow, ...]]:
-    """Rows in the order of `Kind`; where units may run as one, with those of `Kind.NOTHING`.
-
-    Such units run at the clock of the last of them, so there is a row for any clock.
-    """
-    known = dict(kinds)
-    if len(kinds) > len(WHOLE):
-        clocks = {row.frequency_mhz for rows in kinds.values() for row in rows}
-        known[Kind.NOTHING] = tuple(
-            ProfileRow(clock, _NOTHING_S, 0.0) for clock in sorted(clocks, reverse=True)
-        )
-    return {kind: known[kind] for kind in Kind if kind in known}
 
 
 def read_profile(path: Path) -> Profile:
@@ -385,7 +359,7 @@ def read_profile(path: Path) -> Profile:
         if (*key, rank) in first_line:
             of_rank = f" of rank {rank}" if rank else ""
             raise ProfileError(
-                f"{line.where}: a second row for {_describe(part, kind, listed_chunks)}{of_rank} "
+                f"{line.where}: a second row for {row_name(part, kind, listed_chunks)}{of_rank} "
                 "at this frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy=f"The first is {first_line[*key, rank]}; keep one.",
@@ -410,7 +384,7 @@ def read_profile(path: Path) -> Profile:
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
     for part, kinds in enumerate(profile.rows):
         if not any(row.energy_j for rows in kinds.values() for row in rows):
-            where = _describe(part, Kind.BACKWARD, profile.listed_chunks)
+            where = row_name(part, Kind.BACKWARD, profile.listed_chunks)
             raise ProfileError(
                 f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy in any row",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
@@ -422,10 +396,3 @@ def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) ->
             "s, and energies in J of one GPU and one microbatch: correct the file if its are not.",
             where, power_w, len(implausible) - 1, *_POWERS_W,
         )  # fmt: skip
-
-
-def _describe(part: int, kind: Kind, listed_chunks: int) -> str:
-    """What rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
-    stage, chunk = divmod(part, listed_chunks)
-    of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
-    return f"stage {stage}{of_chunk} {kind}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envpipe_megatron.core.fields import AMOUNT, FREQUENCY, MAX_FREQUENCY_MHZ, Number, Row
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
 
+#: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
+NOTHING_S = 1e-15
 #: Optional columns of a profile's file.
 UNCERTAINTY, SPREAD = "energy_uncertainty_j", "time_spread_s"
 
@@ -81,6 +83,14 @@ class SplitBackward:
                 value=(self.input_share, self.overhead),
             )
 
+    def rows(self, whole: Sequence[ProfileRow]) -> dict[Kind, tuple[ProfileRow, ...]]:
+        """Rows of both parts, from those of whole backwards."""
+        shares = (self.input_share, 1 - self.input_share)
+        return {
+            kind: tuple(row.scaled((1 + self.overhead) * share) for row in whole)
+            for kind, share in zip(SPLIT[1:], shares, strict=True)
+        }
+
 
 def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRow]:
     """A line's instruction, one of the kinds, with its frequency, time and energy."""
@@ -113,3 +123,26 @@ def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
         math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
         slowest.time_spread_s,
     )
+
+
+def in_order(
+    kinds: Mapping[Kind, tuple[ProfileRow, ...]],
+) -> Mapping[Kind, tuple[ProfileRow, ...]]:
+    """Rows in the order of `Kind`; where units may run as one, with those of `Kind.NOTHING`.
+
+    Such units run at the clock of the last of them, so there is a row for any clock.
+    """
+    known = dict(kinds)
+    if len(kinds) > len(WHOLE):
+        clocks = {row.frequency_mhz for rows in kinds.values() for row in rows}
+        known[Kind.NOTHING] = tuple(
+            ProfileRow(clock, NOTHING_S, 0.0) for clock in sorted(clocks, reverse=True)
+        )
+    return {kind: known[kind] for kind in Kind if kind in known}
+
+
+def row_name(part: int, kind: Kind, listed_chunks: int) -> str:
+    """What rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
+    stage, chunk = divmod(part, listed_chunks)
+    of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
+    return f"stage {stage}{of_chunk} {kind}"

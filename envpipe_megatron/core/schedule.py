@@ -11,15 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import BoolArray
-from envpipe_megatron.core.kinds import SPLIT, TRAITS, WHOLE, Kind, ScheduleError, Unit, unit
+from envpipe_megatron.core.kinds import (
+    SPLIT,
+    TRAITS,
+    WHOLE,
+    Kind,
+    ScheduleError,
+    Unit,
+    all_units,
+    unit,
+)
 
 IntArray = NDArray[np.int32]
-
-
-#: About twice what 128 stages with 8,192 microbatches each need.
-MAX_UNITS = 4_000_000
-#: Least memory and time that planning takes per unit (measured: `envpipe plan`, 1F1B).
-_UNIT_BYTES, _UNIT_S = 750, 2e-5
 
 
 _KINDS = tuple(Kind)
@@ -38,19 +41,6 @@ class Placement(StrEnum):
     V = "v"
     #: Units are whole iterations, between which nothing is known.
     APART = "apart"
-
-
-def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-    """Refuse (ScheduleError) a pipeline of more units than can be planned."""
-    units = 2 * num_stages * num_microbatches * num_chunks
-    if units > MAX_UNITS:
-        chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
-        raise ScheduleError(
-            f"{num_stages} stages{chunks} x {num_microbatches} microbatches are {units:,} units, "
-            f"and at most {MAX_UNITS:,} are planned: these would take "
-            f"{units * _UNIT_BYTES / 1e9:.3g} GB and {units * _UNIT_S / 60:.3g} minutes or more",
-            remedy="Give the microbatches of one iteration on one replica.",
-        )
 
 
 @dataclass(frozen=True)
@@ -355,8 +345,7 @@ class Schedule:
         known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
         code_of = {u: code for code, u in enumerate(known)}
         code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
-        expected = len(known)
-        rows = np.empty((self.num_stages, expected), dtype=np.int32)
+        rows = np.empty((self.num_stages, len(known)), dtype=np.int32)
         for stage, order in enumerate(self.stages):
             codes = np.array(
                 [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
@@ -364,29 +353,22 @@ class Schedule:
             for position in np.flatnonzero(codes < 0):
                 own = order[position]
                 codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
-            counts = np.bincount(codes + 1, minlength=expected + 1)
-            unknown, repeated = counts[0], np.flatnonzero(counts[1:] > 1)
-            missing = np.flatnonzero(counts[1:] == 0)
-            if unknown or len(counts) > expected + 1:
-                outside = np.flatnonzero((codes < 0) | (codes >= expected))[0]
+            counts = np.bincount(codes + 1, minlength=len(known) + 1)
+            if counts[0]:
                 raise ScheduleError(
                     f"Stage {stage} lists a unit that the job does not have",
-                    value=str(order[outside]),
+                    value=str(order[np.flatnonzero(codes < 0)[0]]),
                     remedy=f"The job has {self.num_microbatches} microbatches and "
                     f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.",
                 )
-            if repeated.size:
-                raise ScheduleError(
-                    f"Stage {stage} lists a unit twice",
-                    value=known[repeated[0]].label(self.num_chunks),
-                    remedy="Every unit runs exactly once.",
-                )
-            if missing.size:
-                raise ScheduleError(
-                    f"Stage {stage} lacks a unit",
-                    value=known[missing[0]].label(self.num_chunks),
-                    remedy=f"Each stage runs {expected} units; this one lists {len(order)}.",
-                )
+            needed = f"Each stage runs {len(known)} units, each once; this one lists {len(order)}."
+            for said, wrong in (("lists a unit twice", counts > 1), ("lacks a unit", counts == 0)):
+                if wrong[1:].any():
+                    raise ScheduleError(
+                        f"Stage {stage} {said}",
+                        value=known[wrong[1:].argmax()].label(self.num_chunks),
+                        remedy=needed,
+                    )
             rows[stage] = codes
         return rows
 
@@ -449,13 +431,3 @@ class Schedule:
                 remedy="A forward runs as one with the whole backward behind it, of other "
                 "activations, and I with its W behind it.",
             )
-
-
-def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WHOLE) -> list[Unit]:
-    """Every unit that one stage runs: by kind, then chunk, then microbatch."""
-    return [
-        unit(kind, microbatch, chunk)
-        for kind in kinds
-        for chunk in range(num_chunks)
-        for microbatch in range(num_microbatches)
-    ]

@@ -25,7 +25,8 @@ from envpipe_megatron.core.kinds import (
     Unit,
     unit,
 )
-from envpipe_megatron.core.schedule import Placement, Schedule, check_size
+from envpipe_megatron.core.orders.builders import check_size
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.files import read_text
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Placement, Schedule, check_size
+from envpipe_megatron.core.orders.builders import check_size
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import plain
 
 

@@ -10,7 +10,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from envpipe_megatron.core.kinds import Kind, ScheduleError, Unit, unit
-from envpipe_megatron.core.schedule import Placement, Schedule, check_size
+from envpipe_megatron.core.schedule import Placement, Schedule
+
+#: About twice what 128 stages with 8,192 microbatches each need.
+MAX_UNITS = 4_000_000
+#: Least memory and time that planning takes per unit (measured: `envpipe plan`, 1F1B).
+_UNIT_BYTES, _UNIT_S = 750, 2e-5
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -208,6 +213,19 @@ def check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> No
                 remedy="Give a positive number.",
             )
     check_size(num_stages, num_microbatches, num_chunks)  # before its units are made
+
+
+def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    """Refuse (ScheduleError) a pipeline of more units than can be planned."""
+    units = 2 * num_stages * num_microbatches * num_chunks
+    if units > MAX_UNITS:
+        chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
+        raise ScheduleError(
+            f"{num_stages} stages{chunks} x {num_microbatches} microbatches are {units:,} units, "
+            f"and at most {MAX_UNITS:,} are planned: these would take "
+            f"{units * _UNIT_BYTES / 1e9:.3g} GB and {units * _UNIT_S / 60:.3g} minutes or more",
+            remedy="Give the microbatches of one iteration on one replica.",
+        )
 
 
 def in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:

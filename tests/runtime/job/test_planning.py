@@ -14,13 +14,13 @@ import pytest
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions, known_conditions
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.splitting import split_in_place
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
-from envpipe_megatron.core.schedule import Placement, Schedule, all_units
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
