@@ -30,7 +30,7 @@ from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import any_order
-from envpipe_megatron.policies.orders.judged import ROUNDED, WORTH, Judged
+from envpipe_megatron.policies.orders.judged import ROUNDED, Judged, memory_worth
 
 Extra = tuple[int, ...]
 
@@ -76,6 +76,7 @@ class OrderSearch:
     ) -> None:
         self._profile, self._conditions, self._parking = profile, conditions, parking
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
+        self._own = builders.one_f_one_b(profile.num_stages, num_microbatches)
         #: None if an order does not meet the deadline.
         self._solved: dict[Extra, _Solved | None] = {}
         #: What the search before found, perhaps within other limits: the next starts there too.
@@ -129,9 +130,8 @@ class OrderSearch:
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
         """Those of the candidates, the best first, that `judged.best_plan` may plan."""
-        own = self._schedule((0,) * self._profile.num_stages)
         return [
-            Judged("envpipe", self.optimizer(c.extra_forwards), c.relaxed_energy_j, own)
+            Judged("envpipe", self.optimizer(c.extra_forwards), c.relaxed_energy_j, self._own)
             for rank, c in enumerate(candidates)
             if rank < ROUNDED or not any(c.extra_forwards)
         ]
@@ -160,10 +160,9 @@ class OrderSearch:
         )
 
     def _schedule(self, extra_forwards: Extra) -> Schedule:
-        stages = self._profile.num_stages
-        if any(extra_forwards):
-            return builders.envpipe(stages, self.num_microbatches, extra_forwards)
-        return builders.one_f_one_b(stages, self.num_microbatches)
+        if not any(extra_forwards):
+            return self._own
+        return builders.envpipe(self._profile.num_stages, self.num_microbatches, extra_forwards)
 
     def _solve(self, extra: Extra) -> _Solved | None:
         """The relaxed plan of an order, solved for once."""
@@ -211,12 +210,11 @@ class OrderSearch:
         return math.inf if solved is None else solved.energy_j
 
     def _score(self, extra: Extra) -> float:
-        return _worth(self._energy(extra), extra)
-
-
-def _worth(score: float, extra: Extra) -> float:
-    """What orders and their plans are compared by: memory that buys next to nothing is a loss."""
-    return score * (1 + WORTH * sum(extra))
+        """What orders are compared by."""
+        solved = self._solve(extra)
+        if solved is None:
+            return math.inf
+        return solved.energy_j * memory_worth(solved.schedule, self._own)
 
 
 def _directions(num_stages: int) -> deque[Extra]:
