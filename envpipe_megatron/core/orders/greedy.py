@@ -12,11 +12,12 @@ from dataclasses import replace
 from itertools import islice
 
 from envpipe_megatron.core.kinds import SPLIT, unit
+from envpipe_megatron.core.orders.blocks import block_turns
 from envpipe_megatron.core.orders.fill import TIME_TOLERANCE, Filled, fill
-from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.job import OrderJob, Turns
 from envpipe_megatron.core.orders.polish import polished
 from envpipe_megatron.core.orders.turns import Rule, take_turns
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
@@ -42,13 +43,15 @@ _STEPS = (0.1, 0.05)
 _BEST = 4
 #: Units of all orders that are looked at if nothing else is said: a third of a second.
 _LOOK_BUDGET = 200_000
+#: All turns, those of four blocks with them, with each of the least waits.
+_FEWEST_LOOKS = 30
 
 
 def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> Schedule:
     """The shortest order that is found within the job's limits, and of those of least memory.
 
     `looks` limits how many orders are looked at; two take 40 ms for 8 stages x 96 microbatches x
-    2 chunks with split backwards, and without it large jobs take half a second.
+    2 chunks with split backwards, and without it that job takes half a second.
     """
     return _schedule(job, _search(job, job.floor_s, looks), name)
 
@@ -81,7 +84,8 @@ def frugal(
 def _search(job: OrderJob, enough_s: float, looks: int | None) -> Filled:
     """The shortest order, or the first one that takes no longer than is enough."""
     if looks is None:
-        looks = max(2, _LOOK_BUDGET // (len(job.kinds) * job.num_per_kind * job.shape[0]))
+        units = len(job.kinds) * job.num_per_kind * job.shape[0]
+        looks = max(_FEWEST_LOOKS, _LOOK_BUDGET // units)
     enough_s *= 1 + TIME_TOLERANCE
     orders = islice(_orders(job, enough_s), looks)
     best = next(orders)
@@ -101,10 +105,10 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
     first_s = max(job.floor_s, enough_s)
     found: dict[tuple[int, float, float], Filled] = {}
     turns = []
-    for rule, (changed, by) in enumerate(_RULES):
-        turns.append(take_turns(changed(job), by))
+    for rule, taken in enumerate(_turns(job)):
+        turns.append(taken)
         for gap in _GAPS if job.kinds is SPLIT else _GAPS[:1]:
-            yield found.setdefault((rule, gap, 0.0), fill(job, turns[rule], first_s, gap))
+            yield found.setdefault((rule, gap, 0.0), fill(job, taken, first_s, gap))
     way_s = min(filled.time_s for filled in found.values()) - first_s
 
     def tried(target: float, rule: int, gap: float) -> Iterator[Filled]:
@@ -124,6 +128,13 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
     distinct = {_rank(filled): filled for filled in found.values()}
     for rank in sorted(distinct)[:_BEST]:
         yield from polished(job, distinct[rank])
+
+
+def _turns(job: OrderJob) -> Iterator[Turns]:
+    for changed, rule in _RULES:
+        yield take_turns(changed(job), rule)
+    if job.placement is Placement.V and job.shape[1] == 2:
+        yield from block_turns(job)
 
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:
