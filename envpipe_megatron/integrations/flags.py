@@ -13,11 +13,12 @@ from envpipe_megatron.policies.planner import POLICIES, SCHEDULES
 from envpipe_megatron.policies.request import SCHEDULE_ALIASES
 
 TYPES = POLICIES
-#: Not those that the framework's own options decide.
+#: Not those that the framework's own options decide, or that no job runs yet.
 SCHEDULINGS = tuple(
     name
     for name in (*SCHEDULES, *SCHEDULE_ALIASES)
-    if name not in ("gpipe", "interleaved", "interleaved-combined")
+    if name not in ("gpipe", "interleaved", "interleaved-combined", "breadth-first")
+    and not name.startswith("zb-")
 )
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -33,6 +35,7 @@ from envpipe_megatron.policies.request import (
     PlannerError,
     PlanRequest,
     request_conditions,
+    request_in_flight,
     request_limits,
     request_planner,
     request_profile,
@@ -41,8 +44,31 @@ from envpipe_megatron.policies.robust import keep_mean_time, mean_cost
 
 #: Orders whose extra forwards can be limited.
 LIMITED_SCHEDULES = ("envpipe", "auto")
+#: Orders that split backwards, and how many microbatches x chunks p stages hold each at most.
+_ZERO_BUBBLE: dict[str, Callable[[int], int]] = {
+    "zb-h1": lambda p: p,
+    "zb-h2": lambda p: 2 * p - 1,
+    "zb-v": lambda p: 2 * p,
+}
 POLICIES = (*RULES, "optimal")
 RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
+
+
+def _zero_bubble(profile: Profile, request: PlanRequest) -> Schedule:
+    """ZB-H1, ZB-H2 or ZB-V for equal units, within the request's limit of memory."""
+    name, stages = request.schedule, profile.num_stages
+    if Kind.INPUT_GRADIENT not in profile.kinds:
+        raise PlannerError(
+            f"Schedule {name} splits backwards, and {profile.source} does not say what the parts "
+            "take",
+            remedy="Add --split-overhead 0.05 to assume halves that take 5 % more together, or "
+            "give rows of input-gradient and weight-gradient.",
+        )
+    most = _ZERO_BUBBLE[name](stages)
+    if limits := request_in_flight(profile, request):
+        most = min(most, *limits)
+    build = zero_bubble_v if name == "zb-v" else zero_bubble
+    return build(stages, request.num_microbatches, most)
 
 
 #: Orders that a function of the job returns; EnvPipe's comes with notes, and auto with its clocks.
@@ -65,10 +91,14 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
             request.group_size,
             combined=True,
         ),
+        "breadth-first": lambda profile, request: builders.breadth_first(
+            profile.num_stages, request.num_microbatches, request.num_chunks
+        ),
+        **dict.fromkeys(_ZERO_BUBBLE, _zero_bubble),
     },
 )
 SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))
-_ONE_CHUNK = ("1f1b", "gpipe", "envpipe", *SCHEDULE_ALIASES)
+_ONE_CHUNK = ("1f1b", "gpipe", "envpipe", "zb-h1", "zb-h2", *SCHEDULE_ALIASES)
 
 
 @dataclass(frozen=True)
@@ -227,6 +257,8 @@ def check_request(request: PlanRequest) -> None:
                     remedy=f"Leave the {what} or the spread out.",
                 )
     limits = (request.max_extra_forwards, request.max_in_flight, request.max_warmup_step)
+    if request.order_name in _ZERO_BUBBLE:
+        limits = (request.max_extra_forwards, None, request.max_warmup_step)
     if request.order_name not in LIMITED_SCHEDULES and limits != (None, None, None):
         raise PlannerError(
             "Limits on extra forwards and on microbatches in flight go with the schedules "
@@ -292,6 +324,12 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
 
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
+    if request.schedule == "zb-v" and (request.num_chunks != 2 or request.group_size):
+        raise PlannerError(
+            "Schedule zb-v has two chunks a stage, and no groups of microbatches",
+            value=request.group_size or request.num_chunks,
+            remedy="Use --num-chunks 2, and no --group-size.",
+        )
     one_chunk = request.schedule in _ONE_CHUNK or request.num_chunks == 1
     if one_chunk and (request.num_chunks > 1 or request.group_size):
         raise PlannerError(

@@ -9,10 +9,12 @@ from core_cases import uniform_profile
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
-from envpipe_megatron.core.profile_rows import ProfileError
+from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
@@ -21,8 +23,8 @@ from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import BY_MEMORY, PlannerError, PlanRequest
 
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
-#: Plans of combined units are in `test_combined_units`.
-ONE_BY_ONE = [name for name in SCHEDULES if name != "interleaved-combined"]
+#: Plans of combined units are in `test_combined_units`, and zero-bubble orders' below.
+ONE_BY_ONE = [name for name in SCHEDULES if "combined" not in name and name[:2] != "zb"]
 PROFILE = uniform_profile(4, CURVE)  # 1.25 s at the optimum: EnvPipe wants 4, 3, 1, 0 extra
 
 
@@ -33,6 +35,7 @@ PROFILE = uniform_profile(4, CURVE)  # 1.25 s at the optimum: EnvPipe wants 4, 3
         ("gpipe", 1, builders.gpipe(4, 8)),
         ("interleaved", 2, builders.interleaved(4, 8, 2)),
         ("interleaved-combined", 2, builders.interleaved(4, 8, 2, combined=True)),
+        ("breadth-first", 2, builders.breadth_first(4, 8, 2)),
         ("envpipe", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
         ("ours", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
     ],
@@ -41,6 +44,46 @@ def test_every_schedule_by_its_name(name, chunks, expected):
     schedule, notes = build_schedule(PROFILE, PlanRequest(8, name, num_chunks=chunks))
     assert schedule == expected
     assert notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "chunks", "expected"),
+    [
+        ("zb-h1", None, 1, zero_bubble(4, 8)),
+        ("zb-h1", 9, 1, zero_bubble(4, 8)),
+        ("zb-h2", None, 1, zero_bubble(4, 8, 7)),
+        ("zb-h2", (5, 6, 7, 8), 1, zero_bubble(4, 8, 5)),
+        ("zb-v", None, 2, zero_bubble_v(4, 8)),
+        ("zb-v", 3.5, 2, zero_bubble_v(4, 8, 7)),
+    ],
+)
+def test_zero_bubble_orders_by_their_names(name, limit, chunks, expected):
+    request = PlanRequest(
+        8,
+        name,
+        "optimal",
+        num_chunks=chunks,
+        max_in_flight=limit,
+        split=SplitBackward(overhead=0.05),
+    )
+    plan = make_plan(PROFILE, request).plan
+    assert plan.schedule.stages == expected.stages
+    assert plan.cost.energy_j < plan.baseline.cost.energy_j
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "zb-h1"}, r"zb-h1 splits backwards.*--split-overhead.*input-gradient"),
+        ({"schedule": "zb-h2", "split": SplitBackward(), "max_in_flight": 3}, "Allow 4 in flight"),
+        ({"schedule": "zb-h2", "split": SplitBackward(), "num_chunks": 2}, "one chunk a stage"),
+        ({"schedule": "zb-v", "split": SplitBackward()}, "--num-chunks 2"),
+        ({"schedule": "zb-h1", "max_extra_forwards": 1}, "Limits on extra forwards"),
+    ],
+)
+def test_what_zero_bubble_orders_lack_is_said(options, message):
+    with pytest.raises(EnvPipeError, match=message):
+        make_plan(PROFILE, PlanRequest(8, **options))
 
 
 def test_the_size_of_groups_reaches_the_order():
@@ -201,7 +244,10 @@ def test_optimal_plans_on_every_schedule(schedule):
     assert planned.reconfigured is None
     assert 0 < plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
     assert plan.gap_percent < 0.01  # the work fits the clocks as it happens
-    if schedule == "gpipe":  # with stages alike, every unit is on the critical path
+    if schedule in (
+        "gpipe",
+        "breadth-first",
+    ):  # with stages alike, every unit is on the critical path
         assert plan.cost.energy_j == pytest.approx(baseline.energy_j)
     else:
         assert plan.cost.energy_j < 0.95 * baseline.energy_j

@@ -26,7 +26,9 @@ def row(printed, name):
 # Combined units need rows of their own in a profile: tests/policies/test_combined_units.py.
 @pytest.mark.parametrize("schedule", [s for s in (*SCHEDULES, "ours") if "combined" not in s])
 def test_every_schedule_with_its_bound_and_gap(profile_path, tmp_path, schedule):
-    chunks = ("--num-chunks", 2) if schedule == "interleaved" else ()
+    chunks = ("--num-chunks", 2) if schedule in ("interleaved", "zb-v") else ()
+    if schedule.startswith("zb"):
+        chunks += ("--split-overhead", 0.05)
     path = tmp_path / "plan.json"
     plan, printed = plan_of(profile_path, path, "--schedule", schedule, *chunks)
     baseline = plan["baseline"]
