@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,6 +73,9 @@ class Conditions:
         change_time_s: time from a request until the clock runs; see `evaluation.evaluate`.
         change_energy_j: energy of one change of clock on one GPU.
         spread: by how much times vary; see `uncertainty`. `evaluation.evaluate` takes the means.
+        group_size: microbatches that pass a chunk before the next in the framework's own order,
+            which plans are compared with; None for what `plan.framework_schedule` makes of theirs.
+            Conditions are equal whatever it is.
     """
 
     blocking_power_w: tuple[float, ...]
@@ -83,6 +86,7 @@ class Conditions:
     change_time_s: float = 0.0
     change_energy_j: float = 0.0
     spread: Spread | None = None
+    group_size: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         stages = len(self.blocking_power_w)

@@ -160,7 +160,7 @@ class Plan:
     @cached_property
     def baseline(self) -> Plan:
         """All units at the maximum clock in the framework's own order, with the same conditions."""
-        schedule = framework_schedule(self.schedule)
+        schedule = framework_schedule(self.schedule, self.conditions.group_size)
         frequency = max_frequencies(schedule, self.profile)
         return Plan("baseline", schedule, frequency, self.profile, self.conditions)
 
@@ -213,22 +213,18 @@ class Plan:
         replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
 
 
-def framework_schedule(schedule: Schedule) -> Schedule:
+def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Schedule:
     """The order that Megatron itself would run for the same job.
 
-    With chunks in groups as long as those of the schedule, if it has any; where that cannot run,
-    the schedule itself.
+    With chunks in groups of `group_size` microbatches, or as long as those of the schedule, if it
+    has any; where that cannot run, the schedule itself.
     """
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if schedule.num_chunks == 1:
         if schedule.forward_only:
             return builders.forward_only(stages, microbatches)
         return builders.one_f_one_b(stages, microbatches)
-    group = max(stages, int((schedule.chunks[0] > 0).argmax()))  # as the first stage goes on
-    forwards = [(u.microbatch, u.chunk) for u in schedule.stages[0] if u.kind is Kind.FORWARD]
-    if forwards != builders.in_groups(microbatches, schedule.num_chunks, group):
-        group = stages  # not Megatron's own
-    job = stages, microbatches, schedule.num_chunks, group
+    job = stages, microbatches, schedule.num_chunks, group_size or _group_size(schedule)
     if schedule.forward_only:
         return builders.forward_only(*job)
     try:
@@ -236,6 +232,14 @@ def framework_schedule(schedule: Schedule) -> Schedule:
         return builders.interleaved(*job, combined=combined)
     except ScheduleError:
         return schedule
+
+
+def _group_size(schedule: Schedule) -> int:
+    """The groups of an order of Megatron's own, as its first stage goes on; else the default."""
+    group = max(schedule.num_stages, int((schedule.chunks[0] > 0).argmax()))
+    forwards = [(u.microbatch, u.chunk) for u in schedule.stages[0] if u.kind is Kind.FORWARD]
+    own = builders.in_groups(schedule.num_microbatches, schedule.num_chunks, group)
+    return group if forwards == own else schedule.num_stages
 
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
@@ -369,6 +373,7 @@ def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
         "frequency_change_s": conditions.change_time_s or None,
         "frequency_change_j": conditions.change_energy_j or None,
         "time_spread": conditions.spread and vars(conditions.spread),
+        "group_size": conditions.group_size,
     }
     return {name: value for name, value in data.items() if value is not None}
 
@@ -388,6 +393,7 @@ def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
         fields.read("frequency_change_s", AMOUNT, 0.0),
         fields.read("frequency_change_j", AMOUNT, 0.0),
         fields.read("time_spread", _read_spread, None),
+        fields.read("group_size", COUNT, None),
     )
 
 

@@ -105,13 +105,15 @@ _ONE_CHUNK = ("1f1b", "gpipe", "envpipe", "zb-h1", "zb-h2", *SCHEDULE_ALIASES)
 class Planned:
     """A plan, how its reconfiguring ended, and what the user should know about it.
 
-    `any_order_bound_j` is what no order goes below that the schedule auto looks among.
+    Of the schedule auto `any_order_bound_j` is what none of the orders goes below that it looks
+    among, and `auto` its search.
     """
 
     plan: Plan
     reconfigured: Reconfigured | None
     notes: tuple[str, ...]
     any_order_bound_j: float | None = None
+    auto: AutoSearch | None = None
 
 
 def make_plan(profile: Profile, request: PlanRequest) -> Planned:
@@ -164,7 +166,7 @@ def _plan_at_means(profile: Profile, request: PlanRequest) -> Planned:
         auto = AutoSearch(profile, request)
         plan = auto.plan()
         bound_j = auto.bound_j(plan)
-        return Planned(plan, None, auto.notes(plan, bound_j), bound_j)
+        return Planned(plan, None, auto.notes(plan, bound_j), bound_j, auto)
     schedule, notes = build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
@@ -214,6 +216,10 @@ def check_request(request: PlanRequest) -> None:
     ):
         if name not in known:
             raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
+    if request.num_chunks < 1:
+        raise PlannerError(
+            "A stage has at least one chunk", value=request.num_chunks, remedy="Use 1, or more."
+        )
     if request.reconfigure != "default" and request.policy != "envelope":
         raise PlannerError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
@@ -266,6 +272,14 @@ def check_request(request: PlanRequest) -> None:
             value=request.order_name,
             remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
         )
+    of_envpipe = (request.max_warmup_step, request.channel_capacity) != (None, None)
+    if request.order_name == "auto" and of_envpipe and (request.num_chunks > 1 or request.split):
+        raise PlannerError(
+            "Limits of neighbours' extra forwards and of channels are of whole backwards in one "
+            "chunk a stage",
+            value="split backwards" if request.split else f"{request.num_chunks} chunks",
+            remedy="Leave out the limit, or the chunks and the split.",
+        )
 
 
 def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
@@ -304,6 +318,12 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
             raise PlannerError(
                 f"Schedule {name} has {_counts(built)}, and the job has {_counts(job)}",
                 remedy="Give an order of the job, or fix the function that builds it.",
+            )
+        if request.split and not schedule.split:
+            raise PlannerError(
+                "It is said what splitting a backward takes, and none is split by schedule",
+                value=name,
+                remedy="Leave it out, or use --schedule auto.",
             )
         return schedule, ()
     limits = request_limits(profile, request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envpipe_megatron.core.conditions import Conditions, Spread, make_conditions
 from envpipe_megatron.core.profile import Profile
@@ -102,10 +102,15 @@ def request_profile(profile: Profile, request: PlanRequest) -> Profile:
 
 
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
-    """What surrounds the units; PlannerError for parking without waiting power by clock."""
+    """What surrounds the units; PlannerError for parking without waiting power by clock.
+
+    With chunks also how the framework's own order groups microbatches, unless the order is there.
+    """
     conditions = request.conditions or make_conditions(
         profile, blocking_power_w=request.blocking_power_w
     )
+    if request.order is None and request.num_chunks > 1:
+        conditions = replace(conditions, group_size=request.group_size or profile.num_stages)
     if request.park and conditions.wait_power_w is None:
         raise PlannerError(
             "Parking needs to know what waiting takes at each clock",

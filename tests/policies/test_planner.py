@@ -266,7 +266,9 @@ def test_auto_is_at_least_as_good_as_any_order_by_name_and_says_what_is_left():
             planned.plan.cost.energy_j <= make_plan(PROFILE, optimal(schedule)).plan.cost.energy_j
         )
     (note,) = planned.notes
-    compared, _, most = note.partition(" orders were compared. No order at all can save more than ")
+    compared, _, most = note.partition(
+        " orders were compared. No order of whole backwards can save more than "
+    )
     assert int(compared) > 5
     saving = planned.plan.cost.saving_percent(planned.plan.baseline.cost)
     assert saving <= float(most.partition(" %")[0]) + 0.005  # it is printed with two decimals
@@ -331,6 +333,26 @@ def test_a_deadline_that_no_clock_meets_is_told(schedule):
 def test_a_deadline_that_is_none_is_refused(schedule, factor):
     with pytest.raises(PlannerError, match=rf"deadline.*got {factor}.*above 0"):
         make_plan(PROFILE, optimal(schedule, deadline_factor=factor))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_chunks": 0}, "at least one chunk .got 0"),
+        ({"num_chunks": 2, "max_warmup_step": 1}, "of whole backwards.*got '2 chunks'"),
+        ({"num_chunks": 2, "channel_capacity": 1}, "of whole backwards.*got '2 chunks'"),
+        ({"split": SplitBackward(), "channel_capacity": 1}, "of whole.*got 'split backwards'"),
+    ],
+)
+def test_what_no_order_of_auto_can_do_is_refused(options, said):
+    with pytest.raises(PlannerError, match=said):
+        make_plan(PROFILE, PlanRequest(8, "auto", "optimal", **options))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_a_split_takes_goes_with_orders_that_split(schedule):
+    with pytest.raises(PlannerError, match=f"none is split.*got '{schedule}'"):
+        make_plan(PROFILE, optimal(schedule, split=SplitBackward()))
 
 
 LIMITS = ({"max_extra_forwards": 1}, {"max_in_flight": 6}, {"max_warmup_step": 1})

@@ -201,6 +201,8 @@ def plan(
     read = [profile_path, sidecar_path(profile_path)]
     if isinstance(schedule, Path):
         read.append(schedule)
+        if options["num_chunks"] or options["group_size"]:
+            raise click.UsageError("--num-chunks and --group-size go with no order from a file.")
     check_outputs(written, read, beside)
     options |= job_options(schedule, options["num_microbatches"], options["policy"])
     profile = read_profile(profile_path)
@@ -232,6 +234,8 @@ def plan(
     console = Console()
     for note in planned.notes:
         say(console, f"Note: {note}")
+    if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
+        say(console, f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
     if planned.reconfigured:
         result = planned.reconfigured
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")

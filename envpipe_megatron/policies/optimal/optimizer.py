@@ -227,6 +227,6 @@ def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Con
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
     """Iteration time of the framework's own order with every unit at the highest clock, s."""
-    own = framework_schedule(schedule)
+    own = framework_schedule(schedule, conditions.group_size)
     frequency = max_frequencies(own, profile)
     return Plan("baseline", own, frequency, profile, conditions).cost.iteration_time_s

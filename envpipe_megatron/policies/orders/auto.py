@@ -21,7 +21,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
 from envpipe_megatron.policies.orders.families import FamilySearch, families
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, best_plan
+from envpipe_megatron.policies.orders.judged import Judged, best_by_family, best_plan, within
 from envpipe_megatron.policies.request import (
     PlanRequest,
     request_conditions,
@@ -43,7 +43,7 @@ class AutoSearch:
     """
 
     def __init__(self, profile: Profile, request: PlanRequest) -> None:
-        self._profile, self._request = profile, request
+        self._profile, self.request = profile, request
         self._conditions = request_conditions(profile, request)
         job = profile.num_stages, request.num_microbatches
         if request.num_chunks == 1:
@@ -66,7 +66,7 @@ class AutoSearch:
 
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
-        profile, request, self._time_s = self._profile, self._request, time_s
+        profile, request, self._time_s = self._profile, self.request, time_s
         self._searches: list[OrderSearch | FamilySearch] = []
         self._refused: LinearProgramError | None = None
         at, park = (self._conditions, time_s), request.park
@@ -79,16 +79,14 @@ class AutoSearch:
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
-        self.judged = self.judge()
+        self.judged = self.judge(request)
 
-    def judge(self, max_extra_forwards: int | None = None) -> list[Judged]:
-        """The orders that meet the time, the best first, with at most these extra forwards.
+    def judge(self, request: PlanRequest) -> list[Judged]:
+        """The orders that meet the time, the best first, within the limits of this request.
 
-        Without a number, with those that the request allows. LinearProgramError: there is none.
+        It may have other limits than the search, nothing else. LinearProgramError: there is none.
         """
-        request, refused = self._request, None
-        if max_extra_forwards is not None:
-            request = replace(request, max_extra_forwards=max_extra_forwards)
+        refused: LinearProgramError | None = None
         judged: list[Judged] = []
         for search in self._searches:
             try:
@@ -113,7 +111,7 @@ class AutoSearch:
     @property
     def _has_families(self) -> bool:
         """Limits of what neighbours hold and of channels are of EnvPipe's order."""
-        request = self._request
+        request = self.request
         return request.max_warmup_step is None and request.channel_capacity is None
 
     def _most_in_flight(self, request: PlanRequest) -> list[int] | None:
@@ -130,7 +128,7 @@ class AutoSearch:
     def most_extra_forwards(self) -> int:
         """The most microbatches that the request lets a stage hold beyond the framework's order."""
         own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
-        most = self._most_in_flight(self._request) or [job] * len(own)
+        most = self._most_in_flight(self.request) or [job] * len(own)
         more = max(limit - peak for limit, peak in zip(most, own, strict=True))
         return max(0, math.ceil(more / self._own.num_chunks))
 
@@ -143,19 +141,21 @@ class AutoSearch:
         orders = [self._own]
         if self._own.num_chunks == 1:
             stages, microbatches = self._profile.num_stages, self._own.num_microbatches
-            limits = request_limits(self._profile, self._request)
+            limits = request_limits(self._profile, self.request)
             wanted = limits.fit(envpipe_counts(self._profile, microbatches))
             orders.append(builders.envpipe(stages, microbatches, wanted))
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
+        most = self._most_in_flight(self.request)
         return [
             Optimizer(
                 order,
                 self._profile,
                 self._conditions,
-                parking=self._request.park,
+                parking=self.request.park,
                 good_gap=FRONTIER_GAP,
             )
             for order in {order.stages: order for order in orders}.values()
+            if within(order, most)
         ]
 
     def bound_j(self, plan: Plan) -> float:
@@ -167,14 +167,29 @@ class AutoSearch:
                 bounds_j.append(search.any_order_bound_j(time_s))
         return min(bounds_j)
 
+    def next_microbatch_percent(self) -> float | None:
+        """What another microbatch in flight on each stage would save, before rounding.
+
+        None without a limit of microbatches, and for other objectives than the least energy.
+        """
+        request = self.request
+        in_flight = request_in_flight(self._profile, request)
+        if in_flight is None or request.objective.goal != Goal.ENERGY:
+            return None
+        raised = tuple(limit / request.num_chunks + 1 for limit in in_flight)
+        more = self.judge(replace(request, max_in_flight=raised))[0]
+        return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
+
     def notes(self, plan: Plan, bound_j: float) -> tuple[str, ...]:
         """What a user should know of the search for a plan, which has this bound (`bound_j`)."""
-        request, baseline_j = self._request, plan.baseline.cost.energy_j
+        request, baseline_j = self.request, plan.baseline.cost.energy_j
         tried = sum(search.orders_tried for search in self._searches)
         most = 100 * (1 - bound_j / baseline_j)
+        splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
+        of = f"of whole {'and split ' if splits else ''}backwards"
         notes = [
-            f"{tried} orders were compared. No order at all can save more than {most:.2f} % at "
-            "this deadline."
+            f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
+            "deadline."
         ]
         best = best_by_family(self.judged)
         if len(best) > 1:
@@ -184,15 +199,6 @@ class AutoSearch:
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")
-        in_flight = request_in_flight(self._profile, request)
-        if in_flight is not None and request.objective.goal == Goal.ENERGY:
-            raised = tuple(limit / request.num_chunks + 1 for limit in in_flight)
-            more = replace(request, max_in_flight=raised)
-            less_j = AutoSearch(self._profile, more).judged[0].relaxed_energy_j
-            saved = max(0.0, 1 - less_j / self.judged[0].relaxed_energy_j)
-            notes.append(
-                f"Another microbatch in flight on each stage would save {100 * saved:.2f} % more."
-            )
         split = request.split
         if plan.schedule.split and split is not None:
             notes.append(

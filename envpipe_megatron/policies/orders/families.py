@@ -30,7 +30,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth
+from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 
 #: Limits of activations held that are tried, as multiples of what the framework's own order holds.
 _MEMORY = (1.0, 1.5, 2.0)
@@ -86,7 +86,7 @@ class FamilySearch:
         *,
         parking: bool = False,
     ) -> None:
-        self._family, self._own, self._profile, self._conditions = family, own, profile, conditions
+        self.family, self._own, self._profile, self._conditions = family, own, profile, conditions
         self._deadline_s, self._parking = deadline_s, parking
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
@@ -123,7 +123,7 @@ class FamilySearch:
             others: orders of other families, to split the last backwards of the best.
         """
         schedules = self._orders(max_in_flight)
-        if self._family.split:
+        if self.family.split:
             last = self._own.num_stages * self._own.num_chunks  # on the way out of the pipeline
             all_units = self._own.num_microbatches * self._own.num_chunks
             if _costs_nothing(self._profile) or last > all_units:
@@ -131,7 +131,7 @@ class FamilySearch:
             schedules += [
                 split_in_place(order, last)
                 for order in (other.optimizer.schedule for other in best_by_family(others))
-                if not order.split and order.placement is self._family.placement
+                if not order.split and order.placement is self.family.placement
             ]
         for schedule in schedules:
             if schedule.stages not in self._judged:
@@ -139,7 +139,7 @@ class FamilySearch:
         return [
             order
             for order in self._judged.values()
-            if order is not None and order.within(max_in_flight)
+            if order is not None and within(order.optimizer.schedule, max_in_flight)
         ]
 
     def _judge(self, schedule: Schedule) -> Judged | None:
@@ -147,7 +147,7 @@ class FamilySearch:
         if optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE):
             return None
         relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
-        return Judged(self._family.name, optimizer, relaxed_j, self._own)
+        return Judged(self.family.name, optimizer, relaxed_j, self._own)
 
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
         own, conditions = self._own, self._conditions
@@ -159,7 +159,7 @@ class FamilySearch:
             conditions.tail_by_stage_s,
             deadline_s,
             num_chunks=own.num_chunks,
-            split=self._family.split,
+            split=self.family.split,
         )
 
     def _waiting_w(self) -> FloatArray:
@@ -174,21 +174,21 @@ class FamilySearch:
                 schedule = self._listed(self._target.time_s, limits)
                 schedules.setdefault(schedule.stages, schedule)
         best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
-        same = (self._family.placement, self._family.split) == (own.placement, own.split)
+        same = (self.family.placement, self.family.split) == (own.placement, own.split)
         return [own, *best] if same else best
 
     def _listed(self, mean_s: FloatArray, limits: Sequence[int]) -> Schedule:
         """An order for the mean times of the best that there may be."""
-        microbatches, kinds = self._own.num_microbatches, SPLIT if self._family.split else WHOLE
+        microbatches, kinds = self._own.num_microbatches, SPLIT if self.family.split else WHOLE
         time_s = np.repeat(mean_s[..., None], microbatches, axis=3)
         job = OrderJob(
             {kind: time_s[:, :, place] for place, kind in enumerate(kinds)},
             self._conditions.latency_s,
-            self._family.placement,
+            self.family.placement,
             limits,
             tail_s=self._conditions.tail_by_stage_s.tolist(),
         )
-        return shortest(job, self._family.name, self._looks)
+        return shortest(job, self.family.name, self._looks)
 
     def _limits(self, max_in_flight: Sequence[int] | None) -> list[tuple[int, ...]]:
         """Memory that the framework's order takes, and more of it, on all stages alike."""

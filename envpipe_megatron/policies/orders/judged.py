@@ -35,11 +35,6 @@ class Judged:
     relaxed_energy_j: float
     own: Schedule
 
-    def within(self, max_in_flight: Sequence[int] | None) -> bool:
-        """Whether no stage holds more, in microbatches x chunks."""
-        peaks = self.optimizer.schedule.peak_in_flight
-        return max_in_flight is None or all(map(le, peaks, max_in_flight))
-
     @property
     def more_in_flight(self) -> int:
         """The most microbatches that a stage holds beyond those of the framework's own order."""
@@ -90,6 +85,11 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
         assert refused is not None  # there is an order, and it got no plan
         raise refused
     return best
+
+
+def within(schedule: Schedule, max_in_flight: Sequence[int] | None) -> bool:
+    """Whether no stage holds more, in microbatches x chunks."""
+    return max_in_flight is None or all(map(le, schedule.peak_in_flight, max_in_flight))
 
 
 def memory_worth(schedule: Schedule, own: Schedule) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.plan import Plan
@@ -40,7 +40,7 @@ def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
     needed = search.judged[0].more_in_flight
     for most in _rising(search.most_extra_forwards):
         try:
-            judged = search.judge(most)
+            judged = search.judge(replace(search.request, max_extra_forwards=most))
             plan = best_plan(judged, search.planner)
         except LinearProgramError as error:
             refused = error

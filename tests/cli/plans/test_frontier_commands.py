@@ -31,7 +31,7 @@ def test_a_frontier_is_a_csv_plans_and_a_picture(frontier):
     assert stored.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert f"Frontier: {len(listed)} plans" in printed
     assert "gap to the lower bound (%)" in printed
-    assert "No order at all can save more than" in printed
+    assert "No order of whole backwards can save more than" in printed
 
 
 def straggler(profile, frontier, output, *how, runs=run_well):

@@ -8,6 +8,7 @@ import pytest
 from core_cases import F, I, W, uniform_profile
 from planning_cases import random_conditions, random_profile
 
+from envpipe_megatron.core.conditions import Spread, make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.splitting import split_in_place
@@ -15,8 +16,9 @@ from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
-from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import PlanRequest, request_profile
 
 CURVE = {1410: (0.1, 30.0), 1200: (0.112, 26.0), 1000: (0.13, 24.0), 800: (0.16, 23.5)}
@@ -119,7 +121,39 @@ def test_plans_keep_time_memory_and_the_bound(seed):
     assert plan.cost.energy_j <= baseline.cost.energy_j * (1 + 1e-9)
     if in_flight is not None:
         assert max(plan.schedule.peak_in_flight) <= chunks * in_flight
-        assert any("Another microbatch in flight" in note for note in answer.notes)
+        assert answer.auto.next_microbatch_percent() >= 0
+
+
+@pytest.mark.parametrize("group_size", [None, 6, 9, 12])
+def test_the_baseline_is_the_framework_s_order_of_the_request(group_size, tmp_path):
+    profile = uniform_profile(4, CURVE)
+    own = builders.interleaved(4, 12, 2, group_size)
+    options = {"num_chunks": 2, "group_size": group_size}
+    spread = replace(make_conditions(profile, blocking_power_w=60.0), spread=Spread(0.02))
+    for wishes in (
+        PlanRequest(12, "interleaved", "optimal", **options),
+        PlanRequest(12, "auto", "optimal", **options),
+        PlanRequest(12, "auto", "optimal", conditions=spread, deadline_factor=1.01, **options),
+    ):
+        plan = make_plan(profile, wishes).plan
+        plan.write(tmp_path / "plan.json")
+        for of in (plan, read_plan(tmp_path / "plan.json", profile)):
+            assert of.baseline.schedule == own
+            assert of.baseline.cost == plan.baseline.cost
+
+
+def test_no_order_with_chunks_is_beyond_its_limits():
+    profile = uniform_profile(4, CURVE)
+    own = builders.interleaved(4, 12, 2)
+    assert own.peak_in_flight == (11, 9, 7, 5)
+    less = PlanRequest(
+        12, "auto", "optimal", num_chunks=2, max_in_flight=4.5, deadline_factor=1.2,
+        split=SplitBackward(),
+    )  # fmt: skip
+    for plan in (make_plan(profile, less).plan, *make_frontier(profile, less, 3)):
+        assert max(plan.schedule.peak_in_flight) <= 9
+    with pytest.raises(LinearProgramError, match=r"No order that was found.*in flight"):
+        make_plan(profile, replace(less, max_in_flight=1))
 
 
 def test_auto_says_which_family_won_and_what_was_assumed(tmp_path):

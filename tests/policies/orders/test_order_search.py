@@ -21,6 +21,7 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
+from envpipe_megatron.policies.request import PlanRequest
 
 SEEDS = st.integers(0, 2**32)
 STEPS = (0, 1, 2, 3, None)
@@ -189,7 +190,8 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     more, own = search.judge(search.search())
     auto = Namespace(
         judged=[more, own],
-        judge=lambda most: [more, own][1 - most :],
+        judge=lambda request: [more, own][1 - request.max_extra_forwards :],
+        request=PlanRequest(4, "auto", "optimal"),
         most_extra_forwards=1,
         planner=ObjectivePlanner(LEAST_ENERGY, deadline_s),
     )
