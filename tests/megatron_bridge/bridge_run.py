@@ -1,17 +1,18 @@
-"""Trains a small GPT by Megatron-Bridge's own `pretrain`, on the CPU and gloo.
+"""Trains a small GPT by Megatron-Bridge's own `pretrain`, on GPUs, or on the CPU and gloo.
 
     torchrun --nproc-per-node 2 tests/megatron_bridge/bridge_run.py SETTINGS.json
 
 Settings are those of a recipe, by their dotted names ("model.num_layers"), and under "envpipe" the
-options of `EnvPipeCallback`; without these nothing of EnvPipe is imported. Beside the shims for
-CUDA and Triton of `tests/megatron_lm/cpu_run.py`, which has to be importable, these stand in for
-what is not to be had on a CPU: Transformer Engine's classes where Bridge imports them unasked, the
-version of nvidia-resiliency-ext, and Bridge's own question whether there is CUDA.
+options of `EnvPipeCallback`; without these nothing of EnvPipe is imported. Transformer Engine's
+classes are stood in for where Bridge imports them unasked. Without a GPU so are, beside the shims
+for CUDA and Triton of `tests/megatron_lm/cpu_run.py`, which has to be importable, the version of
+nvidia-resiliency-ext and Bridge's own question whether there is CUDA.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import functools
 import json
@@ -24,10 +25,15 @@ from typing import Any
 import cpu_run  # sets TORCHDYNAMO_DISABLE before torch is imported
 import torch
 
-#: What the model must be where Transformer Engine, Apex and fused kernels are not.
+#: Asked before the shims answer.
+HAS_GPU = torch.cuda.is_available()
 ON_CPU = {
     "mixed_precision": None,
     "model.use_cpu_initialization": True,
+    "dist.distributed_backend": "gloo",
+}
+#: What the model must be where Transformer Engine, Apex and fused kernels are not.
+UNFUSED = {
     "model.masked_softmax_fusion": False,
     "model.gradient_accumulation_fusion": False,
     "model.bias_dropout_fusion": False,
@@ -35,7 +41,6 @@ ON_CPU = {
     "model.apply_rope_fusion": False,
     "model.persist_layer_norm": False,
     "model.cross_entropy_loss_fusion": False,
-    "dist.distributed_backend": "gloo",
 }
 SMALL = {
     "model.num_layers": 4,
@@ -106,7 +111,8 @@ def make_config(settings: dict[str, Any]) -> Any:
 
     config = vanilla_gpt_pretrain_config()
     config.model.transformer_layer_spec = local_layer_spec
-    for name, value in {**ON_CPU, **SMALL, **settings}.items():
+    on_cpu = {} if HAS_GPU else ON_CPU
+    for name, value in {**UNFUSED, **on_cpu, **SMALL, **settings}.items():
         *path, last = name.split(".")
         setattr(functools.reduce(getattr, path, config), last, value)
     return config
@@ -138,20 +144,23 @@ def main() -> None:
     options = settings.pop("envpipe", None)
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
-    cpu_run.answer_for_cuda()
-    cpu_run.name_triton()
-    cpu_run.name_override()
-    name_version()
+    if not HAS_GPU:
+        cpu_run.answer_for_cuda()
+        cpu_run.name_triton()
+        cpu_run.name_override()
+        name_version()
     name_transformer_engine()
-    with cpu_run._CudaOnCpu():
+    with contextlib.nullcontext() if HAS_GPU else cpu_run._CudaOnCpu():
         import megatron.core
 
-        cpu_run.take_built_helpers(Path(megatron.core.__file__).parents[2])
+        if not HAS_GPU:
+            cpu_run.take_built_helpers(Path(megatron.core.__file__).parents[2])
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
 
-        allow_no_cuda()
-        cpu_run.keep_what_gloo_still_sends()
+        if not HAS_GPU:
+            allow_no_cuda()
+            cpu_run.keep_what_gloo_still_sends()
         cpu_run.spawn_without_the_script()
         callbacks = [make_recorder()]
         if options is not None:

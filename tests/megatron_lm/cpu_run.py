@@ -333,7 +333,7 @@ def tell(chunks: list[torch.nn.Module]) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
     if chunks:
         print(f"\ncpu_run: weights {digest.hexdigest()}")
     print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
