@@ -65,7 +65,7 @@ PLANS = {
     "parked": plan_on(
         builders.one_f_one_b(2, 3), replace(CONDITIONS, change_time_s=0.0), park_mhz=1200
     ),
-    "chunks": plan_on(builders.interleaved(2, 4, 2)),
+    "chunks": plan_on(builders.interleaved(2, 4, 2), replace(CONDITIONS, group_size=2)),
     "split, in a V": plan_on(v_shaped()),
     "whole iterations": plan_on(builders.whole_iteration(2), Conditions((80.0, 80.0))),
 }
