@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from planning_cases import random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, Case
 
+from envpipe_megatron.core.kinds import SPLIT
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal import interior_point
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.duration_problem import DurationProblem, SolverError
@@ -69,6 +74,20 @@ def test_the_matrix_is_a_band_as_wide_as_the_pipeline_is_deep(schedule, height):
     choices = make_choices(profile, np.zeros(12), np.ones(12, dtype=np.int64))
     program = DurationProgram(schedule, choices, 0.0, np.zeros(12), INTERIOR_POINT)
     assert program._solver._matrix._height <= height
+
+
+def test_the_band_of_an_order_without_a_pattern_is_made_narrow():
+    """Of 151 nodes; in the order by Cuthill and McKee it is one of 226.
+
+    As a list scheduler orders chunks of uneven stages whose backwards are split.
+    """
+    time_s = np.random.default_rng(0).uniform(0.8, 1.2, (3, 12, 3, 1)).repeat(48, axis=3)
+    job = OrderJob(dict(zip(SPLIT, time_s, strict=True)), 0.0, Placement.LOOPED, [60] * 12)
+    schedule = shortest(job, "uneven", 2)
+    profile = random_profile(random.Random(0), 12, 2).with_split_backwards(SplitBackward())
+    choices = make_choices(profile.for_chunks(3), np.zeros(12), np.ones(12, dtype=np.int64))
+    program = DurationProgram(schedule, choices, 0.0, np.zeros(12), INTERIOR_POINT)
+    assert program._solver._matrix._height <= 170
 
 
 def cost_of(problem, solution, deadline):
