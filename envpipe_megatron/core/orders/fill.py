@@ -41,14 +41,21 @@ class Filled:
         return max(self.stage_end_s)
 
 
-def fill(job: OrderJob, turns: Turns, target_s: float, least_gap: float = 0.0) -> Filled:
+def fill(
+    job: OrderJob,
+    turns: Turns,
+    target_s: float,
+    least_gap: float = 0.0,
+    rising: bool = False,
+) -> Filled:
     """Place the weight gradients that turns lack, and say how long the orders take.
 
     A stage runs one where it fits into a wait, where memory is needed, and where the stage would
     end after the target if it waited, if the wait has `least_gap` of its duration; what is left
-    comes at the end. The oldest comes first.
+    comes at the end. The oldest comes first. A rising target is never before the end that some
+    stage cannot avoid any more.
     """
-    walk = _Walk(job, turns, target_s, least_gap)
+    walk = _Walk(job, turns, target_s, least_gap, rising)
     ready = list(range(len(turns)))
     while ready:
         ready.extend(walk.advance(ready.pop()))
@@ -58,10 +65,12 @@ def fill(job: OrderJob, turns: Turns, target_s: float, least_gap: float = 0.0) -
 class _Walk:
     """One walk through all turns, each stage as far as its inputs are known."""
 
-    def __init__(self, job: OrderJob, turns: Turns, target_s: float, least_gap: float) -> None:
+    def __init__(
+        self, job: OrderJob, turns: Turns, target_s: float, least_gap: float, rising: bool
+    ) -> None:
         stages, _, microbatches = job.shape
         self._job, self._turns, self._least_gap = job, turns, least_gap
-        self._latest_s = [target_s - tail_s for tail_s in job.stage_tail_s]
+        self._target_s, self._rising = target_s, rising
         #: [forward or gradient][part][microbatch] when the input is there; nan: not known yet.
         self._in_s = [[[math.nan] * microbatches for _ in job.chain] for _ in (FORWARD, GRADIENT)]
         self._in_s[FORWARD][job.chain[0]] = [0.0] * microbatches
@@ -111,8 +120,8 @@ class _Walk:
             gap_s = until_s - self._now_s[stage]
             full = needed and self._held[stage] + needed > job.stage_limits[stage] + HELD_TOLERANCE
             if duration_s > gap_s + tolerance_s and not full:
-                late = until_s + self._left_s[stage] > self._latest_s[stage] + tolerance_s
-                if not late or gap_s <= max(tolerance_s, self._least_gap * duration_s):
+                late_s = until_s + self._left_s[stage] + job.stage_tail_s[stage] - self._target_s
+                if late_s <= tolerance_s or gap_s <= max(tolerance_s, self._least_gap * duration_s):
                     break
             self._run(stage, pending.popleft(), 0.0)
 
@@ -121,7 +130,10 @@ class _Walk:
         kind, part, microbatch = turn
         duration_s, now_s = self._job.durations_s[kind][part][microbatch], self._now_s[stage]
         end_s = self._now_s[stage] = (in_s if in_s > now_s else now_s) + duration_s
-        self._left_s[stage] -= duration_s
+        left_s = self._left_s[stage] = self._left_s[stage] - duration_s
+        if self._rising:
+            unavoidable_s = end_s + left_s + self._job.stage_tail_s[stage]
+            self._target_s = max(self._target_s, unavoidable_s)
         held = self._held[stage] + self._job.holds[kind] * self._job.part_held[part]
         self._held[stage] = held
         if held > self._peak[stage]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from envpipe_megatron.core.kinds import SPLIT, unit
-from envpipe_megatron.core.orders.blocks import block_turns
+from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.fill import TIME_TOLERANCE, Filled, fill
 from envpipe_megatron.core.orders.job import OrderJob, Turns
 from envpipe_megatron.core.orders.polish import polished
@@ -34,24 +34,27 @@ _RULES: tuple[tuple[Callable[[OrderJob], OrderJob], Rule], ...] = (
     (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=0.8)),
     (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=1.1)),
 )
-#: The least waits that weight gradients fill though they delay others, in their own durations.
-_GAPS = (0.5, 0.0)
+#: How weight gradients are placed: the least waits that they fill though they delay others, in
+#: their own durations, and whether the target rises. The last is tried after all turns.
+_Way = tuple[float, bool]
+_WAYS: tuple[_Way, ...] = ((0.5, False), (0.0, False))
+_RISING: _Way = (0.0, True)
 #: Targets that are tried for all turns, as ways from the floor (0) to the best order (1) ...
 _TARGETS = (0.3, 0.6, 0.8, 1.0)
 #: ... and how far from them for the best few.
 _STEPS = (0.1, 0.05)
 _BEST = 4
-#: Units of all orders that are looked at if nothing else is said: a third of a second.
-_LOOK_BUDGET = 200_000
-#: All turns, those of four blocks with them, with each of the least waits.
-_FEWEST_LOOKS = 30
+#: Units of all orders that are looked at if nothing else is said: half a second.
+_LOOK_BUDGET = 300_000
+#: All turns, those of four blocks with them, in three ways, and squeezed blocks.
+_FEWEST_LOOKS = 49
 
 
 def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> Schedule:
     """The shortest order that is found within the job's limits, and of those of least memory.
 
     `looks` limits how many orders are looked at; two take 40 ms for 8 stages x 96 microbatches x
-    2 chunks with split backwards, and without it that job takes half a second.
+    2 chunks with split backwards, and without it that job takes about a second.
     """
     return _schedule(job, _search(job, job.floor_s, looks), name)
 
@@ -103,28 +106,35 @@ def _rank(filled: Filled) -> tuple[float, float]:
 def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
     """Orders of a job, those first that are likely to be short."""
     first_s = max(job.floor_s, enough_s)
-    found: dict[tuple[int, float, float], Filled] = {}
-    turns = []
-    for rule, taken in enumerate(_turns(job)):
-        turns.append(taken)
-        for gap in _GAPS if job.kinds is SPLIT else _GAPS[:1]:
-            yield found.setdefault((rule, gap, 0.0), fill(job, taken, first_s, gap))
-    way_s = min(filled.time_s for filled in found.values()) - first_s
+    found: dict[tuple[int, _Way, float], Filled] = {}
+    turns: list[Turns] = []
 
-    def tried(target: float, rule: int, gap: float) -> Iterator[Filled]:
-        if (rule, gap, target) not in found:
-            filled = fill(job, turns[rule], first_s + target * way_s, gap)
-            found[rule, gap, target] = filled
+    def tried(target: float, rule: int, way: _Way) -> Iterator[Filled]:
+        if rule < len(turns) and (rule, way, target) not in found:
+            filled = fill(job, turns[rule], first_s + target * way_s, *way)
+            found[rule, way, target] = filled
             yield filled
 
+    way_s = 0.0
+    for rule, taken in enumerate(_turns(job)):
+        turns.append(taken)
+        for way in _WAYS if job.kinds is SPLIT else _WAYS[:1]:
+            yield from tried(0.0, rule, way)
+    if job.kinds is SPLIT:
+        for rule in range(len(turns)):
+            yield from tried(0.0, rule, _RISING)
+    if _has_blocks(job):
+        for rule, whole in enumerate(squeezed_blocks(job), len(turns)):
+            yield found.setdefault((rule, _RISING, 0.0), fill(job, whole, first_s))
+    way_s = min(filled.time_s for filled in found.values()) - first_s
     if job.kinds is SPLIT:
         for target in _TARGETS:
-            for rule, gap, _ in list(found):
-                yield from tried(target, rule, gap)
+            for rule, way, _ in list(found):
+                yield from tried(target, rule, way)
         for step in _STEPS:
-            for rule, gap, target in sorted(found, key=lambda key: _rank(found[key]))[:_BEST]:
-                yield from tried(round(target - step, 3), rule, gap)
-                yield from tried(round(target + step, 3), rule, gap)
+            for rule, way, target in sorted(found, key=lambda key: _rank(found[key]))[:_BEST]:
+                yield from tried(round(target - step, 3), rule, way)
+                yield from tried(round(target + step, 3), rule, way)
     distinct = {_rank(filled): filled for filled in found.values()}
     for rank in sorted(distinct)[:_BEST]:
         yield from polished(job, distinct[rank])
@@ -133,8 +143,12 @@ def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
 def _turns(job: OrderJob) -> Iterator[Turns]:
     for changed, rule in _RULES:
         yield take_turns(changed(job), rule)
-    if job.placement is Placement.V and job.shape[1] == 2:
+    if _has_blocks(job):
         yield from block_turns(job)
+
+
+def _has_blocks(job: OrderJob) -> bool:
+    return job.placement is Placement.V and job.shape[1] == 2 and job.kinds is SPLIT
 
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:

@@ -1,10 +1,12 @@
 """Orders of repeated building blocks: in a V, with the least memory there is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from envpipe_megatron.core.kinds import SPLIT
-from envpipe_megatron.core.orders.blocks import block_turns
+from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.fill import fill
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
@@ -41,3 +43,19 @@ def test_with_a_third_of_1f1bs_memory_stages_stay_busy(stages, least):
 def test_no_block_is_given_where_none_has_room():
     assert list(block_turns(level_job(8, 8, 5))) == []
     assert list(block_turns(level_job(8, 8, 6)))
+
+
+@pytest.mark.parametrize(("stages", "most", "wait"), [(8, 10, 17), (16, 18, 41)])
+def test_squeezed_blocks_have_the_bubble_of_v_half(stages, most, wait):
+    """Half of 1F1B's memory: as NeurIPS'24's own order, shorter than blocks as they stand."""
+    job = replace(level_job(stages, 4 * stages, most), tail_s=range(stages)[::-1])
+    plain, squeezed = (
+        [fill(job, turns, job.floor_s) for turns in made(job)]
+        for made in (block_turns, squeezed_blocks)
+    )
+    best = min(squeezed, key=lambda filled: filled.time_s)
+    assert best.time_s == 6 * 4 * stages + wait + stages - 1
+    assert best.time_s < min(filled.time_s for filled in plain)
+    for filled in squeezed:
+        assert max(filled.peak_held) <= most
+        assert all(len(order) == 3 * job.num_per_kind for order in filled.orders)
