@@ -37,8 +37,8 @@ _MEMORY = (1.0, 1.5, 2.0)
 #: Orders that the list scheduler looks at for each limit, and units of all of them.
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
-_UNIT_BUDGET = 9_000
-_FEWEST_ORDERS = 2
+_UNIT_BUDGET = 9_300
+_FEWEST_ORDERS = 1
 
 
 @dataclass(frozen=True)
