@@ -310,7 +310,10 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     name, stages, microbatches = request.order_name, profile.num_stages, request.num_microbatches
     if request.order is None:
         _check_chunks(request)
-    if name != "envpipe":
+    notes: tuple[str, ...] = ()
+    if name == "envpipe":
+        schedule, notes = _envpipe(profile, request)
+    else:
         schedule = request.order or BUILDERS[name](profile, request)
         job = (stages, microbatches, request.chunks)
         built = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
@@ -319,13 +322,17 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
                 f"Schedule {name} has {_counts(built)}, and the job has {_counts(job)}",
                 remedy="Give an order of the job, or fix the function that builds it.",
             )
-        if request.split and not schedule.split:
-            raise PlannerError(
-                "It is said what splitting a backward takes, and none is split by schedule",
-                value=name,
-                remedy="Leave it out, or use --schedule auto.",
-            )
-        return schedule, ()
+    if request.split and not schedule.split:
+        raise PlannerError(
+            "It is said what splitting a backward takes, and none is split by schedule",
+            value=name,
+            remedy="Leave it out, or use --schedule auto.",
+        )
+    return schedule, notes
+
+
+def _envpipe(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
+    stages, microbatches = profile.num_stages, request.num_microbatches
     limits = request_limits(profile, request)
     unbounded = request_limits(profile, replace(request, channel_capacity=None))
     wanted = unbounded.fit(envpipe_counts(profile, microbatches, limits.most))

@@ -349,7 +349,7 @@ def test_what_no_order_of_auto_can_do_is_refused(options, said):
         make_plan(PROFILE, PlanRequest(8, "auto", "optimal", **options))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "envpipe"])
 def test_what_a_split_takes_goes_with_orders_that_split(schedule):
     with pytest.raises(PlannerError, match=f"none is split.*got '{schedule}'"):
         make_plan(PROFILE, optimal(schedule, split=SplitBackward()))
