@@ -19,6 +19,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m compileall -q envpipe_megatron benchmarks tests  # once, not in each child
 	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 3 --dist loadgroup $(ARGS); tests=$$?; \
 		wait $$types && exit $$tests
 

@@ -21,6 +21,8 @@ from benchmarks.ablation.runtime import Checked
 from benchmarks.claims import read_claims
 from benchmarks.planner.workloads import Workload
 
+pytestmark = pytest.mark.xdist_group("ablation")  # its rows are made once
+
 STAGES, MICROBATCHES = 3, 5
 PROFILE = preset_profile(
     "a100-sxm", STAGES, {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}, (1305, 1200, 1095, 990, 885)

@@ -36,8 +36,10 @@ def on_other_draws(plan):
     return expected(plan, 10_000, 12345)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-@pytest.mark.parametrize(("spread", "factor"), [(0.01, 1.0), (0.05, 1.0), (0.05, 1.01)])
+@pytest.mark.parametrize(
+    ("schedule", "spread", "factor"),
+    [("auto", 0.01, 1.0), ("1f1b", 0.05, 1.0), ("auto", 0.05, 1.01)],
+)
 def test_the_mean_keeps_the_deadline_on_other_draws(schedule, spread, factor):
     asked = request(Spread(spread, 0.02), schedule, deadline_factor=factor)
     unaware = make_plan(PROFILE, replace(asked, conditions=POWER)).plan
