@@ -110,6 +110,8 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "4 stages, 8 microbatches" in told("--schedule", order_path, microbatches=6)
     assert "'mine'" in told("--schedule", order_path, "--max-in-flight", 6)
     assert "'mine'" in told("--schedule", order_path, "--channel-capacity", 1)
+    for chunks in ("--num-chunks", "--group-size"):
+        assert "no order from a file" in told("--schedule", order_path, chunks, 4)
     assert "does not exist" in told("--schedule", tmp_path / "none.csv")
     assert "overwrite" in run_badly(
         "plan", "--profile", profile_path, "--schedule", order_path, "--output", order_path
