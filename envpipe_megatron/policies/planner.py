@@ -272,8 +272,8 @@ def check_request(request: PlanRequest) -> None:
             value=request.order_name,
             remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
         )
-    of_envpipe = (request.max_warmup_step, request.channel_capacity) != (None, None)
-    if request.order_name == "auto" and of_envpipe and (request.num_chunks > 1 or request.split):
+    more = request.num_chunks > 1 or request.split is not None
+    if request.order_name == "auto" and more and request.of_envpipe:
         raise PlannerError(
             "Limits of neighbours' extra forwards and of channels are of whole backwards in one "
             "chunk a stage",

@@ -89,6 +89,11 @@ class PlanRequest:
         return None if self.conditions is None else self.conditions.spread
 
     @property
+    def of_envpipe(self) -> bool:
+        """Whether there are limits that orders of whole backwards in one chunk alone have."""
+        return self.max_warmup_step is not None or self.channel_capacity is not None
+
+    @property
     def chunks(self) -> int:
         """Chunks of each stage."""
         return self.num_chunks if self.order is None else self.order.num_chunks

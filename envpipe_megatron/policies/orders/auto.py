@@ -73,7 +73,7 @@ class AutoSearch:
         if request.num_chunks == 1:
             own = OrderSearch(profile, request.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        for family in families(profile, request.num_chunks) if self._has_families else ():
+        for family in families(profile, request.num_chunks) if not request.of_envpipe else ():
             try:
                 self._searches.append(FamilySearch(family, self._own, profile, *at, parking=park))
             except LinearProgramError as error:
@@ -107,12 +107,6 @@ class AutoSearch:
                 )
             )
         return sorted(judged, key=lambda order: order.worth_j)
-
-    @property
-    def _has_families(self) -> bool:
-        """Limits of what neighbours hold and of channels are of EnvPipe's order."""
-        request = self.request
-        return request.max_warmup_step is None and request.channel_capacity is None
 
     def _most_in_flight(self, request: PlanRequest) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
@@ -191,6 +185,8 @@ class AutoSearch:
             f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
             "deadline."
         ]
+        if request.of_envpipe and families(self._profile, request.num_chunks):
+            notes.append("Orders that split backwards were left out: they have no such limits.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(

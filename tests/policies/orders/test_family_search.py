@@ -156,6 +156,14 @@ def test_no_order_with_chunks_is_beyond_its_limits():
         make_plan(profile, replace(less, max_in_flight=1))
 
 
+def test_auto_says_that_limits_leave_split_backwards_out():
+    profile = uniform_profile(4, CURVE).with_split_backwards(SplitBackward())  # as if measured
+    for limit in ({"max_warmup_step": 1}, {"channel_capacity": 1}):
+        answer = planned(profile, 8, **limit)
+        assert not answer.plan.schedule.split
+        assert any("were left out" in note for note in answer.notes)
+
+
 def test_auto_says_which_family_won_and_what_was_assumed(tmp_path):
     profile = uniform_profile(4, CURVE)
     answer = planned(profile, 12, split=SplitBackward(0.5, 0.02))
