@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -216,30 +217,28 @@ class Plan:
 def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Schedule:
     """The order that Megatron itself would run for the same job.
 
-    With chunks in groups of `group_size` microbatches, or as long as those of the schedule, if it
-    has any; where that cannot run, the schedule itself.
+    With chunks in groups of `group_size` microbatches, by default of the pipeline's length unless
+    the schedule is Megatron's own in others; where that cannot run, the schedule itself.
     """
-    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    job = schedule.num_stages, schedule.num_microbatches
     if schedule.num_chunks == 1:
-        if schedule.forward_only:
-            return builders.forward_only(stages, microbatches)
-        return builders.one_f_one_b(stages, microbatches)
-    job = stages, microbatches, schedule.num_chunks, group_size or _group_size(schedule)
+        return (builders.forward_only if schedule.forward_only else builders.one_f_one_b)(*job)
+    if group_size is None:
+        own = _in_chunks(schedule, max(job[0], int((schedule.chunks[0] > 0).argmax())))
+        if own is not None and own.stages == schedule.stages:
+            return own
+    return _in_chunks(schedule, group_size or job[0]) or schedule
+
+
+def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
+    """Megatron's order of a job with chunks, combined if the schedule is; None: it cannot run."""
+    job = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, group_size
     if schedule.forward_only:
         return builders.forward_only(*job)
-    try:
-        combined = bool((schedule.combined & ~schedule.is_backward).any())
+    combined = bool((schedule.combined & ~schedule.is_backward).any())
+    with suppress(ScheduleError):
         return builders.interleaved(*job, combined=combined)
-    except ScheduleError:
-        return schedule
-
-
-def _group_size(schedule: Schedule) -> int:
-    """The groups of an order of Megatron's own, as its first stage goes on; else the default."""
-    group = max(schedule.num_stages, int((schedule.chunks[0] > 0).argmax()))
-    forwards = [(u.microbatch, u.chunk) for u in schedule.stages[0] if u.kind is Kind.FORWARD]
-    own = builders.in_groups(schedule.num_microbatches, schedule.num_chunks, group)
-    return group if forwards == own else schedule.num_stages
+    return None
 
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
@@ -270,7 +269,13 @@ def read_plan(path: Path, profile: Profile) -> Plan:
 
 def read_order(path: Path) -> Schedule:
     """The order of a plan's JSON, which takes no profile; PlanError as `read_plan`."""
-    return _read_schedule(read_json(path, "Plan", PlanError))
+    return read_order_and_groups(path)[0]
+
+
+def read_order_and_groups(path: Path) -> tuple[Schedule, int | None]:
+    """The same, and the group size of the framework's own order where the plan has it."""
+    fields = read_json(path, "Plan", PlanError)
+    return _read_schedule(fields), fields.read("group_size", COUNT, None)
 
 
 def _read_schedule(fields: Fields) -> Schedule:

@@ -198,8 +198,8 @@ class Profile:
             raise ProfileError(
                 f"Schedule '{schedule.name}' has units of the kind {' and '.join(missing)}, and "
                 f"{self.source} no rows of any",
-                remedy="Use a profile that was measured on such an order, or one for which it is "
-                "assumed what splitting a backward costs.",
+                remedy="Use a profile that was measured on such an order, or for split backwards "
+                "assume what they cost (--split-overhead).",
             )
         return keys
 

@@ -98,6 +98,7 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
     },
 )
 SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))
+_NO_GROUPS = ("breadth-first", "zb-v")
 _ONE_CHUNK = ("1f1b", "gpipe", "envpipe", "zb-h1", "zb-h2", *SCHEDULE_ALIASES)
 
 
@@ -268,9 +269,9 @@ def check_request(request: PlanRequest) -> None:
     if request.order_name not in LIMITED_SCHEDULES and limits != (None, None, None):
         raise PlannerError(
             "Limits on extra forwards and on microbatches in flight go with the schedules "
-            f"{' and '.join(LIMITED_SCHEDULES)}",
+            f"{' and '.join(LIMITED_SCHEDULES)}, the latter also with {', '.join(_ZERO_BUBBLE)}",
             value=request.order_name,
-            remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
+            remedy="Use --schedule auto, or leave the limits out.",
         )
     more = request.num_chunks > 1 or request.split is not None
     if request.order_name == "auto" and more and request.of_envpipe:
@@ -324,9 +325,8 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
             )
     if request.split and not schedule.split:
         raise PlannerError(
-            "It is said what splitting a backward takes, and none is split by schedule",
-            value=name,
-            remedy="Leave it out, or use --schedule auto.",
+            f"Schedule {name} splits no backward, and it is said what that takes",
+            remedy="Leave --split-overhead out, or use --schedule auto.",
         )
     return schedule, notes
 
@@ -351,18 +351,23 @@ def _envpipe(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[st
 
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
-    if request.schedule == "zb-v" and (request.num_chunks != 2 or request.group_size):
+    name, chunks, group = request.schedule, request.num_chunks, request.group_size
+    if name in _ONE_CHUNK and chunks > 1:
         raise PlannerError(
-            "Schedule zb-v has two chunks a stage, and no groups of microbatches",
-            value=request.group_size or request.num_chunks,
-            remedy="Use --num-chunks 2, and no --group-size.",
+            f"Schedule {name} has one chunk a stage",
+            value=chunks,
+            remedy="Use --schedule interleaved or auto for chunks.",
         )
-    one_chunk = request.schedule in _ONE_CHUNK or request.num_chunks == 1
-    if one_chunk and (request.num_chunks > 1 or request.group_size):
+    if name == "zb-v" and chunks != 2:
         raise PlannerError(
-            f"Schedule {request.schedule} has one chunk a stage, and no groups of microbatches",
-            value=request.num_chunks if request.num_chunks > 1 else request.group_size,
-            remedy="Use --schedule interleaved for chunks.",
+            f"Schedule {name} has two chunks a stage", value=chunks, remedy="Use --num-chunks 2."
+        )
+    if group and (chunks == 1 or name in _NO_GROUPS):
+        raise PlannerError(
+            f"Schedule {name} has no groups of microbatches"
+            + (" where stages have one chunk" if chunks == 1 else ""),
+            value=group,
+            remedy="Leave --group-size out, or use --schedule interleaved or auto with chunks.",
         )
 
 

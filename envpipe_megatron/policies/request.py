@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from envpipe_megatron.core.conditions import Conditions, Spread, make_conditions
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
@@ -39,7 +40,8 @@ class PlanRequest:
         num_chunks: chunks of each stage, for orders that have any.
         group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
             it.
-        max_extra_forwards: no stage gets more.
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
             `BY_MEMORY`. One of V chunks counts as 1/V.
         max_warmup_step: how far neighbouring stages' extra forwards may differ.
@@ -109,12 +111,12 @@ def request_profile(profile: Profile, request: PlanRequest) -> Profile:
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
     """What surrounds the units; PlannerError for parking without waiting power by clock.
 
-    With chunks also how the framework's own order groups microbatches, unless the order is there.
+    With chunks also how the framework's own order groups microbatches, if that is known.
     """
     conditions = request.conditions or make_conditions(
         profile, blocking_power_w=request.blocking_power_w
     )
-    if request.order is None and request.num_chunks > 1:
+    if request.group_size or (request.order is None and request.num_chunks > 1):
         conditions = replace(conditions, group_size=request.group_size or profile.num_stages)
     if request.park and conditions.wait_power_w is None:
         raise PlannerError(
@@ -122,6 +124,14 @@ def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
             remedy="Measure wait_power_w into the profile's sidecar and add --use wait-power.",
         )
     return conditions
+
+
+def framework_order(num_stages: int, request: PlanRequest) -> Schedule:
+    """The framework's own order of a request; ScheduleError: it cannot run."""
+    if request.num_chunks == 1:
+        return builders.one_f_one_b(num_stages, request.num_microbatches)
+    job = num_stages, request.num_microbatches, request.num_chunks
+    return builders.interleaved(*job, request.group_size)
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:

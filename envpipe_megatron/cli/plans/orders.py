@@ -10,13 +10,13 @@ from rich.console import Console
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, check_outputs
 from envpipe_megatron.console import say
-from envpipe_megatron.core.plan import read_order
+from envpipe_megatron.core.plan import read_order, read_order_and_groups
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import SCHEDULES
 from envpipe_megatron.policies.request import SCHEDULE_ALIASES
 
-_READERS = {".json": read_order, ".csv": read_torch_csv}
+_ENDINGS = (".json", ".csv")
 
 
 class _NameOrFile(click.Choice[str]):
@@ -25,7 +25,7 @@ class _NameOrFile(click.Choice[str]):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Read the name; the file is read by `job_options`."""
         path = Path(value)
-        if value in self.choices or not (path.suffix in _READERS or path.is_file()):
+        if value in self.choices or not (path.suffix in _ENDINGS or path.is_file()):
             return super().convert(value, param, ctx)
         return EXISTING_FILE.convert(path, param, ctx)
 
@@ -47,8 +47,13 @@ def job_options(
 ) -> dict[str, Any]:
     """What a `PlanRequest` takes of the options for order and microbatches; reads the file."""
     if isinstance(schedule, Path):
-        order = _READERS.get(schedule.suffix, read_torch_csv)(schedule)
-        return {"order": order, "num_microbatches": num_microbatches or order.num_microbatches}
+        group_size = None
+        if schedule.suffix == ".json":
+            order, group_size = read_order_and_groups(schedule)
+        else:
+            order = read_torch_csv(schedule)
+        num_microbatches = num_microbatches or order.num_microbatches
+        return {"order": order, "group_size": group_size, "num_microbatches": num_microbatches}
     if num_microbatches is None:
         raise click.UsageError("Missing option '--num-microbatches'.")
     usual = "auto" if policy == "optimal" else "1f1b"

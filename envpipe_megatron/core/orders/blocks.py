@@ -102,7 +102,7 @@ def _fits(job: OrderJob, timed: _Timed) -> bool:
         held = 0.0
         for _, (kind, part, _) in own:
             held += job.part_held[part] * (1 if kind == FORWARD else -1)
-            if held > job.stage_limits[stage]:
+            if held > job.stage_limits[stage] + HELD_TOLERANCE:
                 return False
     return True
 

@@ -24,6 +24,7 @@ from envpipe_megatron.policies.orders.families import FamilySearch, families
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, best_plan, within
 from envpipe_megatron.policies.request import (
     PlanRequest,
+    framework_order,
     request_conditions,
     request_in_flight,
     request_limits,
@@ -45,11 +46,7 @@ class AutoSearch:
     def __init__(self, profile: Profile, request: PlanRequest) -> None:
         self._profile, self.request = profile, request
         self._conditions = request_conditions(profile, request)
-        job = profile.num_stages, request.num_microbatches
-        if request.num_chunks == 1:
-            self._own = builders.one_f_one_b(*job)
-        else:
-            self._own = builders.interleaved(*job, request.num_chunks, request.group_size)
+        self._own = framework_order(profile.num_stages, request)
         self.planner = request_planner(request, self._own, profile, self._conditions)
         if request.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)

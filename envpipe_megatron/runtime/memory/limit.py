@@ -10,7 +10,12 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.policies.limits import in_flight_by_memory
 from envpipe_megatron.policies.planner import LIMITED_SCHEDULES
-from envpipe_megatron.policies.request import BY_MEMORY, SCHEDULE_ALIASES, PlanRequest
+from envpipe_megatron.policies.request import (
+    BY_MEMORY,
+    SCHEDULE_ALIASES,
+    PlanRequest,
+    framework_order,
+)
 from envpipe_megatron.runtime.memory.device import CudaMemory
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
 
@@ -72,9 +77,6 @@ def in_flight_limit(
     if not known:
         return None
     counts = [in_flight_by_memory(each, request.num_microbatches) for each in known]
-    own = (
-        min(request.num_microbatches, profile.num_stages - stage)
-        for stage in range(profile.num_stages)
-    )
+    own = framework_order(profile.num_stages, request).microbatches_in_flight
     fits = (min(of_stage) / request.num_chunks for of_stage in zip(*counts, strict=True))
     return tuple(map(max, own, fits))

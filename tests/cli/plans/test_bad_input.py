@@ -109,7 +109,7 @@ BASELINE = ("--policy", "baseline")
         (["--schedule", "envpipe", "--max-in-flight", "0"], ["--max-in-flight", "'0'"]),
         (
             ["--schedule", "1f1b", "--max-in-flight", "2"],
-            ["in flight", "'1f1b'", "--schedule envpipe"],
+            ["in flight", "'1f1b'", "--schedule auto"],
         ),
         (
             ["--schedule", "1f1b", "--max-in-flight", "memory"],

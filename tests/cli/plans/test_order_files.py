@@ -84,6 +84,20 @@ def test_clocks_for_the_order_of_a_table(profile_path, order_path, tmp_path):
         assert second | {"schedule_name": "mine"} == found
 
 
+@pytest.mark.parametrize("named", [["breadth-first"], ["interleaved", "--group-size", 8]])
+def test_a_plan_as_an_order_keeps_its_baseline(profile_path, tmp_path, named):
+    """In both the first stage runs all forwards of a chunk before the next."""
+    around = ("--p2p-latency", 0.02, "--output")
+    one, two, table = (tmp_path / name for name in ("one.json", "two.json", "order.csv"))
+    job = ("--num-microbatches", 8, "--num-chunks", 2)
+    plan(profile_path, *job, "--schedule", *named, *around, one)
+    plan(profile_path, "--schedule", one, *around, two)
+    assert made(two) == made(one)
+    run_well("export-schedule", one, "--output", table)
+    plan(profile_path, "--schedule", table, *around, two)
+    assert made(two)["baseline"] == made(one)["baseline"]
+
+
 def test_chunks_of_a_table_are_planned(profile_path, tmp_path):
     order = builders.interleaved(4, 8, 2)
     (tmp_path / "two.csv").write_text(torch_csv(order))
