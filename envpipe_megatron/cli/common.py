@@ -122,9 +122,9 @@ def check_outputs(
             )
 
 
-def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `N` or `N,N,...`, from 1, or a word."""
-    return _Numbers(int, 1, words)
+def counts(*words: str, lowest: int = 1) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `N` or `N,N,...`, from the lowest, or a word."""
+    return _Numbers(int, lowest, words)
 
 
 def amounts(*words: str) -> click.ParamType:  # type: ignore[type-arg]

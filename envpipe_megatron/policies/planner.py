@@ -54,6 +54,24 @@ POLICIES = (*RULES, "optimal")
 RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 
 
+def _interleaved(profile: Profile, request: PlanRequest, *, combined: bool) -> Schedule:
+    stages, extra = profile.num_stages, request.extra_warmup or (0,)
+    if len(extra) not in (1, stages):
+        raise PlannerError(
+            "The extra warm-up must be one number, or one for each stage",
+            value=extra,
+            remedy=f"The pipeline has {stages} stages.",
+        )
+    return builders.interleaved(
+        stages,
+        request.num_microbatches,
+        request.num_chunks,
+        request.group_size,
+        combined=combined,
+        extra_warmup=extra * (stages // len(extra)),
+    )
+
+
 def _zero_bubble(profile: Profile, request: PlanRequest) -> Schedule:
     """ZB-H1, ZB-H2 or ZB-V for equal units, within the request's limit of memory."""
     name, stages = request.schedule, profile.num_stages
@@ -81,16 +99,8 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
         "gpipe": lambda profile, request: builders.gpipe(
             profile.num_stages, request.num_microbatches
         ),
-        "interleaved": lambda profile, request: builders.interleaved(
-            profile.num_stages, request.num_microbatches, request.num_chunks, request.group_size
-        ),
-        "interleaved-combined": lambda profile, request: builders.interleaved(
-            profile.num_stages,
-            request.num_microbatches,
-            request.num_chunks,
-            request.group_size,
-            combined=True,
-        ),
+        "interleaved": lambda profile, request: _interleaved(profile, request, combined=False),
+        "interleaved-combined": lambda *job: _interleaved(*job, combined=True),
         "breadth-first": lambda profile, request: builders.breadth_first(
             profile.num_stages, request.num_microbatches, request.num_chunks
         ),
@@ -263,6 +273,12 @@ def check_request(request: PlanRequest) -> None:
                     value=value,
                     remedy=f"Leave the {what} or the spread out.",
                 )
+    if request.extra_warmup and not request.order_name.startswith("interleaved"):
+        raise PlannerError(
+            f"Schedule {request.order_name} has a warm-up of its own",
+            value=request.extra_warmup,
+            remedy="Use --schedule interleaved, or leave the extra warm-up out.",
+        )
     limits = (request.max_extra_forwards, request.max_in_flight, request.max_warmup_step)
     if request.order_name in _ZERO_BUBBLE:
         limits = (request.max_extra_forwards, None, request.max_warmup_step)

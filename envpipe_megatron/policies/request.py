@@ -40,6 +40,8 @@ class PlanRequest:
         num_chunks: chunks of each stage, for orders that have any.
         group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
             it.
+        extra_warmup: forwards of a chunk that stages warm up with beyond Megatron's interleaved
+            order, one number, or one for each stage.
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
             microbatches more than in the framework's own order.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
@@ -66,6 +68,7 @@ class PlanRequest:
     blocking_power_w: float | tuple[float, ...] = 0.0
     num_chunks: int = 1
     group_size: int | None = None
+    extra_warmup: tuple[int, ...] | None = None
     max_extra_forwards: int | None = None
     max_in_flight: float | tuple[float, ...] | str | None = None
     max_warmup_step: int | None = None

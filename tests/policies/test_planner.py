@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,20 @@ def test_a_deadline_that_is_none_is_refused(schedule, factor):
 def test_what_no_order_of_auto_can_do_is_refused(options, said):
     with pytest.raises(PlannerError, match=said):
         make_plan(PROFILE, PlanRequest(8, "auto", "optimal", **options))
+
+
+def test_interleaved_orders_may_warm_up_longer():
+    own = builders.interleaved(4, 12, 2, 6)
+    for extra, more in (((1,), (1, 1, 1, 1)), ((2, 1, 0, 0), (2, 1, 0, 0))):
+        request = optimal("interleaved", 12, group_size=6, extra_warmup=extra)
+        plan = make_plan(PROFILE, request).plan
+        assert plan.baseline.schedule == own
+        assert plan.schedule.peak_in_flight == tuple(map(add, own.peak_in_flight, more))
+    for wrong, said in (((0, 0, 0, 9), "extra warm-up"), ((1, 2), "got 1, 2.*4 stages")):
+        with pytest.raises(EnvPipeError, match=said):
+            make_plan(PROFILE, optimal("interleaved", extra_warmup=wrong))
+    with pytest.raises(PlannerError, match="1f1b has a warm-up of its own"):
+        make_plan(PROFILE, optimal("1f1b", extra_warmup=(1,)))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "envpipe"])

@@ -148,6 +148,11 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
 )  # fmt: skip
 @click.option(
+    "--extra-warmup", type=counts(lowest=0),
+    help="With --schedule interleaved: forwards of a chunk that stages warm up with beyond "
+    "Megatron's, one number, or one for each stage.",
+)  # fmt: skip
+@click.option(
     "--frontier",
     "frontier_path",
     type=OUTPUT_FILE,

@@ -67,6 +67,7 @@ def interleaved(
     group_size: int | None = None,
     *,
     combined: bool = False,
+    extra_warmup: Sequence[int] = (),
 ) -> Schedule:
     """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
 
@@ -75,7 +76,8 @@ def interleaved(
     Stage s warms up with `2 (p - s - 1) + (V - 1) group_size` forwards, or with all there are;
     overlapped communication between stages changes none of it. With `combined`, as Megatron does
     to overlap the communication of experts, each stage warms up with one more, and each forward
-    that it then runs in turn with a backward is combined with it.
+    that it then runs in turn with a backward is combined with it. `extra_warmup` lists for each
+    stage the forwards of a chunk that it warms up with beyond Megatron's.
 
     Megatron wants groups, the last one too, no smaller than the pipeline. ScheduleError for less
     than that only where stages would wait in circles, and for one chunk, which is no virtual stage.
@@ -94,7 +96,8 @@ def interleaved(
     in_turn = [unit(Kind.FORWARD, m, c, combined) for m, c in virtual]
     backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
     least = (num_chunks - 1) * min(group_size, num_microbatches) + combined
-    warmups = [2 * (num_stages - stage - 1) + least for stage in range(num_stages)]
+    extra = extra_warmup or (0,) * num_stages
+    warmups = [2 * (num_stages - stage - 1) + least + extra[stage] for stage in range(num_stages)]
     stages = tuple(
         _one_f_one_b_order([*forwards[:warmup], *in_turn[warmup:]], backwards, warmup)
         for warmup in warmups
@@ -108,7 +111,7 @@ def interleaved(
             f"{group_size}, would deadlock with this number of microbatches",
             value=num_microbatches,
             remedy="Leave no group smaller than the pipeline: change the number of microbatches "
-            "(global batch size) or the groups' size.",
+            "(global batch size), the groups' size, or the extra warm-up.",
         ) from error
 
 
