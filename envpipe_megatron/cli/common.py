@@ -127,6 +127,11 @@ def counts(*words: str, lowest: int = 1) -> click.ParamType:  # type: ignore[typ
     return _Numbers(int, lowest, words)
 
 
+def microbatches(*words: str) -> click.ParamType:  # type: ignore[type-arg]
+    """The same for microbatches from 1, of which one of V chunks is a part: 5.5."""
+    return _Numbers(lambda text: int(text) if text.isdigit() else float(text), 1, words)
+
+
 def amounts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
     """The type of an option that takes `X` or `X,X,...`, from 0, or a word."""
     return _Numbers(float, 0, words)

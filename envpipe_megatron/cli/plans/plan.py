@@ -17,6 +17,7 @@ from envpipe_megatron.cli.common import (
     amounts,
     check_outputs,
     counts,
+    microbatches,
     numbers,
     summary_table,
 )
@@ -119,8 +120,9 @@ _ABOVE_0 = Finite(min=0, min_open=True)
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
     "--max-in-flight",
-    type=counts(BY_MEMORY),
-    help="Limit on microbatches held, or for each stage, or by the sidecar's free bytes.",
+    type=microbatches(BY_MEMORY),
+    help="Limit on microbatches held, or for each stage, or by the sidecar's free bytes. One "
+    "of two chunks is half of one: 5.5.",
 )
 @click.option(
     "--max-warmup-step",

@@ -70,6 +70,8 @@ def test_limits_reach_the_search(profile_path, tmp_path):
     assert max(free["peak_in_flight"]) > 5
     few, _ = plan_of(profile_path, path, *auto, "--max-in-flight", 5)
     assert max(few["peak_in_flight"]) == 5
+    chunks, _ = plan_of(profile_path, path, *auto, "--num-chunks", 2, "--max-in-flight", 5.5)
+    assert max(chunks["peak_in_flight"]) == 11
     own, _ = plan_of(profile_path, path, *auto, "--max-extra-forwards", 0)
     assert own["peak_in_flight"] == [4, 3, 2, 1]
     assert free["energy_j"] <= few["energy_j"] <= own["energy_j"]
