@@ -46,7 +46,7 @@ GRIDS_FILE = "reconfigure.txt"
 #: asks for.
 _NOT_COMPARED = (
     *("num_microbatches", "blocking_power_w", "conditions", "channel_capacity", "order"),
-    *("objective", "split"),
+    *("objective", "split", "extra_warmup"),
 )
 
 
