@@ -6,7 +6,7 @@ from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.process import Guard
 
 fails = False
-watch, look = Guard._watch, Guard._was_told_to_stop
+note, look = process._noted_signals, Guard._was_told_to_stop
 
 
 def fail(*_):
@@ -14,9 +14,9 @@ def fail(*_):
     fails = True
 
 
-def watch_and_fail(self):
-    signal.signal(signal.SIGUSR1, fail)
-    return watch(self)
+def note_and_fail():
+    signal.signal(signal.SIGUSR1, fail)  # before the rank is told that it is guarded
+    return note()
 
 
 def failing_look(self):
@@ -25,5 +25,5 @@ def failing_look(self):
     return look(self)
 
 
-Guard._watch, Guard._was_told_to_stop = watch_and_fail, failing_look
+process._noted_signals, Guard._was_told_to_stop = note_and_fail, failing_look
 process.main()
