@@ -196,7 +196,7 @@ def summary_table(plan: Plan) -> Table:
     if held is not None:
         gib = [
             " ".join(
-                f"{peak * each * plan.schedule.num_chunks / 2**30:.3g}"
+                f"{peak * each * schedule.num_chunks / 2**30:.3g}"
                 for peak, each in zip(of.microbatches_in_flight, held, strict=True)
             )
             for of in (schedule, baseline.schedule)

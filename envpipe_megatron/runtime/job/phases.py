@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
@@ -16,6 +15,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import SWEEP_STEP, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
@@ -137,10 +137,8 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
 def _framework_schedule(job: PhaseParts) -> Schedule:
     if job.kept_order is not None:
         return job.kept_order
-    chunks = job.config.request.num_chunks
-    if chunks > 1:
-        return builders.interleaved(job.num_stages, job.num_microbatches, chunks)
-    return builders.one_f_one_b(job.num_stages, job.num_microbatches)
+    request = replace(job.config.request, num_microbatches=job.num_microbatches)
+    return framework_order(job.num_stages, request)
 
 
 def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
