@@ -67,6 +67,7 @@ class Phase(StrEnum):
     PROFILE = "profile"
     RECONFIGURE = "reconfigure"
     STEADY = "steady"
+    BASELINE = "baseline"
 
 
 def phase_in_batch(phase: str, batch: str) -> str:

@@ -84,12 +84,16 @@ FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "End the job when the profile is written.",
     },
+    "closed-loop": {
+        "action": "store_true",
+        "help": "With type optimal: look at a few clocks in place of a sweep, plan beside "
+        "training, and correct the plan as long as the job runs.",
+    },
     "max-slowdown": {
         "type": float,
-        "default": 0.0,
         "metavar": "PERCENT",
-        "help": "Where the whole job has one clock: how much longer steps may take by it. Default: "
-        "0, what cannot be measured.",
+        "help": "Where the whole job has one clock, and in a closed loop: how much longer steps "
+        "may take than at full clock. Default: 0, what cannot be measured; in a closed loop 0.5.",
     },
     "gpu-control": {
         "choices": GPU_CONTROLS,

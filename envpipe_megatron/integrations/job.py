@@ -156,6 +156,8 @@ class Job:
                 plan_file=options.plan_file,
                 output_dir=options.output_dir,
                 min_dwell_s=options.min_dwell_s,
+                closed_loop=options.closed_loop and not one_clock,
+                max_slowdown_percent=options.max_slowdown_percent,
                 one_clock_slowdown_percent=options.max_slowdown_percent if one_clock else None,
                 gpu_preset=options.gpu_preset,
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},

@@ -31,6 +31,8 @@ _GOES_WITH = {
     "envelope": ("ours", "balanced"),
     "optimal": ("auto", "default"),
 }
+#: How much longer steps of a closed loop may take.
+CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Types that a job without a pipeline may have.
 _WITHOUT_PIPELINE = ("baseline", "uniform")
 
@@ -57,6 +59,7 @@ class Options:
     profile_file: Path | None
     plan_file: Path | None
     profile_only: bool
+    closed_loop: bool
     max_slowdown_percent: float
     gpu_control: str
     require_control: bool
@@ -133,6 +136,9 @@ def read_options(
     output_dir = args.envpipe_output
     if output_dir is None and save_folder is not None:
         output_dir = Path(save_folder) / "envpipe"
+    slowdown = args.envpipe_max_slowdown
+    if slowdown is None:
+        slowdown = CLOSED_LOOP_SLOWDOWN_PERCENT if args.envpipe_closed_loop else 0.0
     options = Options(
         level=None if args.envpipe_level == AUTO else Level[args.envpipe_level.upper()],
         policy=policy,
@@ -146,7 +152,8 @@ def read_options(
         profile_file=_existing("--envpipe-profile", args.envpipe_profile, variables),
         plan_file=_existing("--envpipe-plan", args.envpipe_plan, variables),
         profile_only=args.envpipe_profile_only,
-        max_slowdown_percent=args.envpipe_max_slowdown,
+        closed_loop=args.envpipe_closed_loop,
+        max_slowdown_percent=slowdown,
         gpu_control=args.envpipe_gpu_control,
         require_control=args.envpipe_require_control,
         channel=args.envpipe_channel,
@@ -214,6 +221,14 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
             options.plan_file is not None and not by_file,
             "--envpipe-plan needs the profile that prices it",
             "Give --envpipe-profile too.",
+        ),
+        (
+            options.closed_loop
+            and (
+                options.policy != "optimal" or options.plan_file is not None or options.profile_only
+            ),
+            "--envpipe-closed-loop makes and corrects plans of --envpipe-type optimal",
+            "Use that type, without --envpipe-plan and --envpipe-profile-only.",
         ),
         (
             options.profile_only and (by_file or options.output_dir is None),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 
@@ -108,6 +109,16 @@ class EnergyMeter:
     def min_window_s(self) -> float:
         """How long a window should last at least: ten refreshes."""
         return MIN_REFRESHES * self.refresh_s
+
+    def refreshes(self, begin_s: float) -> tuple[FloatArray, FloatArray]:
+        """Instants of all refreshes since then, and what the counter said, J; neither reads.
+
+        None before the counter last went back, and none where it stands still.
+        """
+        with self._changed:
+            begin_s = max([begin_s, *(after_s for _, after_s in self._breaks)])
+            first = bisect_left(self._times_s, begin_s)
+            return np.array(self._times_s[first:]), np.array(self._energies_j[first:])
 
     def catch_up(self) -> None:
         """Let the meter's thread look at the counter now, and return when it has.

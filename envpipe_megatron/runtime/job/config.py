@@ -28,6 +28,10 @@ class SessionConfig:
         plan_file: a plan to run as it stands; needs the profile file that prices it.
         relock: call the driver at every request, even if the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
+        closed_loop: the optimal policy measures a few clocks in place of a sweep, plans beside
+            training, and corrects its plan as long as the job runs; see `control.controller`.
+        max_slowdown_percent: by how much steps of a closed loop may last longer than the
+            framework's own at the highest clocks before clocks go up.
         one_clock_slowdown_percent: instead of a plan, one clock for all units, found in training:
             that of least energy of those by which steps last no longer than this allows.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
@@ -47,6 +51,8 @@ class SessionConfig:
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
     relock: bool = False
+    closed_loop: bool = False
+    max_slowdown_percent: float = 0.5
     one_clock_slowdown_percent: float | None = None
     gpu_preset: str | None = None
     guarded: bool | None = None
@@ -70,13 +76,19 @@ class SessionConfig:
                 value=self.request.policy if self.profile_file is None else str(self.profile_file),
                 remedy="Leave profile and plan out, or let units have clocks of their own.",
             )
-        needed = least_warmup(self.request)
+        if self.closed_loop and (self.request.policy != "optimal" or self.plan_file is not None):
+            raise SessionError(
+                "A closed loop makes optimal plans of its own",
+                value=self.request.policy if self.plan_file is None else str(self.plan_file),
+                remedy="Use policy 'optimal' without a plan, or leave the closed loop out.",
+            )
+        needed = 2 if self.closed_loop else least_warmup(self.request)
         if self.warmup_iterations < needed:
             raise SessionError(
                 f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
-                f"'{self.request.reconfigure}'",
+                f"'{self.request.reconfigure}', or in a closed loop",
                 value=self.warmup_iterations,
-                remedy="What a receive without a bubble takes is measured after the first.",
+                remedy="What is measured in the first does not count.",
             )
 
     def without_control(self) -> SessionConfig:
@@ -92,6 +104,7 @@ class SessionConfig:
             request=request,
             profile_file=None,
             plan_file=None,
+            closed_loop=False,
             one_clock_slowdown_percent=None,
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -56,6 +58,7 @@ class PhaseParts:
         config: its profile and plan files may be an earlier start's, see `folder`.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
             Profile and memory are of the job, whatever its batches.
+        background: makes what runs work of the planning rank beside training.
         kept_order: order of a framework that runs its units itself; None if EnvPipe runs them.
     """
 
@@ -78,3 +81,4 @@ class PhaseParts:
     memory: JobMemory
     say: Callable[[str], None]
     print_grid: Callable[[str], None]
+    background: Callable[[], Background[Any]] = Background

@@ -11,6 +11,7 @@ from dataclasses import replace
 from envpipe_megatron.core.plan import check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import SWEEP_STEP, override_for, sweep_range
@@ -21,6 +22,7 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, 
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
+from envpipe_megatron.runtime.job.online import run_online
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import adopt_plan
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
@@ -30,6 +32,7 @@ from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
+_DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations of the steady phase in which the peak of memory is held against its prediction.
 _COMPARED_ITERATIONS = 3
 
@@ -54,6 +57,8 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
         if config.one_clock_slowdown_percent is not None:
             clock = yield from find_one_clock(job, schedule, _swept_clocks(job, ONE_CLOCK_STEP))
             order = constant_order(Phase.STEADY, schedule, clock, clock)
+        elif config.closed_loop:
+            yield from _closed_loop(job, schedule, records[1:])
         elif not _is_baseline(config, schedule):
             order = yield from _save_energy(job, schedule, records[1:])
             own_order = False
@@ -65,6 +70,21 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     if own_order:
         _keep_own_order(job, schedule)
     yield from _steady(job, order)
+
+
+def _closed_loop(
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+) -> PhaseRun[None]:
+    """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
+    if job.config.profile_file is not None or job.state.profile is not None:
+        profile = yield from _profile(job, schedule)
+        common = set.intersection(*map(profile.clocks_mhz, range(job.num_stages)))
+        yield from run_online(job, schedule, sorted(common), profile.sidecar, profile, records)
+    clocks = _swept_clocks(job)
+    if not job.gpu.changes_clock:
+        job.say(_DRY_RUN)
+    job.memory.learn(schedule, job.specs)
+    yield from run_online(job, schedule, clocks, _facts(job), None, records)
 
 
 def _save_energy(
@@ -166,13 +186,9 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
         return job.collectives.agreed(read)
     clocks = _swept_clocks(job)
     if not job.gpu.changes_clock:
-        job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
+        job.say(_DRY_RUN)
     wait_power = _wait_power(job, clocks)
-    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
-    hops_s = [
-        total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
-    ]
-    known = replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
+    known = _facts(job)
     profiler = OnlineProfiler(
         schedule,
         clocks,
@@ -191,6 +207,15 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
+
+
+def _facts(job: PhaseParts) -> Sidecar:
+    """What is known of the job beside its units; every rank calls it."""
+    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
+    hops_s = [
+        total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
+    ]
+    return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
 
 
 def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:

@@ -11,10 +11,11 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
@@ -92,21 +93,41 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
     return Adopted(*made, made_now=True)
 
 
-def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
-    """A plan from all that is known of the job, and notes; called on the planner alone."""
+def plan_online(
+    job: PhaseParts, profile: Profile, order: Schedule | None, deadline_factor: float
+) -> Plan:
+    """A plan that the job can run, for an order or the best; called on the planner alone."""
+    request = replace(job.config.request, deadline_factor=deadline_factor)
+    if order is not None and job.kept_order is None:
+        request = replace(request, schedule="1f1b", order=order, max_in_flight=None)
+    plan, _ = make_online(job, profile, request)
+    _check(job, plan, ())
+    return plan
+
+
+def make_online(
+    job: PhaseParts, profile: Profile, request: PlanRequest | None = None
+) -> tuple[Plan, tuple[str, ...]]:
+    """A plan from all that is known of the job, and notes; called on the planner alone.
+
+    The request is by default the job's own.
+    """
+    request = request or job.config.request
     # The loop online replaces the offline one: it starts from the plain policy.
     request = replace(
-        job.config.request,
+        request,
         num_microbatches=job.num_microbatches,
         reconfigure="default",
         channel_capacity=job.channel.capacity,
         conditions=known_conditions(profile),
-        order=job.kept_order,
+        order=job.kept_order or request.order,
     )
     if job.kept_order is None:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
-    limit = in_flight_limit(request, profile, job.memory.stages)
+    limit = None
+    if job.kept_order is not None or request.order is None:  # else memory is ready for it
+        limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
     made = make_plan(profile, request)

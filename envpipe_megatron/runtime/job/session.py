@@ -385,7 +385,8 @@ class Session:
     ) -> PhaseRun[None]:
         config = self._config
         if name in self._energy.baselines:
-            config = replace(config, warmup_iterations=least_warmup(config.request))
+            least = 2 if config.closed_loop else least_warmup(config.request)
+            config = replace(config, warmup_iterations=least)
         return run_phases(
             PhaseParts(
                 config=config,

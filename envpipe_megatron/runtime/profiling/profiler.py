@@ -26,6 +26,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from envpipe_megatron.control.tail import tail_times_s
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
@@ -47,7 +48,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.profiling.stretches import Stretches
-from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s, tail_times_s
+from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower
 
 #: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.

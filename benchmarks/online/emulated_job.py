@@ -1,0 +1,459 @@
+"""A job in one process: the real phases of every rank, on emulated GPUs whose time costs nothing.
+
+Each rank is a thread that runs `run_phases`; one of them runs at a time, and only between
+iterations. The iterations themselves are worked out unit by unit on the emulated GPUs' own state,
+so that clocks come late, waits cost their power and counters refresh as for a real rank.
+
+    request = PlanRequest(24, schedule="auto", policy="optimal")
+    pipelines = Pipelines(load_preset("a100-sxm"), [0.03] * 4)
+    with EmulatedJob(pipelines, SessionConfig(request, closed_loop=True)) as job:
+        iterations = job.run(100)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from envpipe_megatron.control.background import Background
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.emulated.presets import GpuPreset
+from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
+from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
+from envpipe_megatron.runtime.job.phases import run_phases
+from envpipe_megatron.runtime.memory.peak import JobMemory
+
+
+@dataclass
+class Conditions:
+    """What is the matter with one GPU in an iteration, by kind where it says so.
+
+    `slower` multiplies times of units; no clock above `limit_mhz` is reached; a counter that is
+    `silent` does not refresh; a clock that is `stuck` follows no request.
+    """
+
+    slower: dict[Kind, float] = field(default_factory=dict)
+    limit_mhz: float | None = None
+    silent: bool = False
+    stuck: bool = False
+
+
+#: What is the matter in an iteration, by (replica, stage).
+Faults = Callable[[int], dict[tuple[int, int], Conditions]]
+
+
+class MemoryGpu:
+    """An emulated GPU of this process alone; requests and counters as of any GPU."""
+
+    changes_clock, is_emulated, read_only, drives_hardware = True, True, False, False
+
+    def __init__(self, preset: GpuPreset, uid: str) -> None:
+        self.preset = preset
+        self.name = preset.gpu
+        self.address = GpuAddress("emulated", uid)
+        self.supported_frequencies_mhz = preset.supported_frequencies_mhz
+        self.state = EmulatedState(preset.name, preset.max_frequency_mhz)
+        self.conditions = Conditions()
+
+    def request(self, frequency_mhz: int) -> None:
+        """Ask for a clock, at the end of what was committed."""
+        if not self.conditions.stuck:
+            change_s = self.preset.frequency_change_s
+            self.state.request(frequency_mhz, frequency_mhz, change_s)
+
+    def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
+        """As `EmulatedGpu.run_unit`; start and end, s."""
+        state, preset, name = self.state, self.preset, kind.value
+        work_s = time_at_max_s * self.conditions.slower.get(kind, 1.0)
+        state.wait_until(ready_s, preset.wait_power_w, preset.refresh_s)
+        start_s, left = state.end_s, 1.0
+        if state.pending is not None:
+            settle_s, mhz = state.pending[1], self._reached(state.clock_mhz)
+            whole_s = preset.unit_time_s(name, mhz, work_s)
+            if settle_s < start_s + whole_s:
+                left -= (settle_s - start_s) / whole_s
+                state.commit(settle_s, preset.busy_power_w(name, mhz), preset.refresh_s)
+                state.settle()
+        mhz = self._reached(state.clock_mhz)
+        end_s = state.end_s + left * preset.unit_time_s(name, mhz, work_s)
+        state.commit(end_s, preset.busy_power_w(name, mhz), preset.refresh_s)
+        state.settle()
+        return start_s, end_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Wait until then."""
+        self.state.wait_until(time_s, self.preset.wait_power_w, self.preset.refresh_s)
+
+    def _reached(self, clock_mhz: int) -> float:
+        limit_mhz = self.conditions.limit_mhz
+        return clock_mhz if limit_mhz is None else min(clock_mhz, limit_mhz)
+
+
+class VirtualMeter(EnergyMeter):
+    """A meter that sees each refresh of a counter, when it is told that time has passed."""
+
+    def __init__(self, gpu: MemoryGpu) -> None:
+        self.gpu = gpu
+        self._sampled = 0
+        super().__init__(gpu)  # type: ignore[arg-type]
+        super().close()
+
+    def catch_up(self) -> None:
+        """See all refreshes up to now."""
+        state, period_s = self.gpu.state, self.gpu.preset.refresh_s
+        last = tick_number(state.end_s, period_s)
+        for number in range(self._sampled + 1, last + 1):
+            at, energy_j = state.energy_at_tick(number)
+            if at == number and not self.gpu.conditions.silent:
+                self._times_s.append(number * period_s)
+                self._energies_j.append(energy_j)
+                self._time_uncertainties_s.append(0.0)
+        self._sampled = last
+
+    def _run(self) -> None:
+        """No thread reads."""
+
+    def _await_look(self, look: int) -> None:
+        """Nobody waits."""
+
+
+class MemoryGroup:
+    """`HostGroup` between threads: `boxes[sender, receiver]` carry values in their order."""
+
+    def __init__(
+        self, index: int, leader: int, size: int, boxes: dict[tuple[int, int], SimpleQueue[Any]]
+    ) -> None:
+        self._index, self._leader, self._size, self._boxes = index, leader, size, boxes
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does."""
+        return self._index == self._leader
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `HostGroup.gather`."""
+        if not self.leads:
+            self._boxes[self._index, self._leader].put(value)
+            return []
+        return [value if index == self._leader else self._get(index) for index in range(self._size)]
+
+    def broadcast(self, value: Any) -> Any:
+        """As `HostGroup.broadcast`."""
+        if not self.leads:
+            return self._get(self._leader)
+        for index in range(self._size):
+            if index != self._index:
+                self._boxes[self._index, index].put(value)
+        return value
+
+    def _get(self, sender: int) -> Any:
+        value = self._boxes[sender, self._index].get()
+        if value is _FAILED:
+            raise RuntimeError("a rank of the job has failed")
+        return value
+
+
+_FAILED = object()
+
+
+class Immediate(Background[Any]):
+    """Work beside training that takes no time."""
+
+    def start(self, make: Callable[[], Any]) -> None:
+        """Do it at once."""
+        super().start(make)
+        assert self._thread is not None
+        self._thread.join()
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration took.
+
+    Attributes:
+        phase: what it was for.
+        time_s: of the job: that of its slowest replica.
+        replicas_s: of each pipeline by itself.
+        energy_j: of all GPUs.
+        order: name of the first replica's.
+    """
+
+    phase: str
+    time_s: float
+    replicas_s: tuple[float, ...]
+    energy_j: float
+    order: str
+
+
+class Pipelines:
+    """The GPUs of all replicas of a pipeline, and how an iteration runs on them.
+
+    Args:
+        forward_s: of each stage, at the highest clock; a backward takes `backward_ratio` as long.
+        faults: what is the matter in which iteration.
+        hiccups: share of units that take `hiccup_s` longer.
+    """
+
+    def __init__(
+        self,
+        preset: GpuPreset,
+        forward_s: Sequence[float],
+        num_replicas: int = 1,
+        *,
+        backward_ratio: float = 2.0,
+        faults: Faults = lambda iteration: {},
+        hiccups: float = 0.0,
+        hiccup_s: float = 0.01,
+    ) -> None:
+        self.gpus = [
+            [MemoryGpu(preset, f"{replica}/{stage}") for stage in range(len(forward_s))]
+            for replica in range(num_replicas)
+        ]
+        self._unit_s = [
+            {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
+        ]
+        self._faults, self._hiccups, self._hiccup_s = faults, hiccups, hiccup_s
+        self._random = np.random.default_rng(7)
+        self.iterations: list[Iteration] = []
+
+    @property
+    def energy_j(self) -> float:
+        """Of all GPUs so far."""
+        return sum(gpu.state.energy_j for replica in self.gpus for gpu in replica)
+
+    def run(self, orders: Sequence[IterationOrder]) -> list[list[StageRecord]]:
+        """Run an iteration, an order for each replica; the records of [replicas][stages]."""
+        now = self._faults(len(self.iterations))
+        before_j, begin_s = self.energy_j, self.gpus[0][0].state.end_s
+        made, ends_s = [], []
+        for replica, (gpus, order) in enumerate(zip(self.gpus, orders, strict=True)):
+            for stage, gpu in enumerate(gpus):
+                gpu.conditions = now.get((replica, stage), Conditions())
+            starts, ends = self._run_replica(gpus, order, begin_s)
+            made.append((starts, ends))
+            ends_s.append(max(end for of_stage in ends for end in of_stage))
+        latest_s = max(ends_s)
+        for gpus in self.gpus:
+            for gpu in gpus:
+                gpu.advance_to(latest_s)
+        time_s = latest_s - begin_s
+        self.iterations.append(
+            Iteration(
+                orders[0].phase.value,
+                time_s,
+                tuple(end_s - begin_s for end_s in ends_s),
+                self.energy_j - before_j,
+                orders[0].schedule.name,
+            )
+        )
+        return [
+            [
+                make_record(
+                    [start - begin_s for start in starts],
+                    [end - begin_s for end in ends],
+                    begin_s,
+                    time_s,
+                    time_s,
+                )
+                for starts, ends in zip(*times, strict=True)
+            ]
+            for times in made
+        ]
+
+    def _run_replica(
+        self, gpus: Sequence[MemoryGpu], order: IterationOrder, begin_s: float
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        schedule = order.schedule
+        width = schedule.units_per_stage
+        starts: list[list[float]] = [[] for _ in gpus]
+        ends: list[list[float]] = [[] for _ in gpus]
+        cross = schedule.cross_dependency.tolist()
+        clocks = order.frequency_mhz.tolist()
+        late = self._random.random(schedule.num_units) < self._hiccups
+        for node in schedule.topological_order:
+            stage, position = divmod(node, width)
+            source, gpu = cross[node], gpus[stage]
+            ready_s = begin_s if source < 0 else ends[source // width][source % width]
+            kind = schedule.stages[stage][position].kind
+            start_s, end_s = gpu.run_unit(kind, self._unit_s[stage][kind], ready_s)
+            if late[node]:
+                end_s += self._hiccup_s
+                gpu.advance_to(end_s)
+            gpu.request(clocks[stage][(position + 1) % width])
+            starts[stage].append(start_s)
+            ends[stage].append(end_s)
+        return starts, ends
+
+
+class EmulatedJob:
+    """The phases of all ranks of a job on `Pipelines`.
+
+    Close it, or use it as a context: its ranks are threads.
+
+    Raises, out of `run`, what a rank's phases raise.
+    """
+
+    def __init__(
+        self, pipelines: Pipelines, config: SessionConfig, kept_order: Schedule | None = None
+    ) -> None:
+        self.pipelines = pipelines
+        self.said: list[tuple[int, str]] = []
+        self._replicas, self._stages = len(pipelines.gpus), len(pipelines.gpus[0])
+        self._boxes: list[dict[tuple[int, int], SimpleQueue[Any]]] = []
+        groups = _Boxes(self._boxes)
+        self._inboxes = [
+            [SimpleQueue[Any]() for _ in range(self._stages)] for _ in range(self._replicas)
+        ]
+        self._outbox: SimpleQueue[tuple[int, int, IterationOrder | Exception]] = SimpleQueue()
+        self.planner: PhaseParts | None = None
+        for replica in range(self._replicas):
+            for stage in range(self._stages):
+                collectives = self._collectives(replica, stage, groups)
+                parts = partial(self._parts, replica, stage, collectives, config, kept_order)
+                threading.Thread(
+                    target=self._run_rank, args=(replica, stage, parts), daemon=True
+                ).start()
+
+    def __enter__(self) -> EmulatedJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, iterations: int) -> list[Iteration]:
+        """Run so many more iterations; what each took."""
+        for _ in range(iterations):
+            orders: dict[tuple[int, int], IterationOrder] = {}
+            while len(orders) < self._replicas * self._stages:
+                replica, stage, order = self._outbox.get()
+                if isinstance(order, Exception):
+                    self.close()
+                    raise order
+                orders[replica, stage] = order
+            records = self.pipelines.run([orders[r, 0] for r in range(self._replicas)])
+            for replica, of_replica in enumerate(records):
+                for stage, record in enumerate(of_replica):
+                    self._inboxes[replica][stage].put(record)
+        return self.pipelines.iterations[-iterations:]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for boxes in self._boxes:
+            for box in boxes.values():
+                box.put(_FAILED)
+        for inboxes in self._inboxes:
+            for box in inboxes:
+                box.put(None)
+
+    def _run_rank(self, replica: int, stage: int, make: Callable[[], PhaseParts]) -> None:
+        try:
+            parts = make()  # on all ranks together
+            phases = run_phases(parts)
+            order = next(phases)
+            while True:
+                self._outbox.put((replica, stage, order))
+                record = self._inboxes[replica][stage].get()
+                if record is None:
+                    return
+                parts.meter.catch_up()
+                order = phases.send(record)
+        except Exception as error:
+            self._outbox.put((replica, stage, error))
+
+    def _collectives(self, replica: int, stage: int, groups: _Boxes) -> Collectives:
+        tree = [
+            groups.group((stage, tuple(members)), members.index(replica), 0, len(members))
+            for members in tree_groups(replica, self._replicas)
+        ]
+        pipeline = groups.group(("pipeline", replica), stage, 0, self._stages)
+        return Collectives(stage, pipeline, tree, self._replicas)  # type: ignore[arg-type]
+
+    def _parts(
+        self,
+        replica: int,
+        stage: int,
+        collectives: Collectives,
+        config: SessionConfig,
+        kept_order: Schedule | None,
+    ) -> PhaseParts:
+        gpu = self.pipelines.gpus[replica][stage]
+
+        def said(text: str) -> None:
+            self.said.append((len(self.pipelines.iterations), text))
+
+        channel = SimpleNamespace(
+            capacity=None,
+            more_bytes=lambda schedule: 0,
+            expect=_nothing,
+            send=_nothing,
+            receive=_nothing,
+            end_step=_nothing,
+        )
+        executor = SimpleNamespace(
+            meet=lambda: gpu.state.end_s,
+            now_s=lambda: gpu.state.end_s,
+            wait_for_messages=_nothing,
+            idle=lambda time_s: gpu.advance_to(gpu.state.end_s + time_s),
+        )
+        message = SimpleNamespace(make=_nothing)
+        parts = PhaseParts(
+            config=config,
+            state=SessionState(),
+            folder=JobFolder(None, collectives),
+            batch="",
+            stage=stage,
+            num_stages=self._stages,
+            num_microbatches=config.request.num_microbatches,
+            specs=SimpleNamespace(sends=dict.fromkeys(Kind, message)),  # type: ignore[arg-type]
+            kept_order=kept_order,
+            gpu=gpu,  # type: ignore[arg-type]
+            channel=channel,  # type: ignore[arg-type]
+            executor=executor,
+            clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),  # type: ignore[arg-type]
+            meter=VirtualMeter(gpu),
+            energy=SimpleNamespace(),  # type: ignore[arg-type]
+            collectives=collectives,
+            memory=JobMemory(None, stage, collectives, said),
+            say=said if collectives.is_planner else _nothing,
+            print_grid=_nothing,
+            background=Immediate,
+        )
+        if collectives.is_planner:
+            self.planner = parts
+        return parts
+
+
+class _Boxes:
+    """The groups of a job, by what they are of."""
+
+    def __init__(self, made: list[dict[tuple[int, int], SimpleQueue[Any]]]) -> None:
+        self._made = made
+        self._by_name: dict[object, dict[tuple[int, int], SimpleQueue[Any]]] = {}
+
+    def group(self, name: object, index: int, leader: int, size: int) -> MemoryGroup:
+        """A rank's end of a group."""
+        boxes = self._by_name.get(name)
+        if boxes is None:
+            pairs = [(a, b) for a in range(size) for b in range(size)]
+            boxes = self._by_name[name] = {pair: SimpleQueue() for pair in pairs}
+            self._made.append(boxes)
+        return MemoryGroup(index, leader, size, boxes)
+
+
+def _nothing(*args: object, **named: object) -> None:
+    """What stands in for parts that have no say here."""

@@ -1,0 +1,47 @@
+"""What the planning rank tells all ranks to run next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+
+
+@dataclass(frozen=True, eq=False)
+class Clocked:
+    """An order of units and their clocks, [num_stages, units_per_stage] MHz."""
+
+    schedule: Schedule
+    frequency_mhz: IntArray
+
+
+@dataclass(frozen=True)
+class Command:
+    """A few iterations, after which every rank reports.
+
+    Attributes:
+        phase: what they are for.
+        iterations: how many are measured.
+        settle: how many run before them, and are not.
+        late_s: by how much a change of the clock comes late, as far as it is known.
+        tail_s: for each stage, what it does after its last unit.
+        orders: what replicas run; empty if it is what they ran last.
+        which: for each replica, its place among the orders.
+        plan: what level 0 of the frontier is from now on, if that is new.
+        note: what was seen and done; empty if there is nothing to say.
+        harm: iterations and seconds of the last window beyond what is allowed.
+    """
+
+    phase: Phase
+    iterations: int
+    settle: int
+    late_s: float
+    tail_s: tuple[float, ...]
+    orders: tuple[Clocked, ...] = ()
+    which: tuple[int, ...] = ()
+    plan: Plan | None = None
+    note: str = ""
+    harm: tuple[int, float] = (0, 0.0)

@@ -1,0 +1,410 @@
+"""The closed loop of the planning rank: probe, plan, correct, and watch as long as the job runs.
+
+Nothing here talks to ranks or GPUs: `Controller.run` is a generator that yields what all ranks run
+next (`Command`) and is sent what they measured (`Window`). No step waits for a plan: planning runs
+beside training, and the new plan is run from the next window on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from envpipe_megatron.control.background import Background
+from envpipe_megatron.control.baseline import Baseline, Steps
+from envpipe_megatron.control.command import Clocked, Command
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
+from envpipe_megatron.control.replicas import Followers, level_factor
+from envpipe_megatron.control.window import Window
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+
+#: Iterations after which ranks report: with one to settle, a fault is seen within ten.
+WINDOW = 4
+#: Probes go on until this many clocks below the bottom of all energy valleys were seen.
+_BELOW_VALLEY = 1
+#: Units that last this share longer or shorter than expected have changed.
+_DRIFT = 0.005
+#: So large a change may be worth another order of units, not only other clocks.
+_REORDERS = 0.02
+#: A new plan must save this share more of the energy than the one that runs.
+_WORTH = 5e-4
+#: Prediction and measurement agree within this share.
+_AGREE = 0.005
+#: Corrections that gain nothing end after so many.
+_MOST_CORRECTIONS = 6
+#: The framework's order runs at the highest clocks for so many iterations, each time that so many
+#: others have passed: less than a hundredth of what is saved.
+BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
+#: After so many windows a few units run at the highest clock, if no others do.
+_LOOKS_AT_TOP = 2
+#: What meters said counts this much less with each window, and after something has changed.
+_FADES, _FORGETS = 0.98, 0.02
+
+Run: TypeAlias = Generator[Command | None, Window, None]
+#: Makes a plan from a profile, for an order or the best there is, to take so many times as long as
+#: the framework's own order; LinearProgramError if there is none.
+MakePlan: TypeAlias = Callable[[Profile, Schedule | None, float], Plan]
+#: Plans by level of the frontier.
+_Plans: TypeAlias = dict[int, Plan]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows.
+
+    Args:
+        max_slowdown: share by which steps may last longer than the framework's own at full clock.
+        deadline_factor: what plans may take, as a multiple of that.
+    """
+
+    max_slowdown: float = 0.005
+    deadline_factor: float = 1.0
+
+
+class Controller:
+    """Decides for a job, on its planning rank.
+
+    Args:
+        own: the framework's order.
+        knowledge: what is known of its units: nothing, or what a profile says.
+        num_replicas: pipelines.
+        make_plan: called where the background runs it.
+        background: runs the planning.
+    """
+
+    def __init__(
+        self,
+        own: Schedule,
+        knowledge: Knowledge,
+        num_replicas: int,
+        make_plan: MakePlan,
+        limits: Limits,
+        background: Background[_Plans],
+    ) -> None:
+        self.plan: Plan | None = None
+        self._own, self._knowledge = own, knowledge
+        self._everyone = range(num_replicas)
+        self._make_plan, self._limits = make_plan, limits
+        self._background = background
+        self._followers = Followers(num_replicas)
+        top_mhz = int(knowledge.clocks_mhz[-1])
+        shape = (own.num_stages, own.units_per_stage)
+        self._top = Clocked(own, np.full(shape, top_mhz, dtype=np.int64))
+        self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
+        self._baseline: Baseline | None = None
+        #: Since the plan that runs was swapped in.
+        self._steps = Steps()
+        self._latest_s = 0.0
+        self._windows = 0
+        self._since_baseline = 0
+        #: The plan that ranks have not heard of yet.
+        self._adopted: Plan | None = None
+        self._notes: list[str] = []
+        self._harm = (0, 0.0)
+        #: By which share plans must be faster than what is asked, for they turned out slower.
+        self._slower = 0.0
+
+    def run(self) -> Run:
+        """Everything after the warm-up: the first window has its iterations, but for the first.
+
+        The first value it yields is None. Raises EnvPipeError if nothing can be planned.
+        """
+        first = yield None
+        self._learn(self._top, first)
+        self._measured_baseline(first)
+        if not self._knowledge.profiled:
+            yield from self._probe()
+        self._replan(reorder=True)
+        while (plans := self._background.take()) is None:
+            window = yield self._command(Phase.PROFILE, self._top, 1)
+            self._learn(self._top, window)
+        self._adopt(plans[0])
+        yield from self._correct()
+        while True:
+            yield from self._steady()
+
+    # --- phases ---------------------------------------------------------------------------------
+
+    def _probe(self) -> Run:
+        knowledge, below, below_all = self._knowledge, 0, 0
+        for clock_mhz in probe_clocks_mhz(knowledge.clocks_mhz.astype(int).tolist()):
+            # Below its own valley, a unit without slack never pays.
+            at_cost = below <= _BELOW_VALLEY
+            clocks_mhz = probe(self._own, knowledge, clock_mhz, at_cost=at_cost)
+            clocked = Clocked(self._own, clocks_mhz)
+            count = repeats(self._own, knowledge, clocks_mhz, clock_mhz)
+            if not count:
+                return
+            self._note(f"profile: looking at {clock_mhz} MHz in {count} iteration(s)")
+            window = yield self._command(Phase.PROFILE, clocked, count)
+            self._learn(clocked, window)
+            below += knowledge.valley_mhz(waiting=False) > clock_mhz
+            below_all += knowledge.valley_mhz(waiting=True) > clock_mhz
+            if below_all > _BELOW_VALLEY:
+                return
+
+    def _correct(self) -> Run:
+        """Run the plan, correct what it was made from, and plan again, until nothing improves."""
+        for correction in range(_MOST_CORRECTIONS):
+            window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
+            self._learn_plan(window)
+            if self._harmed():
+                yield from self._at_baseline("the plan is slower than it may be")
+            self._replan(reorder=False)
+            while (plans := self._background.take()) is None:
+                window = yield self._plan_command(Phase.RECONFIGURE)
+                self._learn_plan(window)
+            error = self._prediction_error()
+            better = self._better(plans[0])
+            if better:
+                self._adopt(plans[0])
+            self._note(
+                f"correction {correction + 1}: iterations take {100 * error:+.2f} % of what was "
+                f"predicted, {'planned again' if better else 'nothing better is found'}"
+            )
+            if not better and abs(error) <= _AGREE:
+                return
+
+    def _steady(self) -> Run:
+        """One window of the steady phase, and what follows from it."""
+        window = yield self._plan_command(Phase.STEADY, settle=0 if len(self._steps) else 1)
+        drift = self._learn_plan(window)
+        self._windows += 1
+        drifted = np.abs(drift).max() > _DRIFT
+        if (drifted or self._windows % _LOOKS_AT_TOP == 0) and not self._harmed():
+            at_top = yield from self._look_at_the_top()
+            drift = np.where(np.abs(at_top) > np.abs(drift), at_top, drift)
+            drifted = np.abs(drift).max() > _DRIFT
+        reorder = bool(np.abs(drift).max() > _REORDERS)
+        if self._harmed():
+            self._count_harm()
+            yield from self._at_baseline(self._what_drifted(drift, window))
+            self._replan(reorder=reorder)
+        elif drifted and not self._background.busy:
+            self._note(self._what_drifted(drift, window) + ": planning again")
+            self._replan(reorder=reorder)
+        elif self._since_baseline >= BASELINE_EVERY:
+            yield from self._at_baseline("")
+        self._take_plans()
+        self._follow()
+
+    def _take_plans(self) -> None:
+        """Turn to what was planned meanwhile, if it is better."""
+        try:
+            plans = self._background.take()
+        except EnvPipeError as error:
+            self._note(f"nothing better is planned: {error}")
+            return
+        if plans is None:
+            return
+        if 0 not in plans:
+            self._followers.extend({level: self._repriced(p) for level, p in plans.items()})
+        elif self._better(plans[0]):
+            self._adopt(plans[0])
+
+    def _look_at_the_top(self) -> Generator[Command | None, Window, FloatArray]:
+        """See what the highest clock gives today, by which harm is known; drifts of stages."""
+        orders, which = self._followers.running
+        looking = tuple(
+            Clocked(o.schedule, lifted(o.schedule, o.frequency_mhz, self._knowledge))
+            for o in orders
+        )
+        window = yield self._made(Phase.STEADY, 1, 0, looking, which)
+        return self._learn_usual(looking, which, window)
+
+    def _at_baseline(self, why: str) -> Run:
+        """The framework's order at the highest clocks, until a plan that was begun is ready."""
+        if why:
+            self._note(f"{why}: at the highest clocks until there is another plan")
+        window = yield self._command(Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1)
+        self._learn(self._top, window)
+        self._measured_baseline(window)
+        self._steps = Steps()
+
+    # --- what is known --------------------------------------------------------------------------
+
+    def _learn(
+        self,
+        clocked: Clocked,
+        window: Window,
+        replicas: Sequence[int] = (),
+        *,
+        fades: float = 1.0,
+    ) -> FloatArray:
+        return self._knowledge.learn(
+            clocked.schedule,
+            clocked.frequency_mhz,
+            window,
+            replicas=replicas or self._everyone,
+            fades=fades,
+        )
+
+    def _learn_plan(self, window: Window) -> FloatArray:
+        """Take in a window of the plan; by how much stages drifted."""
+        self._followers.compare(window.own_s(self._knowledge.tail_s))
+        drift = self._learn_usual(*self._followers.running, window)
+        if np.abs(drift).max() > _DRIFT:
+            self._knowledge.forget_power(_FORGETS)
+        self._steps.add(window.steps_s)
+        self._latest_s = float(np.median(window.steps_s))
+        self._since_baseline += WINDOW
+        return drift
+
+    def _learn_usual(
+        self, orders: Sequence[Clocked], which: Sequence[int], window: Window
+    ) -> FloatArray:
+        """Take in what the usual replica measured, and all that ran the same."""
+        usual = which[self._followers.usual]
+        replicas = [replica for replica in self._everyone if which[replica] == usual]
+        return self._learn(orders[usual], window, replicas, fades=_FADES)
+
+    def _measured_baseline(self, window: Window) -> None:
+        steps = Steps()
+        steps.add(window.steps_s)
+        self._followers.compare(window.own_s(self._knowledge.tail_s), alike=True)
+        self._baseline = Baseline(steps, self._own_predicted_s())
+        self._since_baseline = 0
+
+    def _own_predicted_s(self) -> float:
+        """What the slowest replica takes in the framework's order at the highest clocks."""
+        own_s = self._knowledge.iteration_s(self._top.schedule, self._top.frequency_mhz)
+        return own_s * self._followers.slowest
+
+    def _allowed_s(self) -> float:
+        assert self._baseline is not None
+        today_s = self._baseline.today_s(self._own_predicted_s())
+        return today_s * (1 + self._limits.max_slowdown)
+
+    def _harmed(self) -> bool:
+        """Whether steps of the plan last longer than they may, by more than noise."""
+        assert self._baseline is not None
+        allowed_s, steps, latest_s = self._allowed_s(), self._steps, self._latest_s
+        for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
+            noise = 2 * float(np.hypot(steps.error(count), self._baseline.error))
+            if median_s > allowed_s * (1 + noise):
+                return True
+        return False
+
+    def _count_harm(self) -> None:
+        late_s = self._latest_s - self._allowed_s()
+        self._harm = (WINDOW, max(0.0, WINDOW * late_s))
+
+    def _prediction_error(self) -> float:
+        assert self.plan is not None
+        assert self._baseline is not None
+        own_s = self._baseline.today_s(self._own_predicted_s())
+        plan = self._repriced(self.plan)
+        predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
+        return self._steps.median_s / own_s / predicted - 1
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    def _replan(self, *, reorder: bool) -> None:
+        profile = self._knowledge.profile(careful=True)
+        order = None if reorder or self.plan is None else self.plan.schedule
+        factor = self._limits.deadline_factor
+
+        def made() -> _Plans:
+            for within in (factor - self._slower, factor):
+                with suppress(LinearProgramError):
+                    return {0: self._make_plan(profile, order, within)}
+            return {0: self._make_plan(profile, None, factor)}
+
+        self._background.start(made)
+
+    def _repriced(self, plan: Plan) -> Plan:
+        profile = self._knowledge.profile(careful=False)
+        return replace(
+            plan,
+            profile=profile,
+            conditions=known_conditions(profile),
+            energy_lower_bound_j=None,
+        )
+
+    def _better(self, plan: Plan) -> bool:
+        """Whether a plan saves more than the one that runs, or that one is too slow."""
+        assert self.plan is not None
+        now, new = self._repriced(self.plan).cost, self._repriced(plan).cost
+        own_s = self._own_predicted_s() / self._followers.slowest * self._limits.deadline_factor
+        if now.iteration_time_s > own_s * (1 + self._limits.max_slowdown):
+            return new.iteration_time_s < now.iteration_time_s
+        return new.energy_j < now.energy_j * (1 - _WORTH)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = self._adopted = self._repriced(plan)
+        self._followers.lead(self.plan)
+        self._steps = Steps()
+
+    def _follow(self) -> None:
+        assert self.plan is not None
+        followers = self._followers
+        note = followers.follow()
+        if note:
+            self._note(note)
+            self._steps = Steps()
+        if followers.missing and not self._background.busy:
+            profile, order = self._knowledge.profile(careful=True), self.plan.schedule
+            levels, factor = list(followers.missing), self._limits.deadline_factor
+            self._background.start(
+                lambda: {
+                    level: self._make_plan(profile, order, factor * level_factor(level))
+                    for level in levels
+                }
+            )
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _plan_command(self, phase: Phase, settle: int = 0) -> Command:
+        return self._made(phase, WINDOW, settle, *self._followers.running)
+
+    def _command(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
+        return self._made(phase, iterations, settle, (clocked,), (0,) * len(self._everyone))
+
+    def _made(
+        self,
+        phase: Phase,
+        iterations: int,
+        settle: int,
+        orders: tuple[Clocked, ...],
+        which: tuple[int, ...],
+    ) -> Command:
+        running = (orders, which)
+        same = self._running == running
+        self._running = running
+        note, self._notes = "; ".join(self._notes), []
+        harm, self._harm = self._harm, (0, 0.0)
+        adopted, self._adopted = self._adopted, None
+        return Command(
+            phase,
+            iterations,
+            settle,
+            self._knowledge.late_s(),
+            tuple(self._knowledge.tail_s.tolist()),
+            () if same else running[0],
+            running[1],
+            adopted,
+            note,
+            harm,
+        )
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def _what_drifted(self, drift: FloatArray, window: Window) -> str:
+        stage = int(np.abs(drift).argmax())
+        text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
+        if np.abs(drift).max() <= _DRIFT:
+            text = "steps last longer than they may, and no stage's units tell why"
+        return "; ".join([text, *window.problems])

@@ -1,0 +1,356 @@
+"""What the planning rank knows of units: their times and powers at every clock, kept up to date.
+
+Times are measured points, with a model between and beyond them (`curves`). A new measurement
+replaces the point at its clock, and what it differs by from what was expected moves the points at
+other clocks with it: a GPU that became slower became so at all clocks, one that is held by a power
+limit at the high ones alone, which the clocks measured by then tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from envpipe_megatron.control.curves import PowerModel, fit_times_s
+from envpipe_megatron.control.tail import tail_times_s
+from envpipe_megatron.control.window import WAITING, MeterSums, Stretch, Window, meter_sums
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
+
+#: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
+#: clock: no plan goes lower, since the valleys of all GPUs lie above it.
+NUM_NODES, _LOWEST_NODE = 23, 0.45
+#: How late a change of clock is taken to be until one was seen, s.
+_LATE_S = 0.01
+#: Units that start this many times later than changes are late ran at their own clock.
+_SURELY = 2.0
+#: Times at two clocks must differ by this share for a late change to be seen between them.
+_TELLING = 0.05
+#: Half-way between two measured clocks a tenth apart, and per tenth beyond them, by how much a
+#: model may err: the mean error on published profiles, and twice that.
+_ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
+
+
+class KnowledgeError(EnvPipeError):
+    """Measurements that tell nothing."""
+
+
+class Knowledge:
+    """Times, powers and surroundings of the units of a job.
+
+    Args:
+        num_stages: p.
+        num_chunks: V.
+        kinds: the kinds of units that the framework's order has.
+        clocks_mhz: those that plans may use; the highest is the one of the warm-up.
+        facts: what else is known of the job, for the sidecar of profiles.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        num_chunks: int,
+        kinds: Sequence[Kind],
+        clocks_mhz: Sequence[int],
+        facts: Sidecar,
+    ) -> None:
+        self.kinds = tuple(kinds)
+        self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
+        self.nodes_mhz = power_nodes_mhz(clocks_mhz)
+        self.tail_s: FloatArray = np.zeros(num_stages)
+        #: How late changes of the clock are; None until one was seen.
+        self.change_s: float | None = None
+        self._num_stages, self._num_chunks = num_stages, num_chunks
+        self._facts = replace(facts, num_chunks=num_chunks)
+        keys = num_stages * num_chunks * len(self.kinds)
+        #: For each key (part, then kind), times by clock that were measured.
+        self._points: list[dict[int, float]] = [{} for _ in range(keys)]
+        #: [keys, clocks] what units take.
+        self.time_s: FloatArray = np.full((keys, len(self.clocks_mhz)), np.nan)
+        #: [keys] the clock where a power limit holds it.
+        self._limit_mhz: FloatArray = np.full(keys, self.clocks_mhz[-1])
+        #: [keys, clocks] by which share that may be too short.
+        self._errs: FloatArray = np.zeros_like(self.time_s)
+        model = PowerModel(self.nodes_mhz, len(self.kinds))
+        self._power_model = model
+        columns = (len(self.kinds) + 1) * NUM_NODES + 1
+        self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
+
+    @property
+    def profiled(self) -> bool:
+        """Whether units were measured at more than one clock."""
+        return all(len(points) > 1 for points in self._points)
+
+    def take_profile(self, profile: Profile) -> None:
+        """Begin with a profile, of the same kinds and chunks, as if it had been measured here."""
+        conditions = known_conditions(profile)
+        self.tail_s, self.change_s = conditions.tail_by_stage_s, conditions.change_time_s
+        for part, kinds in enumerate(profile.rows):
+            stage = part // self._num_chunks
+            for place, kind in enumerate(self.kinds):
+                key = part * len(self.kinds) + place
+                self._points[key] = {row.frequency_mhz: row.time_s for row in kinds[kind]}
+                self._fit(key)
+                for row in kinds[kind]:
+                    self._look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
+        waits_w = conditions.waiting_power_w(
+            np.tile(self.nodes_mhz, (self._num_stages, 1)).astype(np.int64)
+        )
+        for stage, curve in enumerate(waits_w.tolist()):
+            for clock_mhz, power_w in zip(self.nodes_mhz.tolist(), curve, strict=True):
+                self._look(stage, WAITING, clock_mhz, power_w)
+
+    def _look(self, stage: int, kind: int, clock_mhz: float, power_w: float) -> None:
+        """Add what a meter would have said of a second spent so."""
+        second = [Stretch(1.0, kind, clock_mhz)]
+        energies_j = np.array([0.0, power_w])
+        self.sums[stage] += meter_sums(
+            0.0, second, np.array([0.0, 1.0]), energies_j, self.nodes_mhz, len(self.kinds)
+        )
+
+    def late_s(self) -> float:
+        """How late a change is, or is taken to be."""
+        return _LATE_S if self.change_s is None else self.change_s
+
+    def keys(self, schedule: Schedule) -> IntArray:
+        """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
+        return schedule.unit_keys(self._num_chunks, self.kinds).astype(np.int64)
+
+    def durations_s(self, schedule: Schedule, frequency_mhz: IntArray) -> FloatArray:
+        """[num_stages, units_per_stage] what units take at clocks, no change being late."""
+        keys, times = self.keys(schedule), np.zeros(frequency_mhz.shape)
+        for key in np.unique(keys[keys >= 0]):
+            mask = keys == key
+            times[mask] = np.interp(frequency_mhz[mask], self.clocks_mhz, self.time_s[key])
+        return times
+
+    def iteration_s(self, schedule: Schedule, frequency_mhz: IntArray) -> float:
+        """How long an iteration takes, no change being late."""
+        durations_s = self.durations_s(schedule, frequency_mhz)
+        latency_s = self._facts.p2p_latency_s or 0.0
+        return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
+
+    def forget_power(self, kept: float) -> None:
+        """Let what meters said so far count for this share of what it did."""
+        self.sums = [sums.faded(kept) for sums in self.sums]
+
+    def learn(
+        self,
+        schedule: Schedule,
+        frequency_mhz: IntArray,
+        window: Window,
+        *,
+        replicas: Sequence[int],
+        fades: float = 1.0,
+    ) -> FloatArray:
+        """Take in what a window of iterations measured.
+
+        Args:
+            schedule: what ran.
+            frequency_mhz: [num_stages, units_per_stage] at these clocks.
+            window: what came of it.
+            replicas: those that ran this.
+            fades: share of the weight that what meters said before keeps.
+
+        Returns:
+            [num_stages] the share by which the kind of units of a stage that differs most took
+                longer than expected, below zero if shorter.
+        """
+        measured_s = window.unit_s(replicas)
+        timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
+        self._learn_tails(window)
+        known = not np.isnan(self.time_s).any()
+        if known:
+            self._learn_lateness(schedule, frequency_mhz, measured_s, timeline)
+        clean = self._at_their_clock(frequency_mhz, timeline, self.late_s())
+        keys = self.keys(schedule)
+        drifted = np.zeros(self._num_stages)
+        for key in np.unique(keys[keys >= 0]).tolist():
+            stage = key // (len(self.kinds) * self._num_chunks)
+            of_key = clean[stage] & (keys[stage] == key)
+            new = {
+                int(clock): float(
+                    np.median(measured_s[stage][of_key & (frequency_mhz[stage] == clock)])
+                )
+                for clock in np.unique(frequency_mhz[stage][of_key])
+            }
+            if not new:
+                continue
+            ratio = self._take_in(key, new) if known else 0.0
+            if not known:
+                self._points[key].update(new)
+            if abs(ratio) > abs(drifted[stage]):
+                drifted[stage] = ratio
+        for key in range(len(self._points)):
+            self._fit(key)
+        for stage, report in enumerate(window.stages):
+            if report.metered:  # else nothing new replaces what is known
+                self.sums[stage] = self.sums[stage].faded(fades) + report.meter
+        return drifted
+
+    def profile(self, *, careful: bool) -> Profile:
+        """The profile of what is known, of each unit from its lowest measured clock upwards.
+
+        Args:
+            careful: whether units below the highest clock take as long as they might.
+
+        Raises KnowledgeError if meters said too little.
+        """
+        rows, waits = [], []
+        for stage in range(self._num_stages):
+            power_w = self.power_w(stage)
+            waits.append(
+                {
+                    round(node): float(watts)
+                    for node, watts in zip(self.nodes_mhz, power_w[-1], strict=True)
+                }
+            )
+            for chunk in range(self._num_chunks):
+                part = stage * self._num_chunks + chunk
+                for place, kind in enumerate(self.kinds):
+                    key = part * len(self.kinds) + place
+                    used = self.clocks_mhz >= min(self._points[key])
+                    clocks = self.clocks_mhz[used]
+                    times, errs = self.time_s[key][used], self._errs[key][used]
+                    joules = times * np.interp(clocks, self.nodes_mhz, power_w[place])
+                    if careful:
+                        times = times * (1 + errs)
+                    rows += [
+                        (part, kind, ProfileRow(int(clock), float(time_s), float(energy_j)))
+                        for clock, time_s, energy_j in zip(clocks, times, joules, strict=True)
+                    ]
+        sidecar = replace(
+            self._facts,
+            wait_power_w=tuple(waits),
+            tail_time_s=tuple(self.tail_s.tolist()),
+            frequency_change_s=self.change_s or 0.0,
+        )
+        return make_profile(
+            rows, source="what was measured", sidecar=sidecar, listed_chunks=self._num_chunks
+        )
+
+    def power_w(self, stage: int) -> FloatArray:
+        """[kinds + 1, nodes] of one GPU of a stage, waiting last; KnowledgeError without meters."""
+        sums = self.sums[stage]
+        if not np.trace(sums.products) > 0:
+            raise KnowledgeError(
+                f"The energy counters of stage {stage} have said nothing",
+                remedy="Look at the driver's log; a profile by file needs no counter.",
+            )
+        keys = self._num_chunks * len(self.kinds)
+        limit_mhz = self._limit_mhz[stage * keys : (stage + 1) * keys].max()
+        power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz)
+        if not (power_w.max(axis=1) > 0).all():
+            raise KnowledgeError(f"The energy counters of stage {stage} give no power")
+        return power_w
+
+    def valley_mhz(self, *, waiting: bool) -> float:
+        """The lowest clock at which a stage's forward and backward take the least energy.
+
+        With `waiting`, beyond that of waiting as long: the lowest clock that pays where there is
+        all the time.
+        """
+        lowest = float(self.clocks_mhz[-1])
+        places = self._num_chunks * len(self.kinds)
+        for stage in range(self._num_stages):
+            power_w = self.power_w(stage)
+            per_clock = np.stack(
+                [np.interp(self.clocks_mhz, self.nodes_mhz, power) for power in power_w[:-1]]
+            )
+            times = self.time_s[stage * places : (stage + 1) * places]
+            waiting_w = float(power_w[-1].min()) if waiting else 0.0
+            beyond_w = np.tile(per_clock - waiting_w, (self._num_chunks, 1))
+            energy_j = (times * beyond_w).sum(axis=0)
+            lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
+        return lowest
+
+    def _take_in(self, key: int, new: dict[int, float]) -> float:
+        """Replace and move points; the share by which the times differed most from expected."""
+        points = self._points[key]
+        # A clock that was never measured may differ from its model: that is no drift.
+        seen = sorted(set(new) & set(points))
+        if seen:
+            ratios = [new[clock] / points[clock] for clock in seen]
+            for clock in points:
+                ratio = float(np.interp(clock, seen, ratios))
+                # Beyond what was seen nothing is taken to be faster: that would cost time.
+                points[clock] *= ratio if seen[0] <= clock <= seen[-1] else max(1.0, ratio)
+        points.update(new)
+        return max((ratio - 1 for ratio in ratios), key=abs) if seen else 0.0
+
+    def _fit(self, key: int) -> None:
+        points = self._points[key]
+        if not points:
+            raise KnowledgeError("A unit of the framework's order was not measured", value=key)
+        known = sorted(points)
+        self.time_s[key], self._limit_mhz[key] = fit_times_s(
+            self.clocks_mhz, known, [points[clock] for clock in known]
+        )
+        top_mhz = self.clocks_mhz[-1]
+        tenths = 10 * np.abs(self.clocks_mhz[:, None] - np.array(known)) / top_mhz
+        beyond = self.clocks_mhz < known[0]
+        errs = np.where(beyond, _ERRS_BEYOND, 2 * _ERRS_BETWEEN) * tenths.min(axis=1)
+        self._errs[key] = errs
+
+    def _learn_tails(self, window: Window) -> None:
+        ends_s, gaps_s = window.ends_s, window.gaps_s
+        followed = np.isfinite(gaps_s).all(axis=0)
+        if followed.any():
+            self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
+
+    def _at_their_clock(
+        self, frequency_mhz: IntArray, timeline: Timeline, late_s: float
+    ) -> BoolArray:
+        """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
+        changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
+        arrives_s = np.full(frequency_mhz.shape, -np.inf)
+        arrives_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1] + _SURELY * late_s, -np.inf)
+        # The first unit's clock was asked for at the end of the iteration before.
+        first = frequency_mhz[:, 0] != frequency_mhz[:, -1]
+        arrives_s[:, 0] = np.where(first, timeline.start_s[:, 0] + _SURELY * late_s, -np.inf)
+        return np.asarray(np.maximum.accumulate(arrives_s, axis=1) <= timeline.start_s + 1e-9)
+
+    def _learn_lateness(
+        self,
+        schedule: Schedule,
+        frequency_mhz: IntArray,
+        measured_s: FloatArray,
+        timeline: Timeline,
+    ) -> None:
+        """How late changes are, from units that began at the clock of the unit before."""
+        own_s = self.durations_s(schedule, frequency_mhz)
+        before = np.roll(frequency_mhz, 1, axis=1)
+        old_s = self.durations_s(schedule, before)
+        waited_s = timeline.wait_s
+        long_s = np.minimum(own_s, old_s)
+        telling = (np.abs(old_s / np.where(own_s > 0, own_s, 1.0) - 1) > _TELLING) & (
+            waited_s < _LATE_S
+        )
+        telling &= self._at_their_clock_before(frequency_mhz, timeline)
+        telling[:, 0] = False
+        if telling.sum() < 1:
+            return
+        late_s = (own_s - measured_s)[telling] / (own_s / old_s - 1)[telling]
+        late_s = np.clip(late_s, 0.0, long_s[telling]) + waited_s[telling]
+        seen_s = float(np.median(late_s))
+        self.change_s = seen_s if self.change_s is None else (self.change_s + seen_s) / 2
+
+    def _at_their_clock_before(self, frequency_mhz: IntArray, timeline: Timeline) -> BoolArray:
+        """Whether the unit before surely ran at its own clock when it ended."""
+        at = self._at_their_clock(frequency_mhz, timeline, self.late_s())
+        return np.asarray(np.roll(at, 1, axis=1))
+
+
+def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:
+    """The nodes of the clock that every rank adds its meter's sums up at."""
+    top_mhz = max(clocks_mhz)
+    return np.linspace(_LOWEST_NODE * top_mhz, top_mhz, NUM_NODES)

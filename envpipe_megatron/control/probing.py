@@ -1,0 +1,143 @@
+"""Which units to slow down in an iteration, so that stages are seen at a clock at little cost.
+
+A unit that others wait for only later has slack: it is slowed first, as far as its slack goes, and
+the iteration keeps its time. Where a stage has no such units, as the last one of 1F1B, as few
+as tell enough are slowed, at the same time on all these stages: they lose what one of them does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.longest_path import LongestPath
+from envpipe_megatron.core.schedule import Schedule
+
+#: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter.
+_ENOUGH_S = 0.3
+#: In so many units at least: the first ones after a change of the clock do not count.
+_ENOUGH_UNITS = 3
+#: Units of each kind that are lifted to the highest clock: the first may begin at another.
+_LIFTED = 2
+#: A probe that would lose less time than this share of the iteration loses none.
+_NOTHING_LOST = 1e-4
+
+
+def probe_clocks_mhz(clocks_mhz: Sequence[int]) -> list[int]:
+    """Clocks to look at one after the other, each about a tenth of the highest below the last."""
+    rising = sorted(clocks_mhz)
+    wanted = np.arange(0.9, rising[0] / rising[-1], -0.1) * rising[-1]
+    nearest = [min(rising[:-1], key=lambda clock: abs(clock - mhz)) for mhz in wanted]
+    return list(dict.fromkeys([*nearest, rising[0]]))
+
+
+def probe(schedule: Schedule, knowledge: Knowledge, clock_mhz: int, *, at_cost: bool) -> IntArray:
+    """[num_stages, units_per_stage] clocks of an iteration that looks at one clock.
+
+    All units are at the highest clock or at this one. Times at this one are those that are known;
+    where none is, all of a unit's time is taken to follow the clock, which no unit exceeds.
+    Without `at_cost`, units with slack alone are slowed.
+    """
+    top_mhz = int(knowledge.clocks_mhz[-1])
+    keys = knowledge.keys(schedule)
+    frequency = np.full(keys.shape, top_mhz, dtype=np.int64)
+    own_s = knowledge.durations_s(schedule, frequency)
+    slow_s = knowledge.durations_s(schedule, np.full_like(frequency, clock_mhz))
+    enough = _units_needed(keys, slow_s)
+    path = LongestPath(schedule, own_s.ravel().tolist())
+    path.find_ends()
+    middle_s = np.array(path.end_s).reshape(keys.shape) - own_s / 2
+    slowed = _within_slack(path, slow_s, knowledge.tail_s, keys, enough)
+    for stage, own_keys in enumerate(keys if at_cost else ()):
+        lacking = {
+            key: count
+            for key, count in enough.items()
+            if (own_keys == key).any() and (own_keys[slowed[stage]] == key).sum() < count
+        }
+        slowed[stage, _in_the_middle(middle_s[stage], own_keys, lacking)] = True
+    return schedule.pair_clocks(np.where(slowed, clock_mhz, frequency))
+
+
+def lifted(schedule: Schedule, frequency_mhz: IntArray, knowledge: Knowledge) -> IntArray:
+    """A plan's clocks, with units of each kind on each stage at the highest clock.
+
+    By these the job learns what units take at the highest clock today, and loses no time. Where a
+    stage has such units anyway, nothing is changed.
+    """
+    top_mhz = int(knowledge.clocks_mhz[-1])
+    keys = knowledge.keys(schedule)
+    own_s = knowledge.durations_s(schedule, frequency_mhz)
+    path = LongestPath(schedule, own_s.ravel().tolist())
+    path.find_ends()
+    middle_s = np.array(path.end_s).reshape(keys.shape) - own_s / 2
+    clocks = frequency_mhz.copy()
+    for stage, own_keys in enumerate(keys):
+        at_top = clocks[stage] == top_mhz
+        needed = {
+            key: _LIFTED
+            for key in np.unique(own_keys[own_keys >= 0]).tolist()
+            if (at_top & (own_keys == key)).sum() < _LIFTED
+        }
+        if needed:
+            clocks[stage, _in_the_middle(middle_s[stage], own_keys, needed)] = top_mhz
+    return schedule.pair_clocks(clocks)
+
+
+def repeats(schedule: Schedule, knowledge: Knowledge, clocked: IntArray, clock_mhz: int) -> int:
+    """How many iterations at a probe's clocks see what they look at for long enough."""
+    keys, times_s = knowledge.keys(schedule), knowledge.durations_s(schedule, clocked)
+    there = clocked == clock_mhz
+    looked_at = np.unique(keys[there & (keys >= 0)])
+    seen_s = [float(times_s[there & (keys == key)].sum()) for key in looked_at]
+    return math.ceil(0.99 * _ENOUGH_S / max(seen_s)) if seen_s else 0
+
+
+def _units_needed(keys: IntArray, slow_s: FloatArray) -> dict[int, int]:
+    needed = {}
+    for key in np.unique(keys[keys >= 0]).tolist():
+        of_key = keys == key
+        enough = max(_ENOUGH_UNITS, math.ceil(_ENOUGH_S / float(slow_s[of_key].mean())))
+        needed[key] = min(enough, int(of_key.sum()))
+    return needed
+
+
+def _within_slack(
+    path: LongestPath,
+    slow_s: FloatArray,
+    tail_s: FloatArray,
+    keys: IntArray,
+    enough: dict[int, int],
+) -> BoolArray:
+    """[num_stages, units_per_stage] units that may be slowed together in the iteration's time."""
+    own_s = np.array(path.duration_s)
+    lasts_s = np.array(path.end_s).reshape(keys.shape)[:, -1]
+    until_s = float((lasts_s + tail_s).max())
+    allowed_s = _NOTHING_LOST * until_s
+    path.find_latest_ends((until_s - tail_s).tolist())
+    slack_s = np.array(path.latest_end_s) - np.array(path.end_s)
+    slowed = np.zeros(keys.size, dtype=bool)
+    left = dict(enough)
+    longer_s = slow_s.ravel() - own_s
+    for node in np.flatnonzero(slack_s + allowed_s >= longer_s).tolist():
+        key = int(keys.flat[node])
+        if key < 0 or not left[key]:
+            continue
+        if path.latest_end_s[node] - path.end_s[node] + allowed_s >= longer_s[node]:
+            path.change(node, float(slow_s.flat[node]))
+            slowed[node] = True
+            left[key] -= 1
+    return slowed.reshape(keys.shape)
+
+
+def _in_the_middle(middle_s: FloatArray, keys: IntArray, lacking: Mapping[int, int]) -> slice:
+    """Positions of consecutive units of a stage, half-way through, with enough of what lacks."""
+    first = after = int(np.searchsorted(middle_s, middle_s[-1] / 2))
+    while any((keys[first:after] == key).sum() < count for key, count in lacking.items()):
+        if after - first >= len(keys):
+            break
+        first, after = max(first - 1, 0), after + 1
+    return slice(first, after)

@@ -1,0 +1,94 @@
+"""Replicas follow the slowest of them: with data parallelism, being faster only means waiting.
+
+A replica that could be faster runs a plan further along the frontier of time and energy, up to the
+time of the slowest and not beyond it (Chung et al., SOSP'24, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from envpipe_megatron.control.command import Clocked
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.plan import Plan
+
+#: Replicas differ if the slowest takes this share longer than another.
+_DIFFER = 0.01
+#: From one level of the frontier to the next, plans take this share longer.
+_LEVEL = 0.005
+
+
+def level_factor(level: int) -> float:
+    """How many times as long as the first a plan of a level may take."""
+    return float((1 + _LEVEL) ** level)
+
+
+class Followers:
+    """Which level of the frontier each replica runs; level 0 is the plan itself."""
+
+    def __init__(self, num_replicas: int) -> None:
+        #: [replicas] the level that each runs.
+        self.levels: list[int] = [0] * num_replicas
+        #: Levels that replicas would run if they were planned.
+        self.missing: list[int] = []
+        #: How many times as long as a usual replica the slowest takes by the same plan.
+        self.slowest = 1.0
+        #: A replica that is as fast as the median, or the next faster one.
+        self.usual = 0
+        self._factor: FloatArray = np.ones(num_replicas)
+        self._orders: dict[int, Clocked] = {}
+        self._times_s: dict[int, float] = {}
+
+    @property
+    def running(self) -> tuple[tuple[Clocked, ...], tuple[int, ...]]:
+        """The orders that run, and for each replica its place among them."""
+        levels = sorted(set(self.levels))
+        which = tuple(levels.index(level) for level in self.levels)
+        return tuple(self._orders[level] for level in levels), which
+
+    def lead(self, plan: Plan) -> None:
+        """All replicas run this plan from now on; the frontier of the one before is forgotten."""
+        self._orders, self._times_s = {}, {}
+        self.levels, self.missing = [0] * len(self.levels), []
+        self.extend({0: plan})
+
+    def extend(self, plans: Mapping[int, Plan]) -> None:
+        """Add plans of levels."""
+        for level, plan in plans.items():
+            self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz)
+            self._times_s[level] = plan.cost.iteration_time_s
+
+    def compare(self, own_s: FloatArray, *, alike: bool = False) -> None:
+        """Take in how long each pipeline took by itself, at its level or all `alike`."""
+        times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
+        factor = self._factor = own_s / times_s
+        self.usual = int(factor.argsort()[(len(factor) - 1) // 2])
+        self.slowest = float(factor.max() / factor[self.usual])
+
+    def follow(self) -> str:
+        """Choose levels by what was compared last; what changed, in words."""
+        factor = self._factor
+        room = factor.max() / factor
+        wanted = np.where(room < 1 + _DIFFER, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
+        levels = [
+            self._nearest(int(level), now) for level, now in zip(wanted, self.levels, strict=True)
+        ]
+        self.missing = sorted(set(wanted.astype(int).tolist()) - set(self._orders))
+        if levels == self.levels:
+            return ""
+        self.levels = levels
+        following = sum(level > 0 for level in levels)
+        if not following:
+            return "replicas are alike again: all run the same plan"
+        return (
+            f"replica {int(factor.argmax())} takes {100 * (self.slowest - 1):.1f} % longer than "
+            f"others: {following} follow it along the frontier"
+        )
+
+    def _nearest(self, level: int, now: int) -> int:
+        """The highest level that is planned and no higher; a single step up is no reason."""
+        if level == now + 1:
+            return now
+        return max(known for known in self._orders if known <= level)

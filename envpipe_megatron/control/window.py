@@ -1,0 +1,215 @@
+"""What ranks measure in a few iterations that run the same order, and how the job puts it together.
+
+Of times, medians count, over iterations first and then over the replicas of a stage: a hiccup of
+one GPU is no drift. Energies add up, by which short looks at a slow counter become a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+
+
+@dataclass(frozen=True)
+class MeterSums:
+    """What an energy counter said of iterations, as the sums that powers are fitted to.
+
+    Columns are each kind of unit at each node of the clock, then waiting at each node, then the
+    tail; see `meter_sums`.
+
+    Attributes:
+        products: [columns, columns] s^2.
+        weighted: [columns] s J.
+        energy_j: in all.
+        time_s: in all.
+    """
+
+    products: FloatArray
+    weighted: FloatArray
+    energy_j: float = 0.0
+    time_s: float = 0.0
+
+    @classmethod
+    def none(cls, columns: int) -> MeterSums:
+        """Those of no measurement."""
+        return cls(np.zeros((columns, columns)), np.zeros(columns))
+
+    def __add__(self, other: MeterSums) -> MeterSums:
+        return MeterSums(
+            self.products + other.products,
+            self.weighted + other.weighted,
+            self.energy_j + other.energy_j,
+            self.time_s + other.time_s,
+        )
+
+    def faded(self, share: float) -> MeterSums:
+        """The same with this share of its weight, so that what comes counts for more."""
+        return MeterSums(share * self.products, share * self.weighted)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's part of a window; arrays of replicas have one row each.
+
+    Attributes:
+        unit_s: [replicas, units_per_stage] how long each unit took: its median.
+        ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
+        gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
+        steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
+        meter: of all replicas together.
+        metered: how many of them have a meter that works.
+        problems: what is wrong with a GPU, in words; empty if nothing is.
+    """
+
+    unit_s: FloatArray
+    ends_s: FloatArray
+    gaps_s: FloatArray
+    steps_s: FloatArray
+    meter: MeterSums
+    metered: int
+    problems: tuple[str, ...] = ()
+
+
+def merged(parts: Sequence[Report]) -> Report:
+    """Reports of some replicas of a stage as one, in their order."""
+    meter = parts[0].meter
+    for part in parts[1:]:
+        meter = meter + part.meter
+    unit_s, ends_s, gaps_s, steps_s = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("unit_s", "ends_s", "gaps_s", "steps_s")
+    )
+    return Report(
+        unit_s,
+        ends_s,
+        gaps_s,
+        steps_s,
+        meter,
+        sum(part.metered for part in parts),
+        tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
+    )
+
+
+@dataclass(frozen=True)
+class Window:
+    """What all stages report of some iterations."""
+
+    stages: tuple[Report, ...]
+
+    def unit_s(self, replicas: Sequence[int]) -> FloatArray:
+        """[num_stages, units_per_stage] medians over some replicas.
+
+        Of an even number the lower of the middle ones: of two replicas, one of which is slow, the
+        other tells what units take.
+        """
+        rows = list(replicas)
+        return np.array(
+            [np.quantile(s.unit_s[rows], 0.5, axis=0, method="lower") for s in self.stages]
+        )
+
+    @property
+    def ends_s(self) -> FloatArray:
+        """[num_stages, iterations] when last units ended in the pipeline that ends last.
+
+        What comes after, `gaps_s`, holds no wait for another pipeline there.
+        """
+        return np.array([stage.ends_s[self._last_replica] for stage in self.stages])
+
+    @property
+    def gaps_s(self) -> FloatArray:
+        """[num_stages, iterations] from there to the next begin."""
+        return np.array([stage.gaps_s[self._last_replica] for stage in self.stages])
+
+    @property
+    def _last_replica(self) -> int:
+        return int(self.own_s(np.zeros(len(self.stages))).argmax())
+
+    @property
+    def steps_s(self) -> FloatArray:
+        """[steps] from begin to begin; without two that followed each other, of units alone."""
+        steps = np.median(np.concatenate([stage.steps_s for stage in self.stages]), axis=0)
+        known = np.isfinite(steps)
+        return np.asarray(steps[known] if known.any() else self.ends_s.max(axis=0))
+
+    def own_s(self, tail_s: FloatArray) -> FloatArray:
+        """[replicas] how long each pipeline takes by itself, up to the end of its last tail."""
+        ends = np.array([np.median(stage.ends_s, axis=1) for stage in self.stages])
+        return np.asarray((ends + tail_s[:, None]).max(axis=0))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with GPUs, with the stage."""
+        return tuple(
+            f"stage {stage}: {problem}"
+            for stage, report in enumerate(self.stages)
+            for problem in report.problems
+        )
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some time that a GPU spent in one way: in a kind of unit, waiting (-1), or in its tail (-2).
+
+    `clock_mhz` is the clock that was asked for.
+    """
+
+    end_s: float
+    kind: int
+    clock_mhz: float
+
+
+WAITING, TAIL = -1, -2
+
+
+def meter_sums(
+    begin_s: float,
+    stretches: Sequence[Stretch],
+    refreshes_s: FloatArray,
+    energies_j: FloatArray,
+    nodes_mhz: FloatArray,
+    num_kinds: int,
+) -> MeterSums:
+    """The sums of one GPU's refreshes within some stretches, which follow each other from a begin.
+
+    From one refresh of the counter to the next, energy is the sum over all that the GPU did of time
+    by power; power at a clock is that of the nodes next to it, by distance. So each pair of
+    refreshes is one linear equation for the powers at the nodes.
+
+    Args:
+        refreshes_s: [refreshes] their instants; those outside the stretches are left out.
+        energies_j: [refreshes] the counter.
+        nodes_mhz: [nodes] rising.
+    """
+    columns = (num_kinds + 1) * len(nodes_mhz) + 1
+    bounds_s = np.array([begin_s, *(stretch.end_s for stretch in stretches)])
+    inside = (refreshes_s >= begin_s) & (refreshes_s <= bounds_s[-1])
+    if inside.sum() < 2:
+        return MeterSums.none(columns)
+    spent_s = np.diff(bounds_s)
+    by_column = np.zeros((len(spent_s), columns))
+    for row, stretch in enumerate(stretches):
+        if stretch.kind == TAIL:
+            by_column[row, -1] = spent_s[row]
+            continue
+        first = (num_kinds if stretch.kind == WAITING else stretch.kind) * len(nodes_mhz)
+        at = np.clip(np.searchsorted(nodes_mhz, stretch.clock_mhz) - 1, 0, len(nodes_mhz) - 2)
+        above = (stretch.clock_mhz - nodes_mhz[at]) / (nodes_mhz[at + 1] - nodes_mhz[at])
+        above = min(max(above, 0.0), 1.0)
+        by_column[row, first + at] = (1 - above) * spent_s[row]
+        by_column[row, first + at + 1] = above * spent_s[row]
+    spent_until = np.concatenate([np.zeros((1, columns)), by_column.cumsum(axis=0)])
+    times_s, energy_j = refreshes_s[inside], energies_j[inside]
+    at_refresh = np.stack(
+        [np.interp(times_s, bounds_s, of_column) for of_column in spent_until.T], axis=1
+    )
+    equations, gained_j = np.diff(at_refresh, axis=0), np.diff(energy_j)
+    return MeterSums(
+        equations.T @ equations,
+        equations.T @ gained_j,
+        float(energy_j[-1] - energy_j[0]),
+        float(times_s[-1] - times_s[0]),
+    )

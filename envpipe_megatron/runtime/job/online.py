@@ -1,0 +1,148 @@
+"""The closed loop on every rank: runs what the planning rank's controller says, and reports.
+
+The controller decides on the planning rank alone (`control.controller`). All ranks learn of it by
+one small exchange each few iterations, and by none between.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from envpipe_megatron.control.command import Command
+from envpipe_megatron.control.controller import Controller, Limits, Run
+from envpipe_megatron.control.knowledge import Knowledge, power_nodes_mhz
+from envpipe_megatron.control.window import Report, Window, merged
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
+from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.runtime.job.planning import plan_online
+from envpipe_megatron.runtime.job.reports import make_report
+from envpipe_megatron.runtime.memory.limit import with_memory
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
+
+
+def run_online(
+    job: PhaseParts,
+    schedule: Schedule,
+    clocks_mhz: Sequence[int],
+    facts: Sidecar,
+    profile: Profile | None,
+    records: Sequence[StageRecord],
+) -> PhaseRun[None]:
+    """Everything after the warm-up, forever; GoesOnError on all ranks if nothing can be planned.
+
+    Args:
+        job: this rank's parts.
+        schedule: the framework's order.
+        clocks_mhz: those that plans may use, the same on every rank.
+        facts: what is known of the job, for profiles.
+        profile: what an earlier start or the user knows; None to measure while training goes on.
+        records: of the warm-up, but for its first iteration.
+    """
+    kinds, nodes_mhz = profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
+    replica = _replica(job)
+    top_mhz = max(clocks_mhz)
+    order = constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz)
+    command = Command(Phase.WARMUP, 0, 0, 0.0, (0.0,) * job.num_stages)
+    controller: Run | None = None
+    if job.collectives.is_planner:
+        controller = _controller(job, schedule, kinds, clocks_mhz, facts, profile).run()
+        next(controller)
+    records = list(records)
+    while True:
+        report = make_report(
+            records,
+            order.frequency_mhz[job.stage].tolist(),
+            _places(order.schedule, job.stage, kinds),
+            meter=job.meter,
+            nodes_mhz=nodes_mhz,
+            num_kinds=len(kinds),
+            late_s=command.late_s,
+            tail_s=command.tail_s[job.stage],
+            problems=() if job.clock.error is None else (str(job.clock.error),),
+        )
+        stages = job.collectives.to_planner(report, merged)
+
+        command = by_planner(job.collectives, partial(_next, controller, stages))
+        if command.plan is not None:
+            _adopt(job, command.plan)
+        if command.orders:
+            clocked = command.orders[command.which[replica]]
+            order = IterationOrder(command.phase, clocked.schedule, clocked.frequency_mhz)
+        order = replace(order, phase=command.phase)
+        if command.note:
+            job.say(command.note)
+        # The step of a window's last iteration is known once another has begun.
+        records = [] if command.orders or command.settle else records[-1:]
+        for _ in range(command.settle):
+            yield order
+        for _ in range(command.iterations):
+            records.append((yield order))
+
+
+def _next(controller: Run | None, stages: Sequence[Report]) -> Command:
+    """What the controller says to the reports of all stages; on the planning rank."""
+    assert controller is not None
+    command = controller.send(Window(tuple(stages)))
+    assert command is not None
+    return command
+
+
+def _controller(
+    job: PhaseParts,
+    schedule: Schedule,
+    kinds: Sequence[Kind],
+    clocks_mhz: Sequence[int],
+    facts: Sidecar,
+    profile: Profile | None,
+) -> Controller:
+    knowledge = Knowledge(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
+    if profile is not None:
+        knowledge.take_profile(profile)
+    config = job.config
+    return Controller(
+        schedule,
+        knowledge,
+        job.collectives.num_replicas,
+        partial(plan_online, job),
+        Limits(config.max_slowdown_percent / 100, config.request.deadline_factor or 1.0),
+        job.background(),
+    )
+
+
+def _adopt(job: PhaseParts, plan: Plan) -> None:
+    """A new plan runs from now on, on every rank: its memory is made ready, and it is kept."""
+    before = job.state.plan
+    if before is None or before.schedule.stages != plan.schedule.stages:
+        own_bytes = job.channel.more_bytes(plan.schedule) if job.kept_order is None else 0
+        try:
+            job.memory.predict(plan.schedule, own_bytes)
+        except MemoryFullError as error:
+            raise GoesOnError(str(error)) from error
+    job.state.plan, job.state.profile = plan, plan.profile
+    job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
+    job.folder.keep_plan(plan, 0, None, job.batch)
+
+
+def _replica(job: PhaseParts) -> int:
+    """The place of this rank's pipeline among the replicas, as the planner gets their values."""
+    own = secrets.token_hex(8)
+    stages = job.collectives.from_planner(job.collectives.all_to_planner(own))
+    return stages[job.stage].index(own)
+
+
+def _places(schedule: Schedule, stage: int, kinds: Sequence[Kind]) -> list[int]:
+    """The place of the kind of each of a stage's units; below zero if it takes no time."""
+    places: list[int] = (schedule.unit_keys(1, kinds)[stage] - len(kinds) * stage).tolist()
+    return places

@@ -1,0 +1,104 @@
+"""What one rank tells the planning rank of a window of iterations of the closed loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from envpipe_megatron.control.window import TAIL, WAITING, Report, Stretch, meter_sums
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.execution.executor import StageRecord
+
+#: A step that lasts this many times as long as its units holds something that is no training.
+_PAUSED = 2.0
+
+
+def make_report(
+    records: Sequence[StageRecord],
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    *,
+    meter: EnergyMeter,
+    nodes_mhz: FloatArray,
+    num_kinds: int,
+    late_s: float,
+    tail_s: float,
+    problems: tuple[str, ...],
+) -> Report:
+    """The report of iterations that ran one order, one after the other.
+
+    Args:
+        records: what was measured, one iteration at least.
+        clocks_mhz: of each of this stage's units.
+        kinds: of each unit the place of its kind; below zero if it takes no time.
+        meter: this rank's.
+        nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
+        late_s: by how much a change of the clock comes late.
+        tail_s: what this stage does after its last unit.
+        problems: what is wrong with this rank's GPU.
+    """
+    begins_s = np.array([record.begin_s for record in records])
+    ends_s = np.array([record.end_s[-1] for record in records])
+    steps_s = np.append(np.diff(begins_s), np.nan)
+    steps_s[steps_s > _PAUSED * ends_s] = np.nan
+    stretches: list[Stretch] = []
+    for record, step_s in zip(records, steps_s.tolist(), strict=True):
+        stretches += _stretches(record, clocks_mhz, kinds, late_s, tail_s, record.begin_s + step_s)
+        if math.isnan(step_s):
+            break
+    begin_s = records[0].begin_s
+    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
+    return Report(
+        np.median([record.unit_time_s for record in records], axis=0)[np.newaxis],
+        ends_s[np.newaxis],
+        (steps_s - ends_s)[np.newaxis],
+        steps_s[np.newaxis],
+        sums,
+        int(sums.time_s > 0),
+        problems,
+    )
+
+
+def _stretches(
+    record: StageRecord,
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    late_s: float,
+    tail_s: float,
+    until_s: float,
+) -> list[Stretch]:
+    """How one stage spent an iteration up to the next one's begin, NaN if that is not known."""
+    spent: list[Stretch] = []
+    running = coming = float(clocks_mhz[0])
+    last_s = arrives_s = record.begin_s
+
+    def spend(end_s: float, kind: int) -> None:
+        nonlocal running, last_s
+        if running != coming and arrives_s < end_s:
+            if arrives_s > last_s:
+                spent.append(Stretch(arrives_s, kind, running))
+            running = coming
+        spent.append(Stretch(end_s, kind, running))
+        last_s = end_s
+
+    starts_s, ends_s = record.begin_s + record.start_s, record.begin_s + record.end_s
+    for start_s, end_s, clock, kind in zip(
+        starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True
+    ):
+        if clock != coming:
+            coming, arrives_s = float(clock), last_s + late_s
+        if start_s > last_s:
+            spend(start_s, WAITING)
+        if kind >= 0 and end_s > last_s:
+            spend(end_s, kind)
+    if until_s > last_s:  # not of the last iteration, whose step is not known
+        if clocks_mhz[0] != coming:
+            coming, arrives_s = float(clocks_mhz[0]), last_s + late_s
+        if tail_s:
+            spend(min(last_s + tail_s, until_s), TAIL)
+        if until_s > last_s:
+            spend(until_s, WAITING)
+    return spent

@@ -1,0 +1,104 @@
+"""Models of time and power over the clock, on presets and on published profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envpipe_megatron.control.curves import PowerModel, fit_times_s
+from envpipe_megatron.control.window import TAIL, WAITING, Stretch, meter_sums
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.gpu.emulated.presets import load_preset
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
+CLOCKS = np.arange(800.0, 1411.0, 15.0)
+NODES = np.linspace(630.0, 1410.0, 23)
+
+
+def test_five_clocks_give_the_times_at_all_others():
+    preset = load_preset("a100-sxm")
+    times_s = [preset.unit_time_s("backward", clock, 0.06) for clock in CLOCKS]
+    known = [800.0, 950.0, 1100.0, 1250.0, 1410.0]
+    fitted_s, limit_mhz = fit_times_s(
+        CLOCKS, known, [preset.unit_time_s("backward", clock, 0.06) for clock in known]
+    )
+    np.testing.assert_allclose(fitted_s, times_s, rtol=2e-3)
+    assert limit_mhz == pytest.approx(preset.power_cap_frequency_mhz, rel=0.02)
+
+
+def test_times_are_what_was_measured_where_it_was():
+    known, measured_s = [900.0, 1100.0, 1410.0], [0.21, 0.16, 0.13]
+    fitted_s, _ = fit_times_s(np.array(known), known, measured_s)
+    np.testing.assert_allclose(fitted_s, measured_s)
+
+
+def test_of_one_clock_all_time_follows_the_clock():
+    fitted_s, _ = fit_times_s(np.array([705.0, 1410.0]), [1410.0], [0.1])
+    np.testing.assert_allclose(fitted_s, [0.2, 0.1])
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b_a100_sxm.csv", "gpt3-175b_a40.csv"])
+def test_five_clocks_of_a_published_profile_give_the_others(name):
+    path = DATA / "emulation" / "stage_profile" / name
+    if not path.exists():
+        pytest.skip("the published profiles are not there")
+    profile = read_profile(path)
+    missed = []
+    for kinds in profile.rows:
+        for kind in WHOLE:
+            rows = sorted(kinds[kind], key=lambda row: row.frequency_mhz)
+            clocks = np.array([row.frequency_mhz for row in rows], dtype=float)
+            times_s = np.array([row.time_s for row in rows])
+            at = [int(np.abs(clocks - share * clocks[-1]).argmin()) for share in (0.6, 0.7, 0.8)]
+            at += [int(np.abs(clocks - 0.9 * clocks[-1]).argmin()), len(clocks) - 1]
+            fitted_s, _ = fit_times_s(clocks, clocks[at].tolist(), times_s[at].tolist())
+            missed.append(np.abs(fitted_s / times_s - 1)[at[0] :])
+    assert np.concatenate(missed).mean() < 0.005
+
+
+def test_powers_come_out_of_a_counter_that_refreshes_slowly():
+    """Forwards and backwards alternate three times within a refresh, at three clocks."""
+    preset = load_preset("a100-sxm")
+    rng = np.random.default_rng(3)
+    stretches, powers_w, now_s = [], [], 0.0
+    for clock in (1410.0, 1200.0, 950.0, 1410.0):
+        for _ in range(60):
+            for kind, name, time_s in ((0, "forward", 0.02), (1, "backward", 0.045)):
+                now_s += time_s * rng.uniform(0.8, 1.2)
+                stretches.append(Stretch(now_s, kind, clock))
+                powers_w.append(preset.busy_power_w(name, clock))
+            if rng.random() < 0.3:
+                now_s += 0.03
+                stretches.append(Stretch(now_s, WAITING, clock))
+                powers_w.append(84.0)
+        now_s += 0.2
+        stretches.append(Stretch(now_s, TAIL, clock))
+        powers_w.append(150.0)
+    bounds_s = np.array([0.0, *(stretch.end_s for stretch in stretches)])
+    energy_j = np.concatenate([[0.0], np.cumsum(np.diff(bounds_s) * powers_w)])
+    refreshes_s = np.arange(0.05, now_s, 0.1)
+    sums = meter_sums(
+        0.0, stretches, refreshes_s, np.interp(refreshes_s, bounds_s, energy_j), NODES, 2
+    )
+    assert sums.time_s == pytest.approx(now_s, abs=0.2)
+    limit_mhz = preset.power_cap_frequency_mhz
+    power_w, tail_w = PowerModel(NODES, 2).fit(sums.products, sums.weighted, limit_mhz)
+    for clock in (1410.0, 1200.0, 950.0):
+        forward_w, backward_w = (np.interp(clock, NODES, of_kind) for of_kind in power_w[:2])
+        model_j = 0.02 * preset.busy_power_w("forward", clock)
+        model_j += 0.045 * preset.busy_power_w("backward", clock)
+        # What alternates within a refresh is told from its sum alone.
+        assert 0.02 * forward_w + 0.045 * backward_w == pytest.approx(model_j, rel=0.02)
+        assert forward_w == pytest.approx(preset.busy_power_w("forward", clock), rel=0.1)
+    assert power_w[-1, -1] == pytest.approx(84.0, rel=0.03)
+    assert tail_w == pytest.approx(150.0, rel=0.03)
+
+
+def test_refreshes_outside_of_what_is_known_count_for_nothing():
+    stretches = [Stretch(1.0, 0, 1410.0)]
+    late = meter_sums(0.0, stretches, np.array([0.95, 1.5]), np.array([1.0, 2.0]), NODES, 1)
+    assert (late.time_s, late.energy_j) == (0.0, 0.0)
+    assert not late.products.any()

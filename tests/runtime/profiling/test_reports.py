@@ -1,0 +1,66 @@
+"""What a rank reports of a window: how it spent its time, at which clocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.job.reports import make_report
+
+NODES = np.array([1000.0, 1200.0, 1400.0])
+FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each
+
+
+def meter(power_w: float = 100.0) -> Any:
+    times_s = np.arange(0.0, 20.0, 0.1)
+    return SimpleNamespace(refreshes=lambda begin_s: (times_s, power_w * times_s))
+
+
+def record(begin_s: float) -> StageRecord:
+    """A forward, a wait of 0.2 s, a backward; a second goes by to the next begin."""
+    return make_record([0.0, 0.5], [0.3, 0.9], begin_s, 0.9, 0.9)
+
+
+def report(records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0) -> Any:
+    return make_report(
+        records,
+        [1400, 1000],
+        [0, 1],
+        meter=meter(),
+        nodes_mhz=NODES,
+        num_kinds=2,
+        late_s=late_s,
+        tail_s=tail_s,
+        problems=(),
+    )
+
+
+def test_times_are_medians_and_steps_those_that_follow_each_other():
+    made = report([record(0.0), record(1.0), record(2.5), record(9.0)])
+    np.testing.assert_allclose(made.unit_s, [[0.3, 0.4]])
+    np.testing.assert_allclose(made.ends_s, [[0.9] * 4])
+    np.testing.assert_allclose(made.steps_s, [[1.0, 1.5, np.nan, np.nan]])  # a pause is no step
+    np.testing.assert_allclose(made.gaps_s, [[0.1, 0.6, np.nan, np.nan]])
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.25])
+def test_what_a_meter_says_goes_to_the_clock_that_ran(late_s):
+    made = report([record(0.0), record(1.0)], late_s, tail_s=0.1)
+    # Two equal iterations at one power: what was spent in each way adds up to all of the time.
+    weighted = made.meter.weighted / 100.0
+    assert made.metered == 1
+    assert weighted.sum() == pytest.approx(made.meter.products.sum())
+    spent = np.flatnonzero(weighted > 1e-9).tolist()
+    at_top, at_low = 2, 0
+    if late_s:  # the wait, and a part of the backward, still at the forward's clock
+        assert WAITING + at_top in spent
+        assert BACKWARD + at_top in spent
+    else:
+        assert BACKWARD + at_top not in spent
+        assert WAITING + at_low in spent
+    assert {FORWARD + at_top, BACKWARD + at_low, TAIL} <= set(spent)
+    assert made.meter.energy_j == pytest.approx(100.0 * made.meter.time_s)
