@@ -32,7 +32,6 @@ class Command:
         which: for each replica, its place among the orders.
         plan: what level 0 of the frontier is from now on, if that is new.
         note: what was seen and done; empty if there is nothing to say.
-        harm: iterations and seconds of the last window beyond what is allowed.
     """
 
     phase: Phase
@@ -44,4 +43,3 @@ class Command:
     which: tuple[int, ...] = ()
     plan: Plan | None = None
     note: str = ""
-    harm: tuple[int, float] = (0, 0.0)

@@ -49,6 +49,11 @@ _MOST_CORRECTIONS = 6
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
 #: After so many windows a few units run at the highest clock, if no others do.
 _LOOKS_AT_TOP = 2
+#: Harm within so many windows of the last is the same harm, which is understood if it does not
+#: come back more often than this.
+_CALM, _UNDERSTOOD = 10, 2
+#: Plans are made faster than what is asked by this share at most.
+_MOST_SLOWER = 0.02
 #: What meters said counts this much less with each window, and after something has changed.
 _FADES, _FORGETS = 0.98, 0.02
 
@@ -107,12 +112,12 @@ class Controller:
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
         self._latest_s = 0.0
-        self._windows = 0
+        #: Windows of the plan, how many of them were slow in a row, and which was the last.
+        self._windows, self._harms, self._harmed_at = 0, 0, -_CALM
         self._since_baseline = 0
         #: The plan that ranks have not heard of yet.
         self._adopted: Plan | None = None
         self._notes: list[str] = []
-        self._harm = (0, 0.0)
         #: By which share plans must be faster than what is asked, for they turned out slower.
         self._slower = 0.0
 
@@ -161,7 +166,8 @@ class Controller:
             window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
             self._learn_plan(window)
             if self._harmed():
-                yield from self._at_baseline("the plan is slower than it may be")
+                yield from self._out_of_harm("the plan is slower than expected", reorder=False)
+                continue
             self._replan(reorder=False)
             while (plans := self._background.take()) is None:
                 window = yield self._plan_command(Phase.RECONFIGURE)
@@ -181,7 +187,6 @@ class Controller:
         """One window of the steady phase, and what follows from it."""
         window = yield self._plan_command(Phase.STEADY, settle=0 if len(self._steps) else 1)
         drift = self._learn_plan(window)
-        self._windows += 1
         drifted = np.abs(drift).max() > _DRIFT
         if (drifted or self._windows % _LOOKS_AT_TOP == 0) and not self._harmed():
             at_top = yield from self._look_at_the_top()
@@ -189,14 +194,12 @@ class Controller:
             drifted = np.abs(drift).max() > _DRIFT
         reorder = bool(np.abs(drift).max() > _REORDERS)
         if self._harmed():
-            self._count_harm()
-            yield from self._at_baseline(self._what_drifted(drift, window))
-            self._replan(reorder=reorder)
+            yield from self._out_of_harm(self._what_drifted(drift, window), reorder=reorder)
         elif drifted and not self._background.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
             self._replan(reorder=reorder)
         elif self._since_baseline >= BASELINE_EVERY:
-            yield from self._at_baseline("")
+            yield from self._at_baseline()
         self._take_plans()
         self._follow()
 
@@ -224,10 +227,28 @@ class Controller:
         window = yield self._made(Phase.STEADY, 1, 0, looking, which)
         return self._learn_usual(looking, which, window)
 
-    def _at_baseline(self, why: str) -> Run:
-        """The framework's order at the highest clocks, until a plan that was begun is ready."""
-        if why:
-            self._note(f"{why}: at the highest clocks until there is another plan")
+    def _out_of_harm(self, why: str, *, reorder: bool) -> Run:
+        """The framework's order at the highest clocks, until there is another plan."""
+        late = self._latest_s / self._allowed_s() * (1 + self._limits.max_slowdown) - 1
+        self._slower = min(_MOST_SLOWER, self._slower + max(0.0, self._prediction_error()))
+        # A plan that fails again and again is not understood: each time it is left for longer.
+        self._harms = self._harms + 1 if self._windows - self._harmed_at < _CALM else 1
+        self._harmed_at = self._windows
+        stretches = 1 if self._harms <= _UNDERSTOOD else 2 ** min(self._harms, 10)
+        self._note(
+            f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
+            f"for {stretches * (BASELINE_ITERATIONS + 1)} iterations or more"
+        )
+        for _ in range(stretches):
+            yield from self._at_baseline()
+        self._replan(reorder=reorder)
+        while (plans := self._background.take()) is None:
+            window = yield self._command(Phase.BASELINE, self._top, 1)
+            self._learn(self._top, window)
+        self._adopt(plans[0])
+
+    def _at_baseline(self) -> Run:
+        """A few iterations of the framework's order at the highest clocks."""
         window = yield self._command(Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1)
         self._learn(self._top, window)
         self._measured_baseline(window)
@@ -260,6 +281,7 @@ class Controller:
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
         self._since_baseline += WINDOW
+        self._windows += 1
         return drift
 
     def _learn_usual(
@@ -297,17 +319,13 @@ class Controller:
                 return True
         return False
 
-    def _count_harm(self) -> None:
-        late_s = self._latest_s - self._allowed_s()
-        self._harm = (WINDOW, max(0.0, WINDOW * late_s))
-
     def _prediction_error(self) -> float:
         assert self.plan is not None
         assert self._baseline is not None
         own_s = self._baseline.today_s(self._own_predicted_s())
         plan = self._repriced(self.plan)
         predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
-        return self._steps.median_s / own_s / predicted - 1
+        return self._latest_s / own_s / predicted - 1
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -384,7 +402,6 @@ class Controller:
         same = self._running == running
         self._running = running
         note, self._notes = "; ".join(self._notes), []
-        harm, self._harm = self._harm, (0, 0.0)
         adopted, self._adopted = self._adopted, None
         return Command(
             phase,
@@ -396,7 +413,6 @@ class Controller:
             running[1],
             adopted,
             note,
-            harm,
         )
 
     def _note(self, text: str) -> None:

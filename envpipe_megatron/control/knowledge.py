@@ -312,6 +312,7 @@ class Knowledge:
     ) -> BoolArray:
         """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
         changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
+        changes[:, 0] = True  # where the order was changed, the first unit ran at the old one's
         arrives_s = np.full(frequency_mhz.shape, -np.inf)
         arrives_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1] + _SURELY * late_s, -np.inf)
         # The first unit's clock was asked for at the end of the iteration before.

@@ -21,8 +21,6 @@ from envpipe_megatron.core.schedule import Schedule
 _ENOUGH_S = 0.3
 #: In so many units at least: the first ones after a change of the clock do not count.
 _ENOUGH_UNITS = 3
-#: Units of each kind that are lifted to the highest clock: the first may begin at another.
-_LIFTED = 2
 #: A probe that would lose less time than this share of the iteration loses none.
 _NOTHING_LOST = 1e-4
 
@@ -63,27 +61,19 @@ def probe(schedule: Schedule, knowledge: Knowledge, clock_mhz: int, *, at_cost: 
 
 
 def lifted(schedule: Schedule, frequency_mhz: IntArray, knowledge: Knowledge) -> IntArray:
-    """A plan's clocks, with units of each kind on each stage at the highest clock.
+    """A plan's clocks, with a unit of each kind on each stage at the highest clock.
 
-    By these the job learns what units take at the highest clock today, and loses no time. Where a
-    stage has such units anyway, nothing is changed.
+    By these the job learns what units take at the highest clock today, and loses no time. The unit
+    before each is lifted too, as changes of the clock come late. They are those whose clocks are
+    nearest to the highest anyway; where a stage has such pairs in its plan, nothing is changed.
     """
-    top_mhz = int(knowledge.clocks_mhz[-1])
-    keys = knowledge.keys(schedule)
-    own_s = knowledge.durations_s(schedule, frequency_mhz)
-    path = LongestPath(schedule, own_s.ravel().tolist())
-    path.find_ends()
-    middle_s = np.array(path.end_s).reshape(keys.shape) - own_s / 2
-    clocks = frequency_mhz.copy()
-    for stage, own_keys in enumerate(keys):
-        at_top = clocks[stage] == top_mhz
-        needed = {
-            key: _LIFTED
-            for key in np.unique(own_keys[own_keys >= 0]).tolist()
-            if (at_top & (own_keys == key)).sum() < _LIFTED
-        }
-        if needed:
-            clocks[stage, _in_the_middle(middle_s[stage], own_keys, needed)] = top_mhz
+    keys, clocks = knowledge.keys(schedule), frequency_mhz.copy()
+    for own_keys, own in zip(keys, clocks, strict=True):
+        for key in np.unique(own_keys[own_keys >= 0]):
+            there = np.flatnonzero(own_keys[2:] == key) + 2  # the first runs at the plan's clock
+            if there.size:
+                best = there[(own[there] + own[there - 1]).argmax()]
+                own[[best - 1, best]] = int(knowledge.clocks_mhz[-1])
     return schedule.pair_clocks(clocks)
 
 

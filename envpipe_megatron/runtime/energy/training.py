@@ -127,7 +127,7 @@ class TrainingEnergy:
         self._lap = Interval()
         #: When the last lap ended, and where the counter was taken to stand then (J).
         self._lap_end: tuple[float, float] | None = None
-        #: Of batches whose baseline is to be measured, the warm-up.
+        #: Of batches whose baseline is to be measured, the warm-up or a stretch of `baseline`.
         self._warmups: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: What the steps of the present measurement are added to as well.
@@ -199,15 +199,19 @@ class TrainingEnergy:
         self.log.close()
 
     def settle_baseline(self, batch: str = "") -> None:
-        """Measure a batch's baseline, once its warm-up is over; on all ranks together, and once."""
-        if batch in self._settled:
+        """Measure a batch's baseline, once its warm-up is over; on all ranks together.
+
+        And again after each stretch of phase `baseline`: savings are against the job as it is.
+        """
+        first = batch not in self._settled
+        if not first and batch not in self._warmups:
             return
         self._settled.add(batch)
         own = measure_baseline(self._warmups.pop(batch, []), self._meter)
         mean, stages = self._over_gpus(own)
         if mean is not None:
             self._know_baseline(batch, BaselineEnergy(mean, stages, own))
-        elif self._collectives.is_planner:
+        elif first and self._collectives.is_planner:
             logger.info(
                 "The warm-up gave no baseline, so no saving is reported: after its slow first "
                 "steps it needs at least two more, lasting %.1f s together",
@@ -329,7 +333,7 @@ class TrainingEnergy:
         if self._measured is not None:
             self._measured.add(step)
         phase, batch = split_phase(step.phase)
-        if phase == Phase.WARMUP and batch not in self._settled:
+        if phase == Phase.BASELINE or (phase == Phase.WARMUP and batch not in self._settled):
             self._warmups.setdefault(batch, []).append(step)
 
     def _counter_j(self, time_s: float) -> float:

@@ -84,6 +84,7 @@ def _closed_loop(
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
     job.memory.learn(schedule, job.specs)
+    job.memory.watch = Watch.NOTHING
     yield from run_online(job, schedule, clocks, _facts(job), None, records)
 
 

@@ -369,7 +369,7 @@ class Session:
             record, ended, self._record = self._record, now.order.phase, None
             begin_s, notes = self.executor.now_s(), self.state.notes
             self._broken = True  # even if the phases raise
-            if ended is not Phase.WARMUP:
+            if ended not in (Phase.WARMUP, Phase.BASELINE):
                 self._energy.settle_baseline(now.name)
                 self._folder.keep_baselines(self._energy.baselines)
             now.order = now.phases.send(record)

@@ -260,6 +260,23 @@ def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
     assert summary["baseline"] == {**asdict(mean), "power_w": 100.0}
 
 
+def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
+    job = rank()
+    job.collectives.is_planner = True
+    for begin_s in (1.0, 2.0, 3.0):
+        job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    job.energy.settle_baseline()
+    assert job.energy.baselines[""].mean.time_s == pytest.approx(1.0)
+    job.step(Phase.STEADY, 4.0, 4.0, 5.0)
+    for begin_s in (5.0, 6.5, 8.0):
+        job.step(Phase.BASELINE, begin_s, begin_s, begin_s + 1.5)
+    job.energy.settle_baseline()
+    job.energy.settle_baseline()
+    renewed = job.energy.baselines[""].mean
+    assert (renewed.iterations, renewed.time_s) == (2, pytest.approx(1.5))  # without the first
+    assert len(job.described) == 2
+
+
 @pytest.mark.parametrize("planner", [True, False])
 def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planner):
     caplog.set_level(logging.INFO)
