@@ -59,7 +59,7 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
                         ran = run_job(
                             config, preset, forward_s, iterations=_ITERATIONS, replicas=number
                         )
-                        steady = ran.steady
+                        steady = min(ran.steady, _ITERATIONS - _STEADY)  # a sweep may go on
                         yield {
                             "GPU": name,
                             "stages": count,

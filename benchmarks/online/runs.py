@@ -33,8 +33,9 @@ class Ran:
 
     @property
     def steady(self) -> int:
-        """The first iteration of the steady phase."""
-        return [iteration.phase for iteration in self.job].index(Phase.STEADY)
+        """The first iteration of the steady phase; their number where there is none."""
+        phases = [iteration.phase for iteration in self.job]
+        return phases.index(Phase.STEADY) if Phase.STEADY in phases else len(phases)
 
     @property
     def profiled(self) -> int:

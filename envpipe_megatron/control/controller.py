@@ -55,7 +55,7 @@ _CALM, _UNDERSTOOD = 10, 2
 #: Plans are made faster than what is asked by this share at most.
 _MOST_SLOWER = 0.02
 #: What meters said counts this much less with each window, and after something has changed.
-_FADES, _FORGETS = 0.98, 0.02
+_FADES, _FORGETS = 0.98, 0.1
 
 Run: TypeAlias = Generator[Command | None, Window, None]
 #: Makes a plan from a profile, for an order or the best there is, to take so many times as long as

@@ -82,6 +82,8 @@ class Knowledge:
         self._errs: FloatArray = np.zeros_like(self.time_s)
         model = PowerModel(self.nodes_mhz, len(self.kinds))
         self._power_model = model
+        #: By stage, what was last found.
+        self._power_w: dict[int, FloatArray] = {}
         columns = (len(self.kinds) + 1) * NUM_NODES + 1
         self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
 
@@ -249,9 +251,12 @@ class Knowledge:
         keys = self._num_chunks * len(self.kinds)
         limit_mhz = self._limit_mhz[stage * keys : (stage + 1) * keys].max()
         power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz)
-        if not (power_w.max(axis=1) > 0).all():
+        # What was forgotten may be all that told one way of spending time from the others.
+        if (power_w.max(axis=1) > 0).all():
+            self._power_w[stage] = power_w
+        elif stage not in self._power_w:
             raise KnowledgeError(f"The energy counters of stage {stage} give no power")
-        return power_w
+        return self._power_w[stage]
 
     def valley_mhz(self, *, waiting: bool) -> float:
         """The lowest clock at which a stage's forward and backward take the least energy.

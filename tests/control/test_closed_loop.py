@@ -78,6 +78,14 @@ def test_replicas_follow_the_slowest_and_come_back(replicas):
     assert any(END <= at < END + FOUND_OUT for at, _ in ran.said)
 
 
+def test_a_job_that_changes_again_and_again_goes_on_saving():
+    faults = scripted("grows", BEGIN, 240, STAGES)
+    ran = run(iterations=220, faults=faults)
+    assert ran.job[-1].phase == "steady"
+    assert ran.saved(200, 220) > ran.saved(BEGIN - 10, BEGIN) - 0.015
+    assert ran.slower(BEGIN + FOUND_OUT, 220) < 0.005
+
+
 def test_hiccups_raise_no_alarm():
     ran = run(replicas=2, hiccups=0.01)
     calm = run(replicas=1)
