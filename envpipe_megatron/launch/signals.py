@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from types import TracebackType
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Python's handler of a signal that comes just before the main thread begins to wait in a system
+#: call runs after that call: the next signal interrupts it.
+_AGAIN_S = 1.0
 
 
 @contextmanager
@@ -39,7 +43,7 @@ class Signals:
         self.until_stdin_ends = until_stdin_ends
         self._actions: Iterator[Callable[[], None] | None] = repeat(None)
         self._over = threading.Lock()
-        self._is_over = False
+        self._is_over = self._is_taken = False
         self._handled = ExitStack()
 
     def call(self, first: Callable[[], None], again: Callable[[], None]) -> None:
@@ -63,6 +67,7 @@ class Signals:
         self._handled.close()
 
     def _take(self, number: signal.Signals) -> None:
+        self._is_taken = True
         action = next(self._actions)
         if action is None:
             raise SystemExit(128 + number)
@@ -71,6 +76,9 @@ class Signals:
     def _watch_stdin(self) -> None:
         while os.read(0, 4096):
             pass
-        with self._over:
-            if not self._is_over:
+        while not self._is_taken:
+            with self._over:
+                if self._is_over:
+                    return
                 os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_AGAIN_S)

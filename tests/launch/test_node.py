@@ -21,6 +21,7 @@ from agent_ranks import Nodes
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard.messages import GuardError, send
 from envpipe_megatron.launch import node
+from envpipe_megatron.launch import signals as launch_signals
 from envpipe_megatron.launch.agent import prometheus
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
@@ -303,6 +304,23 @@ def test_standard_input_that_ends_later_means_nothing(stdin, monkeypatch):
     os.close(stdin)
     watching.join(LONG_S)
     assert not killed
+
+
+def test_a_signal_that_came_just_before_the_main_thread_waited_is_sent_again(stdin, monkeypatch):
+    sent: list[int] = []
+    kill = os.kill
+
+    def kill_at_last(pid: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) == 2:  # the first is as good as not noticed
+            kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_at_last)
+    monkeypatch.setattr(launch_signals, "_AGAIN_S", 0.01)
+    with pytest.raises(SystemExit), Signals(until_stdin_ends=True):
+        os.close(stdin)
+        threading.Event().wait(LONG_S)
+    assert sent == [signal.SIGTERM] * 2
 
 
 def test_standard_input_is_not_watched_unless_asked_for():
