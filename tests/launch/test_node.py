@@ -282,15 +282,16 @@ def stdin() -> Iterator[int]:
     os.close(before)
 
 
-def test_the_end_of_standard_input_is_a_sigterm(stdin):
-    def end_it() -> None:
-        os.close(stdin)
-        threading.Event().wait(LONG_S)
+def end_it(stdin: int) -> None:
+    os.close(stdin)
+    threading.Event().wait(LONG_S)
 
+
+def test_the_end_of_standard_input_is_a_sigterm(stdin):
     with Signals(until_stdin_ends=True):
         os.write(stdin, b"x" * 5000)  # is passed over
         with pytest.raises(SystemExit) as ended:
-            end_it()
+            end_it(stdin)
     assert ended.value.code == 128 + signal.SIGTERM
 
 
@@ -318,8 +319,7 @@ def test_a_signal_that_came_just_before_the_main_thread_waited_is_sent_again(std
     monkeypatch.setattr(os, "kill", kill_at_last)
     monkeypatch.setattr(launch_signals, "_AGAIN_S", 0.01)
     with pytest.raises(SystemExit), Signals(until_stdin_ends=True):
-        os.close(stdin)
-        threading.Event().wait(LONG_S)
+        end_it(stdin)
     assert sent == [signal.SIGTERM] * 2
 
 
