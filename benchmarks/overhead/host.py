@@ -45,9 +45,10 @@ class HostExecutor:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def begin_unit(self) -> None:
+    def begin_unit(self) -> Completion:
         """Note the start."""
         self._starts.append(time.monotonic() - self._begin_s)
+        return Done()
 
     def end_unit(self) -> Completion:
         """Note the end, which has come."""
@@ -159,6 +160,7 @@ def _null_iterations(
         for _ in run.units:
             run.begin_unit()
             run.end_unit([message])
+        run.hand_over()
         run.end()
         found.append((time.perf_counter() - begin_s) / len(run.units))
 

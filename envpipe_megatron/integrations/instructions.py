@@ -232,7 +232,6 @@ class InstrumentedPipeline:
                     f"before the {run.next_unit.kind} {run.next_unit}",
                     remedy="Call instruction() for every forward and backward.",
                 )
-            self._job.session.close_iteration(run)
             self._job.session.end_step()
         self._in_step = False
 

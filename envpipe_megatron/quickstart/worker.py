@@ -104,7 +104,7 @@ class QuickstartRank:
                     digest = _digest(model)  # after as many steps as the baseline makes
         finally:
             session.close()
-        self._emit_result(run, session, executor, forward_backward, digest)
+        self._emit_result(run, session, executor, digest)
 
     def _session(
         self, run: str, policy: str, schedule: str, reconfigure: str
@@ -154,12 +154,11 @@ class QuickstartRank:
         run: str,
         session: Session,
         executor: EmulatedExecutor,
-        forward_backward: ForwardBackward,
         digest: str,
     ) -> None:
         baseline = RUNS[0][0]
         common = min(len(self.losses[run]), len(self.losses[baseline]))
-        record = forward_backward.last_record
+        record = session.last_record
         assert record is not None
         mine = {
             "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},

@@ -39,9 +39,6 @@ class Session:
         run.begin_unit, run.end_unit = begin_unit, end_unit
         return run
 
-    def close_iteration(self, run: Any) -> None:
-        self.told.append("close")
-
     def highest_clock(self) -> None:
         self.told.append("highest")
 
@@ -80,12 +77,11 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     stand_in = kept.KeptOrder(session, framework_function, order_of, M, 0, lambda own: own)
 
-    def call(letters: str = "FBFB", *, ends: bool = True, **more: Any) -> list[str]:
+    def call(letters: str = "FBFB", **more: Any) -> list[str]:
         arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
         assert stand_in(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
-        if ends:
-            stand_in.end_step()
+        stand_in.end_step()
         told, session.told = session.told, []
         return told
 
@@ -94,7 +90,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_first_iteration_is_megatrons_and_others_are_told_of(job: Any) -> None:
     assert job() == []
-    assert job() == ["open", "F0", "B0", "F1", "B1", "close"]
+    assert job() == ["open", "F0", "B0", "F1", "B1"]
 
 
 def test_forwards_alone_are_a_pause(job: Any) -> None:
@@ -105,10 +101,10 @@ def test_forwards_alone_are_a_pause(job: Any) -> None:
 def test_each_number_of_microbatches_has_an_order(job: Any) -> None:
     """As a batch grows and shrinks; another's clocks are not left for what is Megatron's alone."""
     assert job("FB") == []
-    assert job("FB") == ["open part", "F0", "B0", "close"]
+    assert job("FB") == ["open part", "F0", "B0"]
     assert job() == ["highest"]
-    assert job() == ["open", "F0", "B0", "F1", "B1", "close"]
-    assert job("FB") == ["open part", "F0", "B0", "close"]
+    assert job() == ["open", "F0", "B0", "F1", "B1"]
+    assert job("FB") == ["open part", "F0", "B0"]
     assert job("FBFBFB") == ["highest"]
     assert job("FBFBFB")[0] == "open part"
     assert job()[0] == "open"
@@ -121,12 +117,6 @@ def test_a_number_whose_units_come_otherwise_is_left_alone(job: Any) -> None:
     assert job()[0] == "open"
 
 
-def test_an_iteration_that_is_run_again_closes_the_one_before(job: Any) -> None:
-    job()
-    assert job(ends=False)[-1] == "B1"
-    assert job()[:2] == ["close", "open"]
-
-
 def test_units_in_another_order_are_left_alone_for_good(job: Any) -> None:
     assert job("FFBB") == []
     assert job() == []
@@ -134,8 +124,8 @@ def test_units_in_another_order_are_left_alone_for_good(job: Any) -> None:
 
 def test_units_that_come_otherwise_later_end_nothing(job: Any) -> None:
     job()
-    assert job("FFBB") == ["open", "F0", "highest", "B0", "F1", "B1", "close"]
-    assert job() == ["open", "F0", "B0", "F1", "B1", "close"]
+    assert job("FFBB") == ["open", "F0", "highest", "B0", "F1", "B1"]
+    assert job() == ["open", "F0", "B0", "F1", "B1"]
 
 
 COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
@@ -221,7 +211,6 @@ def test_calls_are_a_forward_a_backward_or_a_pair(overlapped: Any) -> None:
     assert [text for text in told if not text.startswith(("begin", "run"))] == [
         "open",
         *["F0", "F0.1", "F1+", "B0.1", "F1.1+", "B0", "B1.1", "B1"],
-        "close",
     ]
 
 

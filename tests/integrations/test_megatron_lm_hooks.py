@@ -218,7 +218,6 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> No
 
     session: Any = SimpleNamespace(
         open_iteration=note("open"),
-        close_iteration=note("close"),
         highest_clock=note("highest"),
         pause=note("pause"),
     )
@@ -231,8 +230,8 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> No
         steps(num_microbatches=1)
         steps.end_step()
     steps(forward_only=True)
-    assert told[:5] == ["open", "begin_unit", "train", "end_unit", "close"]
-    assert told[5:] == ["highest", "train", "pause", "train"]
+    assert told[:4] == ["open", "begin_unit", "train", "end_unit"]
+    assert told[4:] == ["highest", "train", "pause", "train"]
 
 
 def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(

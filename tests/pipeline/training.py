@@ -237,6 +237,8 @@ def _train(
     steady_steps = step = 0
     while True:
         clear_grads()
+        if session is not None:
+            session.begin_step()
         count = job.counts[step] if job.counts else job.microbatches
         reduced = call(
             forward_step_func=_forward_step,
@@ -250,8 +252,9 @@ def _train(
         if last:
             result.grads = _named_bits(chunks, _gradient)
         finish_step()
-        if stand_in is not None:
+        if session is not None and stand_in is not None:
             stand_in.end_step(skipped=False)
+            session.end_step()
         if job.evaluate_after == step:
             _evaluate(job, call, result)
         if last:
@@ -434,9 +437,10 @@ class _RecordingSession(Session):
         self._result = result
         self._num_chunks = num_chunks
 
-    def close_iteration(self, run: Any) -> Any:
+    def open_iteration(self, *args: Any, **kwargs: Any) -> Any:
+        run = super().open_iteration(*args, **kwargs)
         self._result.executed.append(run.executed)
-        return super().close_iteration(run)
+        return run
 
     def run_iteration(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
         return super().run_iteration(num_microbatches, spec, self._recording(make_work))

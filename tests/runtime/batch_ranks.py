@@ -54,7 +54,6 @@ def train_kept(
             while run.next_unit is not None:
                 run.begin_unit()
                 run.end_unit()
-            session.close_iteration(run)
             framework.end(0.3)
             steps.append((session.state.phase.value, tuple(run.frequencies_mhz)))
             reports.append(IntervalReport.gather(session))

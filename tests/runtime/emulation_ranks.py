@@ -43,13 +43,14 @@ def run_plan(
     records = []
     try:
         for _ in range(steps):
-            record = session.run_iteration(
+            session.run_iteration(
                 microbatches,
                 plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(
                     schedule, rank, lambda unit: time.sleep(jitter.expovariate(1 / 0.0005))
                 ),
             )
+            record = session.last_record
             records.append(
                 {
                     "iteration_time_s": record.iteration_time_s,

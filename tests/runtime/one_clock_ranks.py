@@ -50,7 +50,6 @@ def train_unseen(
             run = session.open_iteration(order, plain_stages.SPECS)
             run.begin_unit()
             run.end_unit()
-            session.close_iteration(run)
             session.end_step()
             requested[session.state.phase.value].add(gpu.requested_frequency_mhz)
         state = session.state

@@ -77,6 +77,7 @@ class Framework:
         )
 
     def end(self, optimizer_s: float) -> None:
+        self.session.executor.meet()  # for the norm of all gradients
         self.idle(optimizer_s)
         self.session.end_step()
         self._end = self._now()

@@ -26,7 +26,6 @@ from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.job.session import Session
 
 
@@ -54,8 +53,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
-    #: Record of the last step that the session executed.
-    last_record: StageRecord | None
 
     @property
     def session(self) -> Session:
@@ -77,7 +74,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
         session.end_step()
-        if self.last_record is None and not self.was_step_applied():
+        if not session.executed and not self.was_step_applied():
             # The optimizer's state, and so its memory, is allocated at the first one that is.
             self._own_steps_left += 1
         every = self.steps_per_print()
@@ -95,7 +92,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's, but an UnsupportedEngineError in training: the plan is for one size."""
-        if self.last_record is not None and train_batch_size != self.train_batch_size():
+        if self._job.session.executed and train_batch_size != self.train_batch_size():
             raise UnsupportedEngineError(
                 "EnvPipe keeps the batch size that training began with",
                 value=train_batch_size,
@@ -130,12 +127,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             super()._exec_schedule(pipe_schedule)
             self._specs = self._learned_specs()
             return
-        if self.last_record is None:
+        if not self._job.session.executed:
             check_units(self)
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
-        self.last_record = self._job.session.run_iteration(
+        self._job.session.run_iteration(
             self.micro_batches, self._specs, lambda schedule: _Units(self)
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
@@ -217,7 +214,6 @@ def adopt(
     engine._job = job
     engine._own_steps = engine._own_steps_left = own_steps
     engine._tells = tells
-    engine.last_record = None
     return engine
 
 

@@ -35,7 +35,6 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.job.session import Session
 
 Tensors = list[torch.Tensor | None]
@@ -69,7 +68,6 @@ class ForwardBackward:
         if framework_iterations is None:
             framework_iterations = 2 if torch.cuda.is_available() else 0
         self._framework_iterations_left = framework_iterations
-        self.last_record: StageRecord | None = None
 
     def __call__(
         self,
@@ -168,9 +166,7 @@ class ForwardBackward:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        self.last_record = self._session.run_iteration(
-            num_microbatches, StageSpecs.alike(spec), make_work
-        )
+        self._session.run_iteration(num_microbatches, StageSpecs.alike(spec), make_work)
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:
@@ -194,7 +190,7 @@ class ForwardBackward:
         If it skipped, and nothing else has run yet, megatron-core's own function runs once more:
         optimizer state, and so its memory, is allocated at the first step that is not skipped.
         """
-        if skipped and self.last_record is None:
+        if skipped and not self._session.executed:
             self._framework_iterations_left += 1
 
     def _check_ranks(self, groups: ProcessGroupCollection) -> None:

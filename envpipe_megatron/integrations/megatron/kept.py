@@ -50,7 +50,8 @@ class KeptOrder:
     without EnvPipe: at the highest clock, should iterations of another number have set a lower one.
 
     Args:
-        session: gets an iteration for each call but the first.
+        session: gets an iteration for each call but the first. It reads an iteration's times when
+            the optimizer has stepped: a host that waits between units and optimizer costs time.
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
         full_microbatches: number of a batch of full size.
@@ -74,7 +75,6 @@ class KeptOrder:
         self._on_all = on_all
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
-        self._run: StageRun | None = None
 
     def begin_step(self) -> None:
         """A training step begins."""
@@ -84,7 +84,6 @@ class KeptOrder:
         if arguments.get("forward_only"):
             self._session.pause()
             return self._framework_function(**arguments)
-        self.end_step()  # Megatron may run an iteration again before its step ends
         count = arguments["num_microbatches"]
         order = self._orders.get(count)
         if order is None:
@@ -94,7 +93,7 @@ class KeptOrder:
             return self._framework_function(**arguments) if known else self._first(arguments)
         specs = StageSpecs.alike(_message(arguments))
         full = count == self._full_microbatches
-        self._run = run = self._session.open_iteration(order, specs, full_batch=full)
+        run = self._session.open_iteration(order, specs, full_batch=full)
         followed = _Followed(run, self._session.highest_clock)
         with _told_of_units(followed):
             losses = self._framework_function(**arguments)
@@ -102,13 +101,7 @@ class KeptOrder:
         return losses
 
     def end_step(self, *, skipped: bool = False) -> None:
-        """The optimizer has stepped: read the iteration's times, for which the device is waited.
-
-        Not before, since a host that waits between units and optimizer would cost time.
-        """
-        run, self._run = self._run, None
-        if run is not None:
-            self._session.close_iteration(run)
+        """The optimizer has stepped."""
 
     def _first(self, arguments: dict[str, Any]) -> list[Any]:
         seen = _Recorded()
@@ -176,7 +169,6 @@ class WholeSteps:
         run, self._run = self._run, None
         if run is not None:
             run.end_unit()
-            self._session.close_iteration(run)
 
 
 @dataclass(frozen=True)

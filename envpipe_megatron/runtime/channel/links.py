@@ -129,7 +129,14 @@ class _Maker:
         one_sided = ["one-sided copies"] * (len(obstacles) < len(self._boundaries))
         about = "; ".join([*by_nccl, *one_sided])
         return P2PChannel(
-            self._ranks, self._stage, carriers, side=side, capacity=capacity, about=about
+            self._ranks,
+            self._stage,
+            carriers,
+            side=side,
+            capacity=capacity,
+            # NCCL's watchdog ends a transfer whose neighbour is silent for too long.
+            lets_go=not obstacles.keys().isdisjoint(self._own),
+            about=about,
         )
 
     def _after(self, boundary: int) -> int:

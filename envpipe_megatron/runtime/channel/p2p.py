@@ -36,6 +36,7 @@ class P2PChannel:
         carriers: to the neighbour that each kind comes from; the other kind goes there.
         side: what all one-sided carriers of this rank share, if there are any.
         capacity: limit by which orders that need a deeper channel are refused or lowered.
+        lets_go: whether a stream may go on behind a message that never came.
         about: what carries messages between which stages, and why, for the user.
     """
 
@@ -47,6 +48,7 @@ class P2PChannel:
         *,
         side: PutSide | None = None,
         capacity: int | None = None,
+        lets_go: bool = False,
         about: str = "",
     ) -> None:
         #: The global rank of each stage.
@@ -57,6 +59,8 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
+        #: Then a host waits for its last input before it hands over what follows the units.
+        self.lets_go = lets_go
         self.about = about
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
@@ -118,7 +122,9 @@ class P2PChannel:
         self._carriers[opposite(unit.kind)].send(unit, payload)
 
     def end_step(self) -> None:
-        """Check that no message was lost or left over; on a GPU, its stream has come to the end.
+        """Check that no message was lost or left over.
+
+        The device may be behind; but where the channel `lets_go`, it has got the last input.
 
         Raises:
             ChannelError: a neighbour is gone, or the schedule did not take all messages.

@@ -99,7 +99,7 @@ class TransferCarrier:
             self._sent.popleft()
 
     def end_step(self) -> int:
-        """As `Carrier`'s; on a GPU, the stream has come to the step's end.
+        """As `Carrier`'s; on a GPU, the stream has got the step's last input.
 
         Go no further with messages that never came: NCCL's watchdog ends a transfer whose neighbour
         is silent for too long, and the stream goes on with whatever memory held. The host, which

@@ -98,7 +98,7 @@ class EmulatedExecutor:
         self._anchor_s = self._wall_begin_s - self._begin_s
         self._gpu.anchor(self._anchor_s)
 
-    def begin_unit(self) -> None:
+    def begin_unit(self) -> Completion:
         """The input is there; the real computation starts.
 
         Raises CollectivesError if the stage that sends the input is gone or silent.
@@ -111,6 +111,7 @@ class EmulatedExecutor:
                 tag = _tag(self._units[position])
                 self._ready_s = self._collectives.pipeline.receive(source, tag)
         self._real_start_s = time.monotonic()
+        return Done()
 
     def end_unit(self) -> Completion:
         """The real computation is done: take the unit's modelled time, and sleep until its end."""
@@ -144,7 +145,9 @@ class EmulatedExecutor:
         """The iteration ends on all stages when the slowest has ended."""
         # The request after the last unit belongs to its end, whenever its thread gets to it.
         self._settle_clock()
-        end_s = self.meet()
+        # What has followed the units since, such as an optimizer, is not the iteration's.
+        end_s = self._collectives.latest(self._begin_s + self._ends[-1])
+        self._gpu.advance_to(end_s)
         return make_record(
             self._starts,
             self._ends,

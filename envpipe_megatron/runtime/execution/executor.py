@@ -41,7 +41,7 @@ class StageRecord:
             input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
-        wall_time_s: the iteration's on the host's clock.
+        wall_time_s: on the host's clock, until the times were read.
     """
 
     start_s: FloatArray
@@ -68,8 +68,8 @@ class Executor(Protocol):
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Start an iteration; all stages of the pipeline do so together."""
 
-    def begin_unit(self) -> None:
-        """The next unit's input is there (or will be, in stream order)."""
+    def begin_unit(self) -> Completion:
+        """The next unit's input is there, or comes in stream order; returns what is true then."""
 
     def end_unit(self) -> Completion:
         """The unit's work has been handed over; returns what becomes true when it has ended."""
@@ -102,7 +102,7 @@ def same_device() -> Callable[[], None]:
 
 
 class CudaExecutor:
-    """CUDA events around each unit; the host waits at the end of an iteration, if at all.
+    """CUDA events around each unit; the host waits when it reads them, if at all.
 
     Events are used again in the iteration after the next: the clock controller's thread may be a
     few units behind, never an iteration.
@@ -124,9 +124,10 @@ class CudaExecutor:
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
-    def begin_unit(self) -> None:
+    def begin_unit(self) -> Completion:
         """Record the start after the receive that the stream waits for."""
         self._starts.append(self._record())
+        return self._starts[-1]
 
     def end_unit(self) -> Completion:
         """Record the end."""
@@ -136,19 +137,17 @@ class CudaExecutor:
     def end_iteration(self) -> StageRecord:
         """Read the events, once the last unit has ended.
 
-        A framework that runs units itself has stepped its optimizer since, so mostly it has. Then
-        the host does not wait for all that the stream holds now, which would take away its lead,
-        but for a look at the clock twice a minute.
+        The optimizer has mostly stepped since, and so has the last unit ended. Then the host does
+        not wait for all that the stream holds now, which would take away its lead, but for a look
+        at the clock twice a minute.
         """
         last = self._ends[-1]
         ended = last.query()  # type: ignore[no-untyped-call]  # torch's
         if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
-            new = self._new_event()
             if ended:
-                new.record(self._stream)
-                self._seen = new
-            else:  # it is kept, and recorded no more
-                self._events[self._recorded - 1], self._seen = new, last
+                self._seen.record(self._stream)
+            else:  # it is kept, and the one before is recorded in its place
+                self._events[self._recorded - 1], self._seen = self._seen, last
             self._seen.synchronize()
             self._seen_s = time.monotonic()
             begin_s = self._seen_s - self._begin.elapsed_time(self._seen) / 1e3

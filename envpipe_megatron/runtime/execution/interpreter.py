@@ -8,7 +8,6 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 
@@ -25,8 +24,8 @@ class StageWork(Protocol):
         """The unit's output is in the channel: what only it needed may be freed."""
 
 
-def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> StageRecord:
-    """Execute one stage's order of a schedule once, and return the times measured.
+def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> None:
+    """Execute one stage's order of a schedule once; `run.end` tells the times measured.
 
     Raises ChannelError if a neighbour is gone or silent.
     """
@@ -38,4 +37,4 @@ def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> S
         run.end_unit(outputs)
         del inputs, outputs  # they would take memory from the next unit
         work.sent(unit)
-    return run.end()
+    run.hand_over()

@@ -9,7 +9,7 @@ import torch
 from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 
@@ -17,8 +17,9 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 class StageRun:
     """Times each unit, carries its messages, and requests the next one's clock for when it ends.
 
-    The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`; they raise
-    ChannelError if a neighbour is gone or silent, or the channel cannot carry the messages.
+    The calls are `begin`, for each unit `begin_unit` and `end_unit`, where there is a channel
+    `hand_over`, and `end`; they raise ChannelError if a neighbour is gone or silent, or the channel
+    cannot carry the messages.
 
     Args:
         request: requests a clock in MHz for when something is complete.
@@ -48,6 +49,7 @@ class StageRun:
         successors = order.schedule.cross_successor.reshape(order.schedule.num_stages, -1)[stage]
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
         self._sends: list[bool] = (successors >= 0).tolist()
+        self._last_input: Completion = Done()
 
     @property
     def next_unit(self) -> Unit | None:
@@ -70,7 +72,9 @@ class StageRun:
         inputs = None
         if self._channel is not None and self._receives[position]:
             inputs = self._channel.receive(self.units[position])
-        self._executor.begin_unit()
+        begun = self._executor.begin_unit()
+        if self._receives[position]:
+            self._last_input = begun
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
@@ -86,10 +90,14 @@ class StageRun:
         if self._channel is not None and self._sends[position]:
             self._channel.send(unit, outputs)
 
-    def end(self) -> StageRecord:
-        """All units have been handed over: wait for the last, and read the times."""
-        if self._channel is None:
-            return self._executor.end_iteration()
-        record = self._channel.unless_lost(self._executor.end_iteration)
+    def hand_over(self) -> None:
+        """All units have been handed over: what follows them may be, too."""
+        assert self._channel is not None
+        if self._channel.lets_go:
+            self._channel.unless_lost(self._last_input.synchronize)
         self._channel.end_step()
-        return record
+
+    def end(self) -> StageRecord:
+        """Wait for the last unit, and read the times."""
+        read = self._executor.end_iteration
+        return read() if self._channel is None else self._channel.unless_lost(read)

@@ -49,9 +49,10 @@ class Session:
     the framework's own order and no rank requests a clock; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
-    `pause` before anything that is not training. One that only calls `run_iteration` is billed
-    without what surrounds the units of a phase's last iteration. A framework that runs its units
-    itself, in its own order, calls `open_iteration` and `close_iteration` instead.
+    `pause` before anything that is not training. Times are read in `end_step`, so that the
+    optimizer is launched without a wait for the device. One that only calls `run_iteration` waits
+    there, and is billed without what surrounds the units of a phase's last iteration. A framework
+    that runs its units itself, in its own order, calls `open_iteration` instead.
 
     Args:
         gpu: as `rank_gpu.open_rank_gpu` opens it.
@@ -149,8 +150,10 @@ class Session:
             self.describe_job,
         )
         self._batches = Batches(self.state)
-        #: The last iteration's record, which the phases have not got yet.
-        self._record: StageRecord | None = None
+        #: The last iteration whose times are read; the phases get it when the next one begins.
+        self.last_record: StageRecord | None = None
+        #: The iteration whose times are not read yet.
+        self._unread: StageRun | None = None
         self._step_begun = False
         self._broken = False
         self._closed = False
@@ -179,13 +182,14 @@ class Session:
 
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin a training step: `iteration` may go back after a restart; by default, one more."""
+        self.close_iteration()
         self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
         self._step_begun = True
         self._energy.begin_step()
 
     def run_iteration(
         self, num_microbatches: int, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
-    ) -> StageRecord:
+    ) -> None:
         """Execute one training iteration in the job's present phase.
 
         If a phase has ended, the work between two phases (measurements, planning) comes first.
@@ -195,17 +199,23 @@ class Session:
                 an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
+        in_step = self._step_begun
         run = self._open(num_microbatches, specs, None, self._channel, "")
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
-        return self._close(run, execute(schedule, self._stage, work, run))
+        execute(schedule, self._stage, work, run)
+        self._memory.units_ended()
+        self._unread = run
+        if not in_step:
+            self.close_iteration()
 
     def open_iteration(
         self, kept_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
     ) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
-        The number of microbatches may change: see `batches`.
+        No message of the framework is under way in `end_step`, where its times are read. The number
+        of microbatches may change: see `batches`.
 
         Args:
             kept_order: the framework's own order of units, the same in every iteration of as many
@@ -217,11 +227,29 @@ class Session:
         count = kept_order.num_microbatches
         run = self._open(count, specs, kept_order, None, "" if full_batch else f"m{count}")
         run.begin()
+        self._unread = run
         return run
 
-    def close_iteration(self, run: StageRun) -> StageRecord:
-        """End an open iteration: all units have run, no message of the framework is under way."""
-        return self._close(run, run.end())
+    def close_iteration(self) -> None:
+        """Read the times of an iteration of which all units have run, if they are not read yet.
+
+        Raises ChannelError if a neighbour is gone or silent.
+        """
+        run = self._unread
+        if run is None or run.next_unit is not None:
+            return
+        self._unread = None
+        record = self.last_record = run.end()
+        self._broken = False
+        assert self._batches.now is not None
+        phase = phase_in_batch(run.order.phase, self._batches.now.name)
+        receives = run.order.schedule.receives[self._stage]
+        self._energy.add(phase, self.state.iteration, record, receives)
+        # Once control has ended, requests are dropped.
+        controlled = self._controlled and self.clock.error is None
+        clocks_mhz = run.frequencies_mhz if controlled else None
+        self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
+        self.state.iterations.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.
@@ -235,14 +263,17 @@ class Session:
     def end_step(self) -> None:
         """End the last iteration's step, after the optimizer, whose energy counts to this step.
 
-        If no iteration was run since `begin_step`, the framework ran the step by itself, which is
-        billed as phase `framework`.
+        The host waits for the last unit, if the optimizer has not. If no iteration was run since
+        `begin_step`, the framework ran the step by itself, which is billed as phase `framework`.
+        Raises ChannelError if a neighbour is gone or silent.
         """
+        self.close_iteration()
         self._energy.end_step(self.state.iteration)
         self._step_begun = False
 
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
+        self.close_iteration()
         self._energy.pause()
         self.highest_clock()
 
@@ -324,6 +355,7 @@ class Session:
         channel: P2PChannel | None,
         name: str,
     ) -> StageRun:
+        self.close_iteration()
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
@@ -331,23 +363,9 @@ class Session:
         self.state.phase = order.phase
         self._broken = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
+        self.executed = run.executed
         self._request(run.frequencies_mhz[0], Done())
         return run
-
-    def _close(self, run: StageRun, record: StageRecord) -> StageRecord:
-        self._broken = False
-        self._record, self.executed = record, run.executed
-        self._memory.units_ended()
-        assert self._batches.now is not None
-        phase = phase_in_batch(run.order.phase, self._batches.now.name)
-        receives = run.order.schedule.receives[self._stage]
-        self._energy.add(phase, self.state.iteration, record, receives)
-        # Once control has ended, requests are dropped.
-        controlled = self._controlled and self.clock.error is None
-        clocks_mhz = run.frequencies_mhz if controlled else None
-        self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
-        self.state.iterations.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
-        return record
 
     def _next_order(
         self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None, name: str
@@ -365,14 +383,14 @@ class Session:
                 value=num_microbatches,
                 remedy="Keep the global batch size constant (no batch-size ramp-up).",
             )
-        if now is not None and self._record is not None:
-            record, ended, self._record = self._record, now.order.phase, None
+        if now is not None and self.last_record is not None:
+            ended = now.order.phase
             begin_s, notes = self.executor.now_s(), self.state.notes
             self._broken = True  # even if the phases raise
             if ended not in (Phase.WARMUP, Phase.BASELINE):
                 self._energy.settle_baseline(now.name)
                 self._folder.keep_baselines(self._energy.baselines)
-            now.order = now.phases.send(record)
+            now.order = now.phases.send(self.last_record)
             if self.state.notes != notes:
                 self.describe_job({"notes": list(self.state.notes)})
             if now.order.phase is not ended:

@@ -170,6 +170,7 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     job = MadeUpJob(monkeypatch, stages, backend="gloo")
     for stage, channel in enumerate(job.channels()):
         assert (channel.ranks, channel.capacity) == (list(range(stages)), None)
+        assert not channel.lets_go
         assert channel.about == ""
         hops = {
             (way, kind, (stage + step) % stages)
@@ -233,6 +234,7 @@ def test_over_few_hardware_queues_one_receive_is_posted_ahead(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     for channel in job.channels(carrier=carrier):
         assert channel.capacity == capacity
+        assert channel.lets_go
         assert channel.about.startswith("NCCL between stages 0 and 1")
         assert channel.about.endswith(f"(asked for: {carrier})")
         (made,) = channel._carriers.values()
@@ -245,8 +247,8 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     job = MadeUpJob(monkeypatch, 3, pipelines=2)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     channels = job.channels(num_chunks=1 + wraps)
-    assert {(channel.about, channel.capacity) for channel in channels} == {
-        ("one-sided copies", None)
+    assert {(channel.about, channel.capacity, channel.lets_go) for channel in channels} == {
+        ("one-sided copies", None, False)
     }
     assert not job.groups
     assert {id(channel._side) for channel in channels} == {id(side) for side in job.watched}
@@ -296,6 +298,7 @@ def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
         pairs = [(b, b + 1) for b in range(3) if b != boundary]
         assert by_puts == {a + b - stage for a, b in pairs if stage in (a, b)}
         assert len(channel._carriers) == 1 + (0 < stage < 3)
+        assert channel.lets_go == (stage in (boundary, boundary + 1))
     assert len(job.watched) == sum(channel._side is not None for channel in channels)
 
 

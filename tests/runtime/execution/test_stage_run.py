@@ -24,12 +24,22 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 
+class Event(str):
+    """Stands for a unit's end; waiting for it is noted."""
+
+    calls: list[Any]
+
+    def synchronize(self) -> None:
+        self.calls.append(f"{self} has come")
+
+
 class Parts:
     """Executor, channel, clock and work of one stage, which note how they are called."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lets_go: bool = False) -> None:
         self.calls: list[Any] = []
         self.ended = 0
+        self.lets_go = lets_go
 
     def begin_step(self, schedule: Schedule, specs: Any) -> None:
         self.calls.append(("begin step", schedule.name, specs))
@@ -41,12 +51,18 @@ class Parts:
         self.calls.append(("receive", str(unit)))
         return [torch.tensor(float(self.ended))]
 
-    def begin_unit(self) -> None:
+    def begin_unit(self) -> Event:
         self.calls.append("unit")
+        return self._event(f"input {self.ended + 1}")
 
-    def end_unit(self) -> str:
+    def end_unit(self) -> Event:
         self.ended += 1
-        return f"event {self.ended}"
+        return self._event(f"event {self.ended}")
+
+    def _event(self, text: str) -> Event:
+        event = Event(text)
+        event.calls = self.calls
+        return event
 
     def request(self, frequency_mhz: int, after: Any) -> None:
         self.calls.append((frequency_mhz, after))
@@ -93,7 +109,7 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
     parts: Any = Parts()
     schedule = builders.one_f_one_b(2, 2)
     run = run_of(schedule, 0, parts, parts)
-    assert execute(schedule, 0, parts, run) == "record"
+    execute(schedule, 0, parts, run)
     assert run.executed == ["F0", "F1", "B0", "B1"]
     assert parts.calls == [
         ("begin step", "1f1b", SPECS),
@@ -118,10 +134,22 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         ("backward", "B1", [3.0]),
         (0, "event 4"),  # for the next iteration's first
         ("sent", "B1", [None, None]),
-        "wait",
-        "end",
         "end step",
     ]
+    parts.calls.clear()  # an optimizer is handed over
+    assert run.end() == "record"
+    assert parts.calls == ["wait", "end"]
+
+
+@pytest.mark.parametrize(("stage", "last"), [(0, 4), (1, 3)])
+def test_where_a_channel_lets_go_nothing_follows_units_whose_input_may_never_come(stage, last):
+    """The last stage's last unit has none."""
+    parts: Any = Parts(lets_go=True)
+    schedule = builders.one_f_one_b(2, 2)
+    run = run_of(schedule, stage, parts, parts)
+    execute(schedule, stage, parts, run)
+    assert parts.calls[-3:] == ["wait", f"input {last} has come", "end step"]
+    assert run.end() == "record"
 
 
 def test_units_of_a_framework_are_timed_without_messages():

@@ -15,6 +15,7 @@ from plain_stages import SPECS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -131,7 +132,7 @@ class World:
     def session(self, config: SessionConfig | None = None, **options: Any) -> Session:
         self.collectives = Collectives(0, self.pipeline, [], 1)
         self.channel: Any = Noted("channel", self.calls)
-        self.channel.ranks = [4]
+        self.channel.ranks, self.channel.lets_go = [4], False
         self.channel.unless_lost = lambda wait: wait()
 
         def make_executor(settle: Any) -> Any:
@@ -169,8 +170,8 @@ def order(phase: Phase, first_mhz: int) -> IterationOrder:
     return IterationOrder(phase, SCHEDULE, clocks)
 
 
-def run(session: Session, microbatches: int = 2) -> Any:
-    return session.run_iteration(microbatches, SPECS, lambda schedule: Work())
+def run(session: Session, microbatches: int = 2) -> None:
+    session.run_iteration(microbatches, SPECS, lambda schedule: Work())
 
 
 def requests(calls: list[Any]) -> list[int]:
@@ -202,7 +203,9 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert (session.state.iteration, session.executed) == (-1, [])
     world.taken()
     session.begin_step()
-    assert run(session) is RECORD
+    run(session)
+    world.calls.append(("optimizer",))
+    session.end_step()
     calls = world.taken()
     assert requests(calls) == [1410, 1005, 1200, 1005, 1410]
     first, *others = (call for call in calls if call[0] == "clock.request")
@@ -212,16 +215,18 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert billed(calls) == [
         ("energy.begin_step",),
         ("memory.units_ended",),
+        ("optimizer",),
         ("energy.add", Phase.WARMUP, 0, RECORD, RECEIVES),
         ("timeline.add", Phase.WARMUP, 0, RECORD, UNITS, clocks),
-    ]
-    assert session.executed == UNITS
-    session.end_step()
-    run(session)  # a framework that calls nothing else
-    assert billed(world.taken())[:3] == [
         ("energy.end_step", 0),
-        ("executor.now_s",),
-        ("memory.units_ended",),
+    ]
+    assert (session.executed, session.last_record) == (UNITS, RECORD)
+    run(session)  # a framework that calls nothing else
+    assert [call[0] for call in billed(world.taken())] == [
+        "executor.now_s",
+        "memory.units_ended",
+        "energy.add",
+        "timeline.add",
     ]
     assert session.state.iteration == 1
     session.begin_step(40)
@@ -265,10 +270,43 @@ def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
     with pytest.raises(SessionError, match="An earlier iteration failed"):
         session.open_iteration(SCHEDULE, SPECS)
     for _ in UNITS:
+        session.end_step()
+        assert session.last_record is None
         going.begin_unit()
         going.end_unit()
-    assert session.close_iteration(going) is RECORD
-    assert session.executed == UNITS
+    session.end_step()
+    assert (session.executed, session.last_record) == (UNITS, RECORD)
+
+
+def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
+    """Nobody waits for the device before; whatever follows finds them read."""
+    world.orders = [order(Phase.STEADY, 1410)] * 5
+    session = world.session()
+    world.channel.unless_lost = lambda wait: world.calls.append(("wait",)) or wait()
+    waits = [("wait",), ("executor.end_iteration",)]
+    following = session.end_step, session.pause, session.begin_step, lambda: run(session)
+    for number, follows in enumerate(following):
+        session.begin_step(number)
+        world.calls.clear()
+        run(session)
+        assert not any(call in waits for call in world.calls)
+        assert world.calls[-2:] == [("channel.end_step",), ("memory.units_ended",)]
+        world.calls.clear()
+        follows()
+        assert world.calls[:2] == waits
+        assert world.calls[2][:3] == ("energy.add", Phase.STEADY, number)
+
+
+def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
+    world.orders = [order(Phase.STEADY, 1410)] * 2
+    session = world.session()
+    session.begin_step()
+    run(session)
+    world.executor._gives["end_iteration"] = ChannelError("of a test")
+    with pytest.raises(ChannelError, match="of a test"):
+        session.end_step()
+    with pytest.raises(SessionError, match="An earlier iteration failed"):
+        run(session)
 
 
 def test_another_number_of_microbatches_is_refused(world):
