@@ -194,16 +194,17 @@ def corpus_data() -> str:
     return f"{arguments} --data-cache-path {{folder}}/cache"
 
 
-#: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways. The last but
-#: one run at level `order`; UNITS runs Megatron's own function and order, at level `units`.
+#: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways. UNITS runs
+#: Megatron's own function and order, at level `units`; LOOP what is planned meanwhile.
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE, UNITS = "stock", "off", "1f1b", "envpipe", "units"
+LOOP = "loop"
 #: Those of jobs that may run in another order than Megatron's, and of those that may not.
 ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The order that an arm runs by file."""
+    """The order that an arm runs by file; LOOP has no file, and starts from Megatron's."""
 
     mapping: Mapping
     num_microbatches: int
@@ -221,6 +222,11 @@ class Planned:
 
     def arguments(self, warmup_iterations: int) -> str:
         """EnvPipe's flags; `{folder}` and `{control}` are filled in when the job starts."""
+        if self.arm == LOOP:
+            return (
+                f"--envpipe --envpipe-baseline-steps {warmup_iterations} "
+                "--envpipe-gpu-control {control} --envpipe-output {folder}/envpipe"
+            )
         level = "units" if self.arm == UNITS else "order"
         scheduling = "ours" if self.arm == ENVPIPE else "1f1b"
         return (
@@ -233,6 +239,8 @@ class Planned:
 
     def write(self, folder: Path) -> None:
         """Write the files that `arguments` names."""
+        if self.arm == LOOP:
+            return
         frequencies = another_each_unit if self.arm == UNITS else envelope
         write_unmeasured_plan(self.schedule, folder, frequencies)
 

@@ -35,20 +35,20 @@ FLAGS: dict[str, dict[str, Any]] = {
         "choices": TYPES,
         "help": "baseline: measure, at the highest clock; uniform: each stage at its optimal "
         "clock, without a pipeline the whole job; envelope: highest on the outer envelope, optimal "
-        "inside; optimal: least energy by a linear program. Default: $ENVPIPE_TYPE, else envelope, "
-        "without a pipeline uniform.",
+        "inside; optimal: least energy by a linear program, corrected as long as the job runs. "
+        "Default: $ENVPIPE_TYPE, else optimal, without a pipeline uniform.",
     },
     "scheduling": {
         "choices": SCHEDULINGS,
         "help": "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else ours with "
-        "type envelope, auto with optimal, 1f1b with the others.",
+        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else auto with "
+        "type optimal, ours with envelope, 1f1b with the others.",
     },
     "reconfigure": {
         "choices": RECONFIGURES,
-        "help": "With type envelope, adjust clocks from measured iterations: greedy, balanced; "
-        "default: do not; optimal: the same as type optimal. Default: $ENVPIPE_RECONFIGURE, else "
-        "balanced with type envelope.",
+        "help": "With type envelope, which greedy and balanced stand for, adjust clocks from "
+        "measured iterations; default: do not; optimal: the same as type optimal. Default: "
+        "$ENVPIPE_RECONFIGURE, else balanced with type envelope.",
     },
     "max-in-flight": {
         "metavar": "N[,N...]|memory",
@@ -84,16 +84,17 @@ FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "End the job when the profile is written.",
     },
-    "closed-loop": {
+    "sweep": {
         "action": "store_true",
-        "help": "With type optimal: look at a few clocks in place of a sweep, plan beside "
-        "training, and correct the plan as long as the job runs.",
+        "help": "With type optimal: measure all clocks before planning, as the other types do, and "
+        "leave the plan as it is.",
     },
     "max-slowdown": {
         "type": float,
         "metavar": "PERCENT",
-        "help": "Where the whole job has one clock, and in a closed loop: how much longer steps "
-        "may take than at full clock. Default: 0, what cannot be measured; in a closed loop 0.5.",
+        "help": "How much longer steps may take than at full clock, where the whole job has one "
+        "clock (default 0: what cannot be measured), and with type optimal (0.5), before clocks go "
+        "up.",
     },
     "gpu-control": {
         "choices": GPU_CONTROLS,

@@ -38,6 +38,9 @@ from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 logger = logging.getLogger(__name__)
 
+#: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
+CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
+
 
 class JobError(EnvPipeError):
     """Ranks that were started differently, or a limit below what the pipeline needs."""
@@ -111,6 +114,9 @@ class Job:
     ) -> None:
         self.options = options
         self._one_clock = one_clock
+        slowdown = options.max_slowdown_percent
+        usual = 0.0 if one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
+        self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = placement.keeps_order
         self.say = say
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
@@ -157,8 +163,8 @@ class Job:
                 output_dir=options.output_dir,
                 min_dwell_s=options.min_dwell_s,
                 closed_loop=options.closed_loop and not one_clock,
-                max_slowdown_percent=options.max_slowdown_percent,
-                one_clock_slowdown_percent=options.max_slowdown_percent if one_clock else None,
+                max_slowdown_percent=self._max_slowdown_percent,
+                one_clock_slowdown_percent=self._max_slowdown_percent if one_clock else None,
                 gpu_preset=options.gpu_preset,
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
@@ -186,12 +192,15 @@ class Job:
         asked = (
             f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
         )
+        if options.closed_loop:
+            asked = (
+                f"order {options.scheduling}, optimal plans, corrected as the job runs, at most "
+                f"{self._max_slowdown_percent:g} % slower"
+            )
         if options.plan_file is not None:
             asked = f"the plan {options.plan_file}"
         if self._one_clock:
-            asked = (
-                f"one clock for the whole job, at most {options.max_slowdown_percent:g} % slower"
-            )
+            asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
         if control.backend is None:
             asked = (
                 "measuring alone, in the framework's order and at the clocks as they are, "

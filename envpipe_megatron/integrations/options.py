@@ -24,15 +24,12 @@ from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.planner import LIMITED_SCHEDULES, check_request
 from envpipe_megatron.policies.request import BY_MEMORY, SCHEDULE_ALIASES, PlannerError, PlanRequest
 
-#: What a type goes with if the user does not say; others go with 1F1B. EnvPipe in full is the
-#: default: its clocks follow what is measured in each iteration, so a profile that errs costs no
-#: time.
+#: What a type goes with if the user does not say; others go with 1F1B. The closed loop of optimal
+#: plans is the default: it follows what is measured, so what errs costs next to no time.
 _GOES_WITH = {
     "envelope": ("ours", "balanced"),
     "optimal": ("auto", "default"),
 }
-#: How much longer steps of a closed loop may take.
-CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Types that a job without a pipeline may have.
 _WITHOUT_PIPELINE = ("baseline", "uniform")
 
@@ -46,7 +43,8 @@ class Options:
     """The options of `flags.FLAGS`, checked, with defaults filled in.
 
     `policy` is the type. None as the level is the highest that the job can have; as the limit of
-    microbatches in flight it is no limit; as a file, folder or preset, none.
+    microbatches in flight it is no limit; as the slowdown, what is usual; as a file, folder or
+    preset, none.
     """
 
     level: Level | None
@@ -59,14 +57,20 @@ class Options:
     profile_file: Path | None
     plan_file: Path | None
     profile_only: bool
-    closed_loop: bool
-    max_slowdown_percent: float
+    sweep: bool
+    max_slowdown_percent: float | None
     gpu_control: str
     require_control: bool
     channel: str
     min_dwell_s: float
     output_dir: Path | None
     gpu_preset: str | None
+
+    @property
+    def closed_loop(self) -> bool:
+        """Whether plans are corrected as long as the job runs."""
+        as_it_stands = self.sweep or self.profile_only or self.plan_file is not None
+        return self.policy == "optimal" and not as_it_stands
 
     def request(self, num_microbatches: int) -> PlanRequest:
         """What to plan."""
@@ -103,7 +107,9 @@ def read_options(
     policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES)
     if args.envpipe_type is None and num_stages == 1 and policy not in _WITHOUT_PIPELINE:
         policy = "uniform"  # a site's variable is for its pipelines
-    policy = policy or "envelope"
+    if policy is None and args.envpipe_reconfigure in ("greedy", "balanced"):
+        policy = "envelope"
+    policy = policy or "optimal"
     # Of a variable that does not go with the flags, the flags win.
     fits = variables if args.envpipe_plan is None else {}
     scheduling = _chosen(args.envpipe_scheduling, fits, "ENVPIPE_SCHEDULING", SCHEDULINGS)
@@ -136,9 +142,6 @@ def read_options(
     output_dir = args.envpipe_output
     if output_dir is None and save_folder is not None:
         output_dir = Path(save_folder) / "envpipe"
-    slowdown = args.envpipe_max_slowdown
-    if slowdown is None:
-        slowdown = CLOSED_LOOP_SLOWDOWN_PERCENT if args.envpipe_closed_loop else 0.0
     options = Options(
         level=None if args.envpipe_level == AUTO else Level[args.envpipe_level.upper()],
         policy=policy,
@@ -152,8 +155,8 @@ def read_options(
         profile_file=_existing("--envpipe-profile", args.envpipe_profile, variables),
         plan_file=_existing("--envpipe-plan", args.envpipe_plan, variables),
         profile_only=args.envpipe_profile_only,
-        closed_loop=args.envpipe_closed_loop,
-        max_slowdown_percent=slowdown,
+        sweep=args.envpipe_sweep,
+        max_slowdown_percent=args.envpipe_max_slowdown,
         gpu_control=args.envpipe_gpu_control,
         require_control=args.envpipe_require_control,
         channel=args.envpipe_channel,
@@ -223,12 +226,9 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
             "Give --envpipe-profile too.",
         ),
         (
-            options.closed_loop
-            and (
-                options.policy != "optimal" or options.plan_file is not None or options.profile_only
-            ),
-            "--envpipe-closed-loop makes and corrects plans of --envpipe-type optimal",
-            "Use that type, without --envpipe-plan and --envpipe-profile-only.",
+            options.sweep and (options.policy == "baseline" or by_file),
+            "--envpipe-sweep measures all clocks, to plan",
+            "Use another type than baseline, without --envpipe-profile and -plan.",
         ),
         (
             options.profile_only and (by_file or options.output_dir is None),
@@ -265,7 +265,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
     for name, value, least in (
         ("--envpipe-baseline-steps", options.baseline_steps, 2),
         ("--envpipe-profile-steps", options.profile_steps, 1),
-        ("--envpipe-max-slowdown", options.max_slowdown_percent, 0),
+        ("--envpipe-max-slowdown", options.max_slowdown_percent or 0.0, 0),
         ("--envpipe-min-dwell-ms", options.min_dwell_s * 1e3, 0),
     ):
         if not least <= value < math.inf:

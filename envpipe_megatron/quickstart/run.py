@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from envpipe_megatron.console import say
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
@@ -34,8 +35,8 @@ from envpipe_megatron.quickstart.settings import (
 #: All that a quickstart leaves in its folder; the first marks the folder as its own.
 _FILES = (
     "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
-    "reconfigure.txt", "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
-    "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png",
+    "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
+    "timeline_baseline.png", "timeline_envpipe.png", "iterations.png", "energy_valley.png",
 )  # fmt: skip
 _EMULATED = "emulated"
 #: Folders that may be beside them: the emulated GPUs, and what `envpipe report` makes.
@@ -165,8 +166,6 @@ def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
             show.iteration(event)
         case "say":
             show.say(run, event["text"])
-        case "grid":
-            show.grid(event["text"])
         case "result":
             progressed.results[run] = event
             show.finished(run)
@@ -178,7 +177,6 @@ class _Shown:
     def __init__(self, progress: Progress, settings: Settings) -> None:
         self._progress = progress
         self._settings = settings
-        self._last_grid = ""
         self._tasks = {
             run: progress.add_task(run, total=None, note="", start=False) for run, *_ in RUNS
         }
@@ -187,22 +185,15 @@ class _Shown:
     def iteration(self, event: dict[str, Any]) -> None:
         task = self._tasks[event["run"]]
         self._progress.start_task(task)  # a repeated start changes nothing
+        shown = self._progress.tasks[task]
+        if shown.total is None and event["phase"] == Phase.STEADY:
+            total = shown.completed + self._settings.steady_iterations
+            self._progress.update(task, total=total)
         self._progress.update(task, advance=1, note=f"{event['phase']}, loss {event['loss']:.3f}")
 
     def say(self, run: str, text: str) -> None:
-        if text.startswith("steady"):
-            task = self._tasks[run]
-            done = self._progress.tasks[task].completed
-            self._progress.update(task, total=done + self._settings.steady_iterations)
-            if self._last_grid:
-                self._progress.console.print(self._last_grid, highlight=False, markup=False)
         if not text.startswith("warm-up"):
             self._progress.console.print(f"[dim]{run}: {escape(text)}[/dim]", highlight=False)
-
-    def grid(self, text: str) -> None:
-        # Every grid is in reconfigure.txt; the screen gets its headline, and the last one whole.
-        self._last_grid = text
-        self._progress.console.print(f"[dim]envpipe: {escape(text.splitlines()[0])}[/dim]")
 
     def stopping(self) -> None:
         self._progress.console.print("Interrupted: stopping the ranks (again: kill them)")

@@ -23,7 +23,6 @@ class Settings:
         forward_time_s: emulated time at the maximum clock of a forward of the first stage.
         backward_ratio: time of a backward over that of a forward.
         steady_iterations: compared iterations of each run.
-        profile_window_s: least time at each clock of the profile.
     """
 
     output_dir: str
@@ -41,10 +40,6 @@ class Settings:
     backward_ratio: float = 2.0
     steady_iterations: int = 20
     warmup_iterations: int = 3
-    settle_iterations: int = 1
-    measured_iterations: int = 2
-    measured_split_iterations: int = 2
-    profile_window_s: float = 1.0
 
     @property
     def model_name(self) -> str:
@@ -96,7 +91,7 @@ VOCABULARY = 256
 #: The two runs, as (name, type, scheduling, reconfiguring) in EnvPipe's words.
 RUNS = (
     ("baseline", "baseline", "1f1b", "default"),
-    ("envpipe", "envelope", "ours", "balanced"),
+    ("envpipe", "optimal", "auto", "default"),
 )
 
 

@@ -28,7 +28,6 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor, Fidelity
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -127,12 +126,7 @@ class QuickstartRank:
                     reconfigure=reconfigure,
                 ),
                 warmup_iterations=settings.warmup_iterations,
-                profiler=ProfilerSettings(
-                    settings.settle_iterations,
-                    settings.measured_iterations,
-                    settings.measured_split_iterations,
-                    settings.profile_window_s,
-                ),
+                closed_loop=policy == "optimal",
                 output_dir=self.output,
                 labels={"run": run, "emulated": True},
             ),
@@ -145,7 +139,6 @@ class QuickstartRank:
             ),
             self.collectives,
             say=lambda text: emit("say", run=run, text=text),
-            print_grid=lambda text: emit("grid", run=run, text=text),
         )
         return session, executors[0]
 
@@ -158,8 +151,6 @@ class QuickstartRank:
     ) -> None:
         baseline = RUNS[0][0]
         common = min(len(self.losses[run]), len(self.losses[baseline]))
-        record = session.last_record
-        assert record is not None
         mine = {
             "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},
             "units": executor.fidelity.units,
@@ -167,8 +158,6 @@ class QuickstartRank:
             "clock_error": str(session.clock.error or ""),
             "real_share_p99": float(np.quantile(executor.fidelity.real_shares, 0.99)),
             "clock_changes": session.clock.changes,
-            "start_s": record.start_s.tolist(),
-            "end_s": record.end_s.tolist(),
             "executed": session.executed,
             "losses": self.losses[run],
             "weights_sha256": digest,
@@ -188,8 +177,6 @@ class QuickstartRank:
                     for phase, time_s, wall_s in state.iterations
                 ],
                 schedule=state.plan.schedule.name if state.plan else "1f1b",
-                reconfigure_steps=state.reconfigure_steps,
-                reconfigure_ended=state.reconfigure_ended.value if state.reconfigure_ended else "",
                 times_trusted=Fidelity(
                     sum(stage["units"] for stage in stages),
                     sum(stage["overruns"] for stage in stages),

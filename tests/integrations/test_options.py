@@ -33,14 +33,16 @@ def read(*words: str, save: str | None = None, on_gpu: bool = True, **environmen
 @pytest.mark.parametrize(
     ("words", "scheduling", "reconfigure", "max_in_flight"),
     [
-        ((), "ours", "balanced", "memory"),
+        ((), "auto", "default", "memory"),
+        (("--envpipe-type", "envelope"), "ours", "balanced", "memory"),
+        (("--envpipe-reconfigure", "greedy"), "ours", "greedy", "memory"),
         (("--envpipe-type", "baseline"), "1f1b", "default", None),
         (("--envpipe-type", "uniform"), "1f1b", "default", None),
         (("--envpipe-type", "optimal"), "auto", "default", "memory"),
         (("--envpipe-reconfigure", "optimal"), "auto", "default", "memory"),
-        (("--envpipe-scheduling", "1f1b"), "1f1b", "balanced", None),
-        (("--envpipe-max-in-flight", "6"), "ours", "balanced", 6),
-        (("--envpipe-max-in-flight", "6,5,4,3"), "ours", "balanced", (6, 5, 4, 3)),
+        (("--envpipe-scheduling", "1f1b"), "1f1b", "default", None),
+        (("--envpipe-max-in-flight", "6"), "auto", "default", 6),
+        (("--envpipe-max-in-flight", "6,5,4,3"), "auto", "default", (6, 5, 4, 3)),
     ],
 )
 def test_what_is_not_given_goes_with_the_type(
@@ -50,6 +52,21 @@ def test_what_is_not_given_goes_with_the_type(
     assert (options.scheduling, options.reconfigure) == (scheduling, reconfigure)
     assert options.max_in_flight == max_in_flight
     assert options.request(8).num_microbatches == 8
+
+
+def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) -> None:
+    assert read().closed_loop
+    assert read("--envpipe-profile", __file__).closed_loop
+    for words in (
+        ("--envpipe-sweep",),
+        ("--envpipe-type", "envelope"),
+        PLANNED,
+        ("--envpipe-profile-only", "--envpipe-output", str(tmp_path)),
+    ):
+        assert not read(*words).closed_loop
+    for words in (PLANNED, ("--envpipe-type", "baseline")):
+        with pytest.raises(EnvPipeError, match="sweep measures all clocks"):
+            read("--envpipe-sweep", *words)
 
 
 def test_a_level_is_named_or_left_to_the_job() -> None:
@@ -63,7 +80,7 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
     def alone(*words: str) -> Options:
         return read_options(parsed(*words), {}, num_stages=1, on_gpu=True)
 
-    assert (alone().policy, alone().max_slowdown_percent) == ("uniform", 0.0)
+    assert (alone().policy, alone().max_slowdown_percent) == ("uniform", None)
     assert alone("--envpipe-max-slowdown", "2.5").max_slowdown_percent == 2.5
     assert alone("--envpipe-type", "baseline").policy == "baseline"
     for words in (
@@ -91,7 +108,7 @@ def test_environment_stands_for_flags_and_flags_win() -> None:
     options = read(**environment)
     assert (options.scheduling, options.reconfigure) == ("1f1b", "greedy")
     assert read("--envpipe-reconfigure", "default", **environment).reconfigure == "default"
-    assert read(ENVPIPE_TYPE="").policy == "envelope"
+    assert read(ENVPIPE_TYPE="").policy == "optimal"
 
 
 def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
@@ -117,7 +134,7 @@ def test_variables_for_pipelines_give_way_in_a_job_without_one() -> None:
 def test_refusals_name_the_options_of_megatron() -> None:
     for words in (
         ("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"),
-        ("--envpipe-scheduling", "auto"),
+        ("--envpipe-type", "envelope", "--envpipe-scheduling", "auto"),
         ("--envpipe-scheduling", "1f1b", "--envpipe-max-in-flight", "4"),
     ):
         with pytest.raises(EnvPipeError) as error:
@@ -158,7 +175,7 @@ def test_output_lies_beside_the_checkpoints() -> None:
     [
         (("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"), "envelope policy"),
         (("--envpipe-type", "uniform", "--envpipe-reconfigure", "optimal"), "--envpipe-type opt"),
-        (("--envpipe-scheduling", "auto"), "optimal policy"),
+        (("--envpipe-type", "envelope", "--envpipe-scheduling", "auto"), "optimal policy"),
         (("--envpipe-max-in-flight", "0"), "got '0'"),
         (("--envpipe-max-in-flight", "4,x"), "got '4,x'"),
         (("--envpipe-max-in-flight", "4,3"), "each of 4 stages"),

@@ -55,7 +55,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, channel, closed_loop, gpu"),
+        ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, channel, gpu"),
         ({"level": "units"}, "No such option.*'level'"),
         ({"reconfig": "greedy", "reconfigure": "greedy"}, "given twice.*'reconfigure'"),
         ({"min_dwell_ms": 1, "min-dwell-ms": 1}, "given twice"),

@@ -45,10 +45,6 @@ def short_settings(folder, **changes):
             "forward_time_s": 0.010,
             "steady_iterations": 2,
             "warmup_iterations": 2,
-            "settle_iterations": 1,
-            "measured_iterations": 1,
-            "measured_split_iterations": 1,
-            "profile_window_s": 0.0,
             **changes,
         }
     )

@@ -15,7 +15,6 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.drawing import gantt, plots, style
 
@@ -218,33 +217,6 @@ def test_the_caption_says_time_energy_memory_and_gpus(saved):
     caption = next(text for text in texts(saved(p)) if "iteration" in text)
     assert f"{p.timeline.end_s.max() + 2:.4g} s" in caption
     assert f"{p.cost.energy_j:,.0f} J (8 GPUs)" in caption
-
-
-def test_measured_times_are_drawn_from_their_own_start(saved):
-    p = plan(builders.one_f_one_b(2, 3))
-    start, end = 100 + 2 * p.timeline.start_s, 100 + 2 * p.timeline.end_s
-    figure = saved(p, start_s=start, end_s=end)
-    axes = figure.axes[0]
-    assert axes.get_xlim() == pytest.approx((0, 2 * p.cost.iteration_time_s))
-    assert len(axes.lines) == 0, "no critical path of measured times"
-    assert any("measured iteration" in text and "planned" in text for text in texts(figure))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda start, end: (start[:1], end),
-        lambda start, end: (start, None),
-        lambda start, end: (end, start),
-        lambda start, end: (start, np.where(end == end.max(), np.nan, end)),
-    ],
-    ids=["shape", "no ends", "backwards in time", "NaN"],
-)
-def test_unusable_measured_times_are_refused(tmp_path, change):
-    p = plan(builders.one_f_one_b(2, 3))
-    start, end = change(p.timeline.start_s, p.timeline.end_s)
-    with pytest.raises(EnvPipeError):
-        plots.plot_timeline(p, tmp_path / "x.png", title="Run", start_s=start, end_s=end)
 
 
 def test_valley_marks_optimum_and_highest_clock_of_each_stage(tmp_path):

@@ -18,7 +18,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
@@ -26,7 +26,6 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles
 from envpipe_megatron.report.drawing.style import (
     INK,
@@ -56,13 +55,11 @@ def plot_timeline(
     title: str,
     note: str | None = None,
     x_max_s: float | None = None,
-    start_s: ArrayLike | None = None,
-    end_s: ArrayLike | None = None,
     frequency_range_mhz: tuple[float, float] | None = None,
 ) -> None:
     """Write one iteration of a plan as a picture; the suffix of `path` chooses the format.
 
-    The path that sets the iteration time is dotted, unless times were measured.
+    The path that sets the iteration time is dotted.
 
     Args:
         plan: what ran or would run.
@@ -70,27 +67,21 @@ def plot_timeline(
         title: the headline.
         note: a further line under the caption.
         x_max_s: end of the time axis, so that two pictures share it; what is beyond is cut.
-        start_s: [num_stages, units_per_stage] measured starts; without them the plan's timeline.
-        end_s: measured ends, given together with `start_s`.
         frequency_range_mhz: ends of the colour scale. The default, from the profile's optimal to
             its highest frequency, is the same for all plans made from one profile.
-
-    Raises EnvPipeError if measured times do not fit the schedule.
     """
-    start, end = _times(plan, start_s, end_s)
-    measured = start_s is not None
-    dotted = not measured and not plan.schedule.forward_only
+    timeline = plan.timeline
     figure = order_figure(
         plan.schedule,
         plan.frequency_mhz,
-        start,
-        end,
+        timeline.start_s,
+        timeline.end_s,
         title=title,
-        caption=_caption(plan, float(end.max()) if measured else None),
+        caption=_caption(plan),
         note=note,
         x_max_s=x_max_s,
         frequency_range_mhz=frequency_range_mhz or default_frequency_range_mhz(plan),
-        critical_path=plan.timeline.critical_path() if dotted else (),
+        critical_path=() if plan.schedule.forward_only else timeline.critical_path(),
     )
     save_picture(figure, path)
 
@@ -210,34 +201,12 @@ def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
     axes.tick_params(colors=MUTED, labelsize=8)
 
 
-def _times(
-    plan: Plan, start_s: ArrayLike | None, end_s: ArrayLike | None
-) -> tuple[FloatArray, FloatArray]:
-    if start_s is None and end_s is None:
-        return plan.timeline.start_s, plan.timeline.end_s
-    start, end = np.asarray(start_s, dtype=float), np.asarray(end_s, dtype=float)
-    shape = plan.frequency_mhz.shape
-    if start.shape != shape or end.shape != shape:
-        raise EnvPipeError(
-            "Measured starts and ends must both be [num_stages, units_per_stage]",
-            value=(start.shape, end.shape),
-            remedy=f"The schedule is {shape[0]} x {shape[1]}.",
-        )
-    if not np.all(np.isfinite(start) & np.isfinite(end) & (end >= start)):
-        raise EnvPipeError("A measured unit ends before it starts, or is not measured at all")
-    begin = start.min()
-    return start - begin, end - begin
-
-
-def _caption(plan: Plan, measured_iteration_s: float | None) -> str:
+def _caption(plan: Plan) -> str:
     in_flight = ", ".join(f"{count:g}" for count in plan.schedule.microbatches_in_flight)
-    planned_s, gpus = plan.cost.iteration_time_s, plan.conditions.gpus_by_stage.sum()
-    time = f"iteration {planned_s:.4g} s"
+    gpus = plan.conditions.gpus_by_stage.sum()
     of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
     energy = f"{_figures(plan.cost.energy_j)} J ({of_gpus})"
-    if measured_iteration_s is not None:
-        time = f"measured iteration {measured_iteration_s:.4g} s (planned {planned_s:.4g})"
-        energy = f"planned {energy}"
+    time = f"iteration {plan.cost.iteration_time_s:.4g} s"
     return f"{time}  ·  energy {energy}  ·  peak in flight {in_flight}"
 
 
