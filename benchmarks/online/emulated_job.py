@@ -43,14 +43,30 @@ from envpipe_megatron.runtime.memory.peak import JobMemory
 class Conditions:
     """What is the matter with one GPU in an iteration, by kind where it says so.
 
-    `slower` multiplies times of units; no clock above `limit_mhz` is reached; a counter that is
-    `silent` does not refresh; a clock that is `stuck` follows no request.
+    `slower` multiplies times of units, `hungrier` their power; no clock above `limit_mhz` is
+    reached; a counter that is `silent` does not refresh; a clock that is `stuck` follows no
+    request.
     """
 
     slower: dict[Kind, float] = field(default_factory=dict)
+    hungrier: float = 1.0
     limit_mhz: float | None = None
     silent: bool = False
     stuck: bool = False
+
+    def unit_time_s(
+        self, preset: GpuPreset, kind: Kind, clock_mhz: float, at_max_s: float
+    ) -> float:
+        """What a unit takes at a clock that is asked for."""
+        work_s = at_max_s * self.slower.get(kind, 1.0)
+        return preset.unit_time_s(kind.value, self._reached_mhz(clock_mhz), work_s)
+
+    def busy_power_w(self, preset: GpuPreset, kind: Kind, clock_mhz: float) -> float:
+        """What it draws meanwhile."""
+        return self.hungrier * preset.busy_power_w(kind.value, self._reached_mhz(clock_mhz))
+
+    def _reached_mhz(self, clock_mhz: float) -> float:
+        return clock_mhz if self.limit_mhz is None else min(clock_mhz, self.limit_mhz)
 
 
 #: What is the matter in an iteration, by (replica, stage).
@@ -78,30 +94,25 @@ class MemoryGpu:
 
     def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
         """As `EmulatedGpu.run_unit`; start and end, s."""
-        state, preset, name = self.state, self.preset, kind.value
-        work_s = time_at_max_s * self.conditions.slower.get(kind, 1.0)
+        state, preset, now = self.state, self.preset, self.conditions
         state.wait_until(ready_s, preset.wait_power_w, preset.refresh_s)
         start_s, left = state.end_s, 1.0
         if state.pending is not None:
-            settle_s, mhz = state.pending[1], self._reached(state.clock_mhz)
-            whole_s = preset.unit_time_s(name, mhz, work_s)
+            settle_s, mhz = state.pending[1], state.clock_mhz
+            whole_s = now.unit_time_s(preset, kind, mhz, time_at_max_s)
             if settle_s < start_s + whole_s:
                 left -= (settle_s - start_s) / whole_s
-                state.commit(settle_s, preset.busy_power_w(name, mhz), preset.refresh_s)
+                state.commit(settle_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
                 state.settle()
-        mhz = self._reached(state.clock_mhz)
-        end_s = state.end_s + left * preset.unit_time_s(name, mhz, work_s)
-        state.commit(end_s, preset.busy_power_w(name, mhz), preset.refresh_s)
+        mhz = state.clock_mhz
+        end_s = state.end_s + left * now.unit_time_s(preset, kind, mhz, time_at_max_s)
+        state.commit(end_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
         state.settle()
         return start_s, end_s
 
     def advance_to(self, time_s: float) -> None:
         """Wait until then."""
         self.state.wait_until(time_s, self.preset.wait_power_w, self.preset.refresh_s)
-
-    def _reached(self, clock_mhz: int) -> float:
-        limit_mhz = self.conditions.limit_mhz
-        return clock_mhz if limit_mhz is None else min(clock_mhz, limit_mhz)
 
 
 class VirtualMeter(EnergyMeter):

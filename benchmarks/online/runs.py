@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.online.emulated_job import Conditions, EmulatedJob, Faults, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -69,8 +73,12 @@ def run_job(
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
     hiccups: float = 0.0,
+    restarts: Sequence[int] = (),
 ) -> Ran:
-    """Run a job and the framework's own order, with forwards of so many s on each stage."""
+    """Run a job and the framework's own order, with forwards of so many s on each stage.
+
+    In the iterations of `restarts` the job starts again, with the profile it has by then.
+    """
 
     def pipelines() -> Pipelines:
         return Pipelines(
@@ -82,35 +90,76 @@ def run_job(
             hiccups=hiccups,
         )
 
-    with EmulatedJob(pipelines(), config) as job:
-        ran = job.run(iterations)
+    controlled, said = pipelines(), []
+    with TemporaryDirectory() as folder:
+        for first, after in pairwise((0, *restarts, iterations)):
+            with EmulatedJob(controlled, config) as job:
+                job.run(after - first)
+            said += job.said
+            if job.planner is not None and (profile := job.planner.state.profile) is not None:
+                config = replace(config, profile_file=Path(folder, "profile.csv"))
+                profile.write(config.profile_file)
     own, top = pipelines(), preset.max_frequency_mhz
     order = builders.one_f_one_b(len(forward_s), config.request.num_microbatches)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, top, top)] * replicas)
-    return Ran(ran, own.iterations, job.said)
+    return Ran(controlled.iterations, own.iterations, said)
 
 
-def exact_profile(preset: GpuPreset, forward_s: Sequence[float]) -> Profile:
-    """What a sweep without errors would measure."""
+def exact_profile(
+    preset: GpuPreset, forward_s: Sequence[float], now: Mapping[int, Conditions]
+) -> Profile:
+    """What a sweep without errors would measure, under what is the matter with stages."""
     clocks = sweep_range(preset.supported_frequencies_mhz, override_for(preset.gpu))
     rows = []
     for stage, unit_s in enumerate(forward_s):
+        on = now.get(stage, Conditions())
         for kind, at_max_s in zip(WHOLE, (unit_s, BACKWARD_RATIO * unit_s), strict=True):
-            for clock in clocks:
-                time_s = preset.unit_time_s(kind.value, clock, at_max_s)
-                energy_j = time_s * preset.busy_power_w(kind.value, clock)
+            for clock in [max(clocks)] if on.stuck else clocks:
+                time_s = on.unit_time_s(preset, kind, clock, at_max_s)
+                energy_j = time_s * on.busy_power_w(preset, kind, clock)
                 rows.append((stage, kind, ProfileRow(clock, time_s, energy_j)))
-    waits = ({clocks[0]: preset.wait_power_w},) * len(forward_s)
+    waits = ({max(clocks): preset.wait_power_w},) * len(forward_s)
     sidecar = Sidecar(wait_power_w=waits, frequency_change_s=preset.frequency_change_s)
     return make_profile(rows, source="the preset", sidecar=sidecar)
 
 
-def best_saving(preset: GpuPreset, forward_s: Sequence[float], request: PlanRequest) -> float:
-    """Share of the energy that the plan of a profile without errors saves."""
-    exact = exact_profile(preset, forward_s)
-    plan = make_plan(exact, replace(request, conditions=known_conditions(exact))).plan
-    return plan.cost.saving_percent(plan.baseline.cost) / 100
+def best_saving(
+    preset: GpuPreset,
+    forward_s: Sequence[float],
+    request: PlanRequest,
+    *,
+    replicas: int = 1,
+    faults: Faults = lambda iteration: {},
+    iterations: Sequence[int] = (0,),
+) -> float:
+    """Share of the energy of some iterations that plans of profiles without errors save.
+
+    Each replica has a plan for each fault, which takes as long as the slowest one needs.
+    """
+    plans: dict[str, Plan] = {}
+
+    def planned(on: Mapping[int, Conditions], within: float) -> Plan:
+        name = f"{sorted(on.items())} {within:.6f}"
+        if name not in plans:
+            exact = exact_profile(preset, forward_s, on)
+            asked = replace(request, conditions=known_conditions(exact), deadline_factor=within)
+            plans[name] = make_plan(exact, asked).plan
+        return plans[name]
+
+    best_j = own_j = 0.0
+    for iteration in iterations:
+        ill: list[dict[int, Conditions]] = [{} for _ in range(replicas)]
+        for (replica, stage), conditions in faults(iteration).items():
+            ill[replica][stage] = conditions
+        alone = [planned(on, 1.0).baseline.cost for on in ill]
+        slowest_s = max(cost.iteration_time_s for cost in alone)
+        wait_w = preset.wait_power_w * len(forward_s)
+        for on, own in zip(ill, alone, strict=True):
+            best = planned(on, slowest_s / own.iteration_time_s).cost
+            best_j += best.energy_j + wait_w * (slowest_s - best.iteration_time_s)
+            own_j += own.energy_j + wait_w * (slowest_s - own.iteration_time_s)
+    return 1 - best_j / own_j
 
 
 def slower(factor: float) -> Conditions:
@@ -135,6 +184,7 @@ def scripted(kind: str, first: int, after: int, stages: int, replicas: int = 1) 
             "replica": {(replicas - 1, stage): slower(1.1) for stage in range(stages)},
             "silent": dict.fromkeys(everywhere, Conditions(silent=True)),
             "stuck": {(0, 0): Conditions(stuck=True)},
+            "moved": {(0, 1): Conditions(slower=dict.fromkeys(WHOLE, 1.03), hungrier=1.1)},
         }[kind]
 
     return faults
@@ -148,4 +198,5 @@ FAULTS = {
     "replica": "a replica is 10 % slower",
     "silent": "meters stop",
     "stuck": "a clock follows no request",
+    "moved": "a rank is started again where its GPU is 3 % slower and takes 10 % more, and back",
 }

@@ -278,6 +278,7 @@ class Controller:
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
             self._knowledge.forget_power(_FORGETS)
+            self._steps = Steps()
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
         self._since_baseline += WINDOW

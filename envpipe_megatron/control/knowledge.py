@@ -8,6 +8,7 @@ limit at the high ones alone, which the clocks measured by then tell.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -285,10 +286,18 @@ class Knowledge:
         seen = sorted(set(new) & set(points))
         if seen:
             ratios = [new[clock] / points[clock] for clock in seen]
-            for clock in points:
-                ratio = float(np.interp(clock, seen, ratios))
-                # Beyond what was seen nothing is taken to be faster: that would cost time.
-                points[clock] *= ratio if seen[0] <= clock <= seen[-1] else max(1.0, ratio)
+            alike = max(ratios) - min(ratios) <= _ERRS_BETWEEN
+            for clock in set(points) - set(new):
+                ratio, after = float(np.interp(clock, seen, ratios)), bisect_left(seen, clock)
+                near = ratios[max(after - 1, 0) : after + 1]
+                if len(near) == 1:
+                    near.append(1.0)  # what was not seen may not have changed
+                if len(seen) == 1:
+                    points[clock] *= max(1.0, ratio)  # to take it for faster might cost time
+                elif alike or max(near) - min(near) <= _ERRS_BETWEEN:
+                    points[clock] *= ratio
+                else:  # a limit came or went: the model tells more than a line
+                    del points[clock]
         points.update(new)
         return max((ratio - 1 for ratio in ratios), key=abs) if seen else 0.0
 
