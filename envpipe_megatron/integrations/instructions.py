@@ -294,25 +294,18 @@ class InstrumentedPipeline:
         if dist.get_backend(placement.pipeline_group) == "gloo":
             # Tags alone would tell EnvPipe's messages from the framework's.
             placement = replace(placement, pipeline_group=_own_group(pipeline, stages, placement))
+        # Without facts, a job cannot be recognised as a restart.
+        same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         job = Job(
             replace(self._options, scheduling=kept_order.name),
             placement,
-            JobFacts(Sidecar(), self._facts or {}, self._same_job()),
+            JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,
             one_clock=placement.num_stages == 1 and self._options.policy == "uniform",
         )
         if job.collectives.is_planner:
             self._say(job.banner())
         return job, kept_order
-
-    def _same_job(self) -> dict[str, object]:
-        # Without facts, a job cannot be recognised as a restart.
-        own = {"start": time.time_ns()} if self._facts is None else self._facts
-        return {
-            **own,
-            "num_microbatches": self._placement.num_microbatches,
-            "world_size": dist.get_world_size(),
-        }
 
 
 def _own_group(

@@ -25,6 +25,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
 CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
+#: Packages whose kernels units may run, beside torch's.
+_KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
 
 
 class JobError(EnvPipeError):
@@ -79,7 +82,7 @@ class JobFacts:
     Args:
         sidecar: facts for the online profile's sidecar.
         bill: see `Session.describe_job`.
-        same_job: facts that must be equal for a stored profile and plan to be reused.
+        same_job: what units cost rests on (see `SessionConfig`), but for what is known of the GPU.
     """
 
     sidecar: Sidecar
@@ -151,7 +154,11 @@ class Job:
         fingerprint = (
             None
             if options.profile_only
-            else _fingerprint(facts.same_job, options, self.device.gpu.name)
+            else {
+                **_fingerprint(facts.same_job, options, self.device.gpu.name),
+                # Other messages disturb units in another way.
+                "keeps_order": placement.keeps_order,
+            }
         )
         self.session = Session(
             SessionConfig(
@@ -309,15 +316,16 @@ def check_in_flight(
 
 
 def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> dict[str, object]:
-    """Facts that must be equal for a stored profile and plan to be reused."""
+    """What units cost rests on, for `SessionConfig`."""
     # torch's types and enumerations become text: the facts are written as JSON.
     job: dict[str, object] = {
         name: value if isinstance(value, (str, int, float, list, type(None))) else str(value)
         for name, value in same_job.items()
     }
     return job | {
+        **{name: version_of(name) for name in _KERNELS},
         "gpu": gpu,
         "gpu_preset": options.gpu_preset,
-        "min_dwell_s": options.min_dwell_s,
         "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # torch's
     }

@@ -1,13 +1,27 @@
-"""Versions of DeepSpeed: from the first that was tested, below the next minor one.
+"""Versions: those of DeepSpeed that EnvPipe goes with, and what is installed.
 
-What its engine is made of is not promised to stay. Those of Megatron are the patches'.
+Those of Megatron are the patches'.
 """
 
 from __future__ import annotations
 
+from importlib import metadata
+
+#: From the first that was tested, below the next minor one: what its engine is made of is not
+#: promised to stay.
 DEEPSPEED = ((0, 19, 6), (0, 20))
 
 
 def as_text(version: tuple[int, ...]) -> str:
     """As pip writes it."""
     return ".".join(map(str, version))
+
+
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first distribution that is installed, None if none is."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

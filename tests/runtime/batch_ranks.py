@@ -22,8 +22,11 @@ def train_kept(
     counts: Sequence[int],
     options: dict[str, Any],
     files: dict[str, Any] | None = None,
+    times: float = 1.0,
 ) -> dict[str, Any]:
     """Train a framework that runs units in its own order, of so many microbatches in each step.
+
+    Units take `times` as long as `step_ranks.TIMES_S`.
 
     Returns:
         for each step its phase and its units' clocks, what its log line compares it with, what was
@@ -40,7 +43,7 @@ def train_kept(
         rank,
         config,
         root,
-        time_at_max_s=step_ranks.TIMES_S,
+        time_at_max_s={kind: times * time_s for kind, time_s in step_ranks.TIMES_S.items()},
         seen_as=step_ranks.with_few_clocks,
         say=said.append,
     )

@@ -19,8 +19,15 @@ from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.runtime.job import folder as job_folder_module
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.job_file import JobKeys
 
-FINGERPRINT = {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None}
+KEYS = JobKeys(
+    {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
+    {"num_microbatches": 4, "num_replicas": 1},
+    {"policy": "envelope", "reconfigure": "greedy"},
+)
+#: Those of a job whose units cost something else.
+OTHER = JobKeys({"other": 1})
 STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 
@@ -29,6 +36,7 @@ class Alone:
     """Collectives of one rank, which plans."""
 
     is_planner = True
+    num_replicas = 1
 
     def on_all(self, holds: bool) -> bool:
         return holds
@@ -56,19 +64,17 @@ def planned() -> Plan:
     return make_plan(profiled(), PlanRequest(4, "envpipe", "envelope")).plan
 
 
-def job_folder(
-    path: Path | None, fingerprint: dict[str, Any] = FINGERPRINT, **files: Path
-) -> JobFolder:
+def job_folder(path: Path | None, keys: JobKeys = KEYS, **files: Path) -> JobFolder:
     """The folder of a job that is started, as one rank alone sees it.
 
     Args:
-        fingerprint: all of it, in place of what comes from the options.
+        keys: in place of those that come from the options.
         files: that the user gave.
     """
     made: Any = JobFolder(path, Alone())  # type: ignore[arg-type]
-    config = SessionConfig(PlanRequest(4), fingerprint=fingerprint, **files)  # type: ignore[arg-type]
-    with patch.object(job_folder_module, "_fingerprint", lambda *arguments: fingerprint):
-        made.config = made.resume(config, 2, None, None)
+    config = SessionConfig(PlanRequest(4), fingerprint={}, **files)  # type: ignore[arg-type]
+    with patch.object(job_folder_module, "_keys", lambda *arguments: keys):
+        made.resume(config, 2, None, None)
     return made  # type: ignore[no-any-return]
 
 

@@ -112,8 +112,12 @@ class Framework:
         return self.gpu.committed_energy_j(), self.gpu.committed_end_s()
 
 
-def framework(rank: int, config: SessionConfig, root: Path, **options: Any) -> Framework:
-    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=TIMES_S, **options)
+def framework(
+    rank: int, config: SessionConfig, root: Path, times: float = 1.0, **options: Any
+) -> Framework:
+    """One whose units take so many times as long as `TIMES_S`."""
+    times_s = {kind: times * time_s for kind, time_s in TIMES_S.items()}
+    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times_s, **options)
     made = Framework(rank, session, gpu)
     made.idle(REFRESH_S)
     return made
@@ -249,6 +253,7 @@ def start_job(
     killed: tuple[int, int, str] | None = None,
     fingerprint: dict[str, Any] | None = None,
     reconfigure: str = "balanced",
+    slow: tuple[int, float] = (0, 1.0),
 ) -> Any:
     """Start a job, or start it again.
 
@@ -256,6 +261,7 @@ def start_job(
         steps: to train; one that is killed trains until then.
         first: the framework's number of the first.
         killed: rank, step of this start, and unit before which it kills itself.
+        slow: rank, and how many times as long its units take as in other starts.
 
     Returns:
         phase of each step, what was said, and the session's profile, plan, baseline and summary.
@@ -268,6 +274,7 @@ def start_job(
             fingerprint=FINGERPRINT if fingerprint is None else fingerprint,
         ),
         root,
+        slow[1] if rank == slow[0] else 1.0,
         seen_as=with_few_clocks,
         say=said.append,
     )

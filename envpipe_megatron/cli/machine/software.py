@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.integrations import versions
+from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 
@@ -30,16 +30,6 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
         "zeus": _zeus,
     }
     return looked("software", looks)
-
-
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first distribution that is installed, None if none is."""
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def folder_of(module: str) -> Path | None:

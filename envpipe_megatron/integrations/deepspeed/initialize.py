@@ -29,6 +29,9 @@ from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at
 from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.settings import read_settings
 
+#: Where DeepSpeed's configuration says how many microbatches and replicas there are.
+_BATCH = ("train_batch_size", "gradient_accumulation_steps")
+
 
 def initialize(
     *arguments: Any, envpipe: Mapping[str, object] | bool | None = None, **named: Any
@@ -134,13 +137,18 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
         },
         {
             "deepspeed": deepspeed.__version__,
-            "deepspeed_config": json.dumps(config, sort_keys=True, default=str),
+            **{
+                f"deepspeed {name}": json.dumps(value, sort_keys=True, default=str)
+                for name, value in config.items()
+                if name not in _BATCH
+            },
+            "microbatch_size": microbatch_size,
+            "slice_parallel_size": engine.grid.get_slice_parallel_world_size(),
             "parameters": int(elements),
             "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
             "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
             "dynamic_shape": engine.dynamic_shape,
             "layers_of_stages": [int(first) for first in engine.module.parts],
-            "world_size": dist.get_world_size(),
         },
     )
 

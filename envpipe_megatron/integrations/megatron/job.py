@@ -25,7 +25,7 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 from envpipe_megatron.integrations.options import Options
 
-#: What a stored profile and plan were made for; another value of one of these makes them useless.
+#: What units cost rests on; another value of one of these makes a stored profile useless.
 _SAME_JOB = (
     "num_layers",
     "hidden_size",
@@ -38,10 +38,7 @@ _SAME_JOB = (
     "normalization",
     "untie_embeddings_and_output_weights",
     "micro_batch_size",
-    "global_batch_size",
-    "step_batch_size_schedule",
     "params_dtype",
-    "world_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "tensor_model_parallel_size",

@@ -37,7 +37,7 @@ from envpipe_megatron.integrations.refusals import RefusedError
 
 _NEEDED = ("validate", "begin_training", "end_step")
 
-#: What a stored profile and plan were made for, beside what DeepSpeed knows of the job.
+#: What units cost rests on, beside what DeepSpeed knows of the job.
 _SAME_JOB = (
     "num_layers",
     "hidden_size",

@@ -38,9 +38,9 @@ class SessionConfig:
         guarded: whether the node's guard holds the GPU; by default if it is real.
         labels: labels for each line of the energy log, beside the rank's own.
         facts: facts for the sidecar of the online profile.
-        fingerprint: what must be the same (model, parallel sizes, batch, GPU) for profile, plan
-            and baseline of an earlier start to hold; of JSON's types. With it, they are kept in
-            the output folder for the next start.
+        fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
+            versions), of JSON's types. With it, profile, plan and baseline are kept in the output
+            folder for the next start, which uses what still holds: see `job_file.JobKeys`.
     """
 
     request: PlanRequest
@@ -82,7 +82,8 @@ class SessionConfig:
                 value=self.request.policy if self.plan_file is None else str(self.plan_file),
                 remedy="Use policy 'optimal' without a plan, or leave the closed loop out.",
             )
-        needed = 2 if self.closed_loop else least_warmup(self.request)
+        # Reconfiguring measures its waits, and a closed loop its units.
+        needed = 2 if self.closed_loop or self.request.reconfigure != "default" else 1
         if self.warmup_iterations < needed:
             raise SessionError(
                 f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
@@ -107,8 +108,3 @@ class SessionConfig:
             closed_loop=False,
             one_clock_slowdown_percent=None,
         )
-
-
-def least_warmup(request: PlanRequest) -> int:
-    """Iterations that the warm-up needs: reconfiguring measures its waits."""
-    return 1 if request.reconfigure == "default" else 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +22,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -31,6 +31,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.job_file import (
     JOB_FILE,
     PROFILE_FILE,
+    JobKeys,
     StoredJob,
     digest,
     plan_file,
@@ -42,10 +43,9 @@ from envpipe_megatron.runtime.job.job_file import (
 logger = logging.getLogger(__name__)
 
 GRIDS_FILE = "reconfigure.txt"
-#: Fields of a plan's request that are the job's own, follow from its fingerprint, or that no job
-#: asks for.
-_NOT_COMPARED = (
-    *("num_microbatches", "blocking_power_w", "conditions", "channel_capacity", "order"),
+#: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
+_NOT_OF_PLAN = (
+    *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
     *("objective", "split", "extra_warmup"),
 )
 
@@ -68,9 +68,11 @@ class JobFolder:
         self._job: StoredJob | None = None
 
     @property
-    def found_profile(self) -> bool:
-        """Whether the job's profile file is an earlier start's, and not the user's."""
-        return self.found is not None and bool(self.found.profile)
+    def found_profile(self) -> Path | None:
+        """The profile that an earlier start left, and nothing has spoken against; else None."""
+        if self.found is None or self._path is None or not self.found.profile:
+            return None
+        return self._path / PROFILE_FILE
 
     def found_plan(self, batch: str) -> Path | None:
         """The plan of a batch that an earlier start left; None without one."""
@@ -78,23 +80,18 @@ class JobFolder:
             return None
         return self._path / plan_file(batch)
 
-    def resume(
-        self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
-    ) -> SessionConfig:
-        """The options, with the profile of an earlier start; every rank calls it.
+    def resume(self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu) -> None:
+        """Find what an earlier start left that still holds; every rank calls it.
 
         Where the stored job is another one or damaged, the job starts over, with a warning, and the
-        stored one is kept under other names.
+        stored one is kept under other names. So are plans that do not hold any more.
         """
-        path = self._path
+        path, replicas = self._path, self._collectives.num_replicas
         if path is None or config.fingerprint is None:
-            return config
+            return
         self.found, self.started = self._collectives.agreed(
-            lambda: self._look(path, config, _fingerprint(config, num_stages, channel, gpu))
+            lambda: self._look(path, config, _keys(config, num_stages, replicas, channel, gpu))
         )
-        if self.found_profile and config.profile_file is None:
-            config = replace(config, profile_file=path / PROFILE_FILE)
-        return config
 
     def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
         """A job's labels with a `run` that is this start's alone.
@@ -155,8 +152,9 @@ class JobFolder:
         self._store(one_clock_mhz=frequency_mhz)
 
     def forget_profile(self) -> None:
-        """Let the next start measure a profile: an earlier start's was of no use."""
-        if self._job is not None and self.found_profile and self._job.profile:
+        """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
+        if self.found is not None and self.found.profile:
+            self.found = replace(self.found, profile={}, plan={})
             self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
 
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
@@ -173,17 +171,24 @@ class JobFolder:
             self._store(baselines={**self._job.baselines, **new})
 
     def _look(
-        self, path: Path, config: SessionConfig, fingerprint: Mapping[str, Any]
+        self, path: Path, config: SessionConfig, keys: JobKeys
     ) -> tuple[StoredJob | None, str]:
         """What was found, and when this start began; on the planning rank."""
         found, started = None, datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
-            found = read_job(path, fingerprint, config.profile_file)
+            found = read_job(path, keys, config.profile_file)
         except Exception as error:  # a kept file may fail in any way, and the job must start
-            if not _set_aside(path, config, error):
+            profile = path / PROFILE_FILE
+            # The job file comes last: as long as it is there, the others pass for no new job's.
+            files = [profile, sidecar_path(profile), *plan_files(path), path / JOB_FILE]
+            if not _set_aside(files, config, f"The job starts over: {error}"):
                 return None, started
-        self._job = found or StoredJob(fingerprint)
+        self._job = found or StoredJob(keys)
         self._store(starts=(*self._job.starts, started))
+        if found is not None and found.changed:
+            left = ", ".join(found.phases_done) or "nothing"
+            why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
+            _set_aside(plan_files(path), config, why)
         return found, started
 
     def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
@@ -214,47 +219,64 @@ class JobFolder:
             self._job = None
 
 
-def _fingerprint(
-    config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
-) -> dict[str, Any]:
-    """All that a profile, a plan and a baseline rest on."""
-    request = asdict(config.request)
-    clocks = gpu.supported_frequencies_mhz
+def _keys(
+    config: SessionConfig, num_stages: int, num_replicas: int, channel: P2PChannel, gpu: Gpu
+) -> JobKeys:
+    """All that a profile, a baseline and a plan rest on."""
+    request, clocks = config.request, gpu.supported_frequencies_mhz
+    asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
     own = {
-        **{name: value for name, value in request.items() if name not in _NOT_COMPARED},
-        "deadline_factor": config.request.deadline_factor or 1.0,
-        "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
         "num_stages": num_stages,
-        "channel_capacity": channel.capacity,
+        "num_chunks": request.num_chunks,
         "clocks_mhz": [max(clocks), min(clocks)],
         "num_clocks": len(clocks),
         "clock_backend": gpu.address.backend,
+        "power_limit_w": _power_limit_w(gpu),
         # Whether a file can be read is found out when it is needed.
         "profile_sha256": config.profile_file and (digest(config.profile_file) or None),
-        "plan_sha256": config.plan_file and (digest(config.plan_file) or None),
     }
-    given = config.fingerprint or {}
-    return {**given, **{f"envpipe_{name}": value for name, value in own.items()}}
+    return JobKeys(
+        {**(config.fingerprint or {}), **{f"envpipe_{name}": value for name, value in own.items()}},
+        {
+            "num_microbatches": request.num_microbatches,
+            "num_replicas": num_replicas,
+            "group_size": request.group_size,
+        },
+        {
+            **asked,
+            "deadline_factor": request.deadline_factor or 1.0,
+            "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
+            "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
+            "channel_capacity": channel.capacity,
+            "plan_sha256": config.plan_file and (digest(config.plan_file) or None),
+        },
+    )
 
 
-def _set_aside(folder: Path, config: SessionConfig, reason: Exception) -> bool:
-    """Rename a job's files, so that another job may have their names; False if it failed."""
-    profile = folder / PROFILE_FILE
-    # The job file comes last: as long as it is there, the others do not pass for a new job's.
-    files = [profile, sidecar_path(profile), *plan_files(folder), folder / JOB_FILE]
-    if config.profile_file == profile:  # the user's
-        files = files[2:]
-    if config.plan_file in files:
-        files.remove(config.plan_file)
+def _power_limit_w(gpu: Gpu) -> float | None:
+    try:
+        return gpu.clock_state().power_limit_w
+    except GpuError:  # whoever needs the GPU says so
+        return None
+
+
+def _set_aside(files: Sequence[Path], config: SessionConfig, reason: str) -> bool:
+    """Rename files but those that the user gave, so that others may have their names.
+
+    False if that failed.
+    """
+    profile = config.profile_file
+    given = {config.plan_file, profile, profile and sidecar_path(profile)}
+    files = [path for path in files if path not in given]
     number = 1
     while any(_aside(path, number).exists() for path in files):
         number += 1
     try:
         kept = [path.rename(_aside(path, number)).name for path in files if path.exists()]
     except OSError as error:
-        logger.warning("The job starts over: %s. Its files stay as they are: %s", reason, error)
+        logger.warning("%s. Its files stay as they are: %s", reason, error)
         return False
-    logger.warning("The job starts over: %s. What it had is kept as %s", reason, ", ".join(kept))
+    logger.warning("%s. Put aside: %s", reason, ", ".join(kept) or "nothing")
     return True
 
 

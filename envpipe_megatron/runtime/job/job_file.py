@@ -1,7 +1,9 @@
 """`job.json`: what a job has measured and decided, for when it is started again.
 
 ```json
-{"format": "envpipe-job/1", "fingerprint": {"hidden_size": 2048, "...": 0},
+{"format": "envpipe-job/2",
+ "keys": {"profile": {"hidden_size": 2048, "...": 0}, "steps": {"num_microbatches": 8, "...": 0},
+          "plan": {"policy": "envelope", "...": 0}},
  "starts": ["2026-05-04T10:11:12.345+00:00"], "phases_done": ["warm-up", "profile", "reconfigure"],
  "profile": {"profile.csv": "<sha256>", "profile.json": "<sha256>"},
  "plan": {"plan.json": "<sha256>"},
@@ -11,7 +13,7 @@
 ```
 
 Batches of another size than the full one (`m24`: of 24 microbatches) have a `plan-m24.json` beside
-`plan.json`, and a baseline among `other_baselines`.
+`plan.json`, and a baseline among `other_baselines`. What holds for another start, `JobKeys` says.
 
 It stands in the output folder, beside the files it names, and is replaced as a whole: a kill leaves
 the old one or the new one. `folder` reads and writes it, on one rank of the job.
@@ -35,7 +37,7 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 
-JOB_FORMAT = "envpipe-job/1"
+JOB_FORMAT = "envpipe-job/2"
 JOB_FILE = "job.json"
 PROFILE_FILE = "profile.csv"
 _PLAN_FILES = re.compile(r"plan(-m\d+)?\.json")
@@ -56,20 +58,37 @@ def plan_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class JobKeys:
+    """Facts that must be the same for what an earlier start left to hold, of JSON's types.
+
+    Args:
+        profile: what units cost rests on, and so everything: model, sizes, GPU.
+        steps: what a step takes rests on besides, and so baselines and plans: how many microbatches
+            and replicas there are.
+        plan: what plans, and the clock of a whole job, rest on besides: what was asked for.
+    """
+
+    profile: Mapping[str, Any]
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StoredJob:
     """What a job has left.
 
     Args:
-        fingerprint: what must be the same for all of it to hold, of JSON's types.
+        keys: what it rests on.
         starts: each in UTC by ISO 8601.
         profile: SHA-256 of each of the profile's files, by name in the folder; empty without one.
         plan: the same of the plan of each batch, once reconfiguring has ended.
         baselines: by batch, without this GPU's own.
         reconfigure_steps: those that raised a clock, of the last plan.
         one_clock_mhz: the clock that was found for the whole job, if it has one.
+        changed: which facts were others before, in words, where that left the profile; not stored.
     """
 
-    fingerprint: Mapping[str, Any]
+    keys: JobKeys
     starts: tuple[str, ...] = ()
     profile: Mapping[str, str] = field(default_factory=dict)
     plan: Mapping[str, str] = field(default_factory=dict)
@@ -77,6 +96,7 @@ class StoredJob:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     one_clock_mhz: int | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def phases_done(self) -> tuple[str, ...]:
@@ -98,7 +118,7 @@ class StoredJob:
         full = others.pop("", None)
         return {
             "format": JOB_FORMAT,
-            "fingerprint": dict(self.fingerprint),
+            "keys": asdict(self.keys),
             "starts": list(self.starts),
             "phases_done": list(self.phases_done),
             "profile": dict(self.profile),
@@ -110,10 +130,8 @@ class StoredJob:
         }
 
 
-def read_job(
-    folder: Path, fingerprint: Mapping[str, Any], profile_file: Path | None = None
-) -> StoredJob | None:
-    """Read the job that a folder holds; None if there is none.
+def read_job(folder: Path, keys: JobKeys, profile_file: Path | None = None) -> StoredJob | None:
+    """Read what a folder holds of a job that still holds by these keys; None if there is no job.
 
     A job that did not make its own profile has it in `profile_file`.
 
@@ -131,14 +149,15 @@ def read_job(
         job = _parse(json.loads(content))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise JobFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    wanted = json.loads(json.dumps(dict(fingerprint)))
-    differences = [
-        f"{key} was {_shown(job.fingerprint, key)} and is now {_shown(wanted, key)}"
-        for key in sorted({*wanted, *job.fingerprint})
-        if (key in wanted, wanted.get(key)) != (key in job.fingerprint, job.fingerprint.get(key))
-    ]
-    if differences:
-        raise JobFileError(f"{path} is of another job: {'; '.join(differences)}")
+    now = JobKeys(**json.loads(json.dumps(asdict(keys))))
+    of_profile = _changes(job.keys.profile, now.profile)
+    of_steps = _changes(job.keys.steps, now.steps)
+    changed = (*of_profile, *of_steps, *_changes(job.keys.plan, now.plan))
+    if of_profile:
+        raise JobFileError(f"{path} is of another job: {'; '.join(changed)}")
+    if changed:
+        baselines = {} if of_steps else job.baselines
+        job = StoredJob(now, job.starts, job.profile, baselines=baselines, changed=changed)
     for name, kept in {**job.profile, **job.plan}.items():
         if digest(folder / name) != kept:
             raise JobFileError(f"{folder / name} is gone, or not the one that {path} names")
@@ -170,7 +189,7 @@ def _parse(data: Any) -> StoredJob:
     ended = data["reconfigure"]
     clock = data["one_clock_mhz"]
     return StoredJob(
-        fingerprint=dict(data["fingerprint"]),
+        keys=JobKeys(**{part: dict(facts) for part, facts in data["keys"].items()}),
         starts=tuple(str(start) for start in data["starts"]),
         profile=_files(data, "profile", PROFILE_FILE),
         plan=_files(data, "plan", None),
@@ -205,5 +224,13 @@ def _step(data: dict[str, Any]) -> StepEnergy:
     return step
 
 
-def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
-    return plain(fingerprint[key]) if key in fingerprint else "not given"
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} was {_shown(before, name)} and is now {_shown(now, name)}"
+        for name in sorted({*before, *now})
+        if (name in before, before.get(name)) != (name in now, now.get(name))
+    ]
+
+
+def _shown(facts: Mapping[str, Any], name: str) -> str:
+    return plain(facts[name]) if name in facts else "not given"

@@ -55,7 +55,7 @@ class PhaseParts:
     """What the phases of one rank work with.
 
     Args:
-        config: its profile and plan files may be an earlier start's, see `folder`.
+        config: its profile and plan files are the user's; an earlier start's are in `folder`.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
             Profile and memory are of the job, whatever its batches.
         background: makes what runs work of the planning rank beside training.

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envpipe_megatron.core.plan import check_stages
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
@@ -19,14 +18,15 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.going_on import GoesOnError, on_every_rank
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.online import run_online
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import adopt_plan
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
-from envpipe_megatron.runtime.memory.limit import knows_memory, with_memory
+from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
@@ -76,8 +76,8 @@ def _closed_loop(
     job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
-    if job.config.profile_file is not None or job.state.profile is not None:
-        profile = yield from _profile(job, schedule)
+    profile = known_profile(job, schedule, records)
+    if profile is not None:
         common = set.intersection(*map(profile.clocks_mhz, range(job.num_stages)))
         yield from run_online(job, schedule, sorted(common), profile.sidecar, profile, records)
     clocks = _swept_clocks(job)
@@ -99,7 +99,10 @@ def _save_energy(
         records: records of the warm-up, but for its first iteration.
     """
     config, state = job.config, job.state
-    profile = state.profile = yield from _profile(job, schedule)
+    profile = known_profile(job, schedule, records)
+    if profile is None:
+        profile = yield from _profile(job, schedule)
+    state.profile = profile
     own = set(job.gpu.supported_frequencies_mhz)
     clocks_mhz = job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
     adopted = adopt_plan(job, profile, clocks_mhz)
@@ -169,22 +172,6 @@ def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
-    before = job.state.profile  # of another batch: what units cost does not depend on it
-    if before is not None and _has_all_pairs(job.state.profiled, schedule):
-        return before
-    given = job.config.profile_file
-    if given is not None:
-
-        def read() -> Profile:
-            profile = read_profile(given)
-            check_stages(profile, job.num_stages)
-            known = knows_memory(profile.sidecar)
-            return profile if known else with_memory(profile, job.memory.stages)
-
-        job.memory.learn(schedule, job.specs)
-        if job.folder.found_profile:
-            return by_planner(job.collectives, read)
-        return job.collectives.agreed(read)
     clocks = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
@@ -217,12 +204,6 @@ def _facts(job: PhaseParts) -> Sidecar:
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
     return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
-
-
-def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
-    """Whether each stage with combined units ran some: with few microbatches there are none."""
-    pairs = schedule.combined.any(axis=1)
-    return measured is None or bool((measured.combined.any(axis=1) >= pairs).all())
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:

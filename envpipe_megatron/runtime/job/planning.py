@@ -58,7 +58,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             plan, notes = make_online(job, profile)
             _check(job, plan, clocks_mhz)
         except EnvPipeError as error:
-            named = job.config.profile_file is not None and not job.folder.found_profile
+            named = job.config.profile_file is not None
             given = named and not job.state.several_sizes  # else training is under way
             if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
                 raise

@@ -29,7 +29,7 @@ from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.batches import Batches
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError, least_warmup
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
@@ -92,8 +92,9 @@ class Session:
         collectives.everywhere(lambda: _prepare(config, memory, reads_files=collectives.is_planner))
         self._folder = JobFolder(config.output_dir, collectives)
         self._controlled = collectives.on_all(not gpu.read_only)
+        self._config = config if self._controlled else config.without_control()
         if self._controlled:
-            self._config = self._folder.resume(config, num_stages, channel, gpu)
+            self._folder.resume(config, num_stages, channel, gpu)
             found = self._folder.found
             if found is not None and found.phases_done:
                 self.state.reconfigure_steps = found.reconfigure_steps
@@ -101,7 +102,6 @@ class Session:
                 done = ", ".join(found.phases_done)
                 self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
         else:
-            self._config = config.without_control()
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
@@ -403,8 +403,8 @@ class Session:
     ) -> PhaseRun[None]:
         config = self._config
         if name in self._energy.baselines:
-            least = 2 if config.closed_loop else least_warmup(config.request)
-            config = replace(config, warmup_iterations=least)
+            # One that does not count, and one that what an earlier start measured is held against.
+            config = replace(config, warmup_iterations=2)
         return run_phases(
             PhaseParts(
                 config=config,

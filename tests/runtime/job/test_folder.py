@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_gpu import FakeGpu
-from kept_job import BASELINE, FINGERPRINT, STEP, Alone, job_folder, kept_job, planned, profiled
+from kept_job import BASELINE, KEYS, OTHER, STEP, Alone, job_folder, kept_job, planned, profiled
 
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
@@ -22,7 +23,7 @@ from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job import job_file
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import StoredJob, read_job
+from envpipe_megatron.runtime.job.job_file import JobKeys, StoredJob, read_job
 
 GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
 
@@ -36,56 +37,63 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def resumed(config: SessionConfig) -> tuple[JobFolder, SessionConfig]:
+def resumed(config: SessionConfig, power_limit_w: float | None = None, **gpu: Any) -> JobFolder:
     folder = JobFolder(config.output_dir, Alone())  # type: ignore[arg-type]
     channel: Any = SimpleNamespace(capacity=3)
-    return folder, folder.resume(config, 2, channel, FakeGpu())
+    folder.resume(config, 2, channel, FakeGpu(power_limit_w=power_limit_w, **gpu))
+    return folder
 
 
-def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
+def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
     given = tmp_path / "given.csv"
     given.write_text("mine")
     config = SessionConfig(
-        GREEDY, output_dir=tmp_path, profile_file=given, fingerprint={"layers": 24}
+        GREEDY, output_dir=tmp_path, profile_file=given, fingerprint={"layers": 24}, min_dwell_s=0.2
     )
-    (made, _), (again, _) = resumed(config), resumed(config)
+    made, again = resumed(config, 400.0), resumed(config, 400.0)
     job = json.loads((tmp_path / "job.json").read_text())
-    assert job["fingerprint"] == {
-        "layers": 24,
-        "envpipe_schedule": "envpipe",
-        "envpipe_policy": "envelope",
-        "envpipe_reconfigure": "greedy",
-        "envpipe_num_chunks": 1,
-        "envpipe_group_size": None,
-        "envpipe_max_extra_forwards": None,
-        "envpipe_max_in_flight": None,
-        "envpipe_max_warmup_step": None,
-        "envpipe_deadline_factor": 1.0,
-        "envpipe_min_dwell_s": 0.0,
-        "envpipe_park": False,
-        "envpipe_one_clock_slowdown_percent": None,
-        "envpipe_num_stages": 2,
-        "envpipe_channel_capacity": 3,
-        "envpipe_clocks_mhz": [1400, 1000],
-        "envpipe_num_clocks": 5,
-        "envpipe_clock_backend": "fake",
-        "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
-        "envpipe_plan_sha256": None,
+    assert job["keys"] == {
+        "profile": {
+            "layers": 24,
+            "envpipe_num_stages": 2,
+            "envpipe_num_chunks": 1,
+            "envpipe_clocks_mhz": [1400, 1000],
+            "envpipe_num_clocks": 5,
+            "envpipe_clock_backend": "fake",
+            "envpipe_power_limit_w": 400.0,
+            "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
+        },
+        "steps": {"num_microbatches": 4, "num_replicas": 1, "group_size": None},
+        "plan": {
+            "schedule": "envpipe",
+            "policy": "envelope",
+            "reconfigure": "greedy",
+            "max_extra_forwards": None,
+            "max_in_flight": None,
+            "max_warmup_step": None,
+            "deadline_factor": 1.0,
+            "min_dwell_s": 0.2,
+            "park": False,
+            "one_clock_slowdown_percent": None,
+            "channel_capacity": 3,
+            "plan_sha256": None,
+        },
     }
     assert job["starts"] == [made.started, again.started]
     assert made.found is None
-    assert again.found == StoredJob(job["fingerprint"], (made.started,))
+    assert again.found == StoredJob(JobKeys(**job["keys"]), (made.started,))
     given.unlink()  # whoever needs it says so
-    resumed(config)
-    job = json.loads((tmp_path / "job.json").read_text())
-    assert job["fingerprint"]["envpipe_profile_sha256"] is None
+    resumed(config, error=GpuError("of a test"))
+    keys = json.loads((tmp_path / "job.json").read_text())["keys"]["profile"]
+    assert keys["envpipe_profile_sha256"] is None
+    assert keys["envpipe_power_limit_w"] is None
 
 
 @pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
 def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
     given = {"output_dir": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
-    folder, config = resumed(SessionConfig(GREEDY, **given))
-    assert config == SessionConfig(GREEDY, **given)
+    folder = resumed(SessionConfig(GREEDY, **given))
+    assert (folder.found, folder.found_profile) == (None, None)
     assert folder.run_label({"run": "mine"}) == {"run": "mine"}
     folder.keep_profile(profiled())
     folder.keep_baselines({"": BASELINE})
@@ -93,35 +101,70 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
     assert set(files(tmp_path)) == left
 
 
-def test_what_was_found_is_not_made_again(whole):
+def test_every_rank_gets_what_the_planner_found(whole):
     before = files(whole)
-    config = SessionConfig(GREEDY, warmup_iterations=5, output_dir=whole, fingerprint={"a": 1})
-    stored = read_job(whole, FINGERPRINT)
-
-    def found(config: SessionConfig, stored: StoredJob | None) -> SessionConfig:
+    config = SessionConfig(GREEDY, output_dir=whole, fingerprint={"a": 1})
+    stored = read_job(whole, KEYS)
+    for found, profile in (
+        (stored, whole / "profile.csv"),
+        (StoredJob(KEYS, ("first",)), None),
+        (None, None),
+    ):
         folder = JobFolder(whole, Alone())  # type: ignore[arg-type]
-        folder._collectives.agreed = lambda look: (stored, "now")  # type: ignore[method-assign]
-        made = folder.resume(config, 2, None, None)  # type: ignore[arg-type]
-        assert folder.found == stored
+        folder._collectives.agreed = lambda look, found=found: (found, "now")  # type: ignore[method-assign]
+        folder.resume(config, 2, None, None)  # type: ignore[arg-type]
+        assert (folder.found, folder.found_profile) == (found, profile)
         assert folder.run_label({"rank": 3}) == {"rank": 3, "run": "now"}
         assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
-        return made
-
-    assert found(config, stored) == replace(config, profile_file=whole / "profile.csv")
-    assert found(config, StoredJob({}, ("first",))) == found(config, None) == config
-    own = replace(config, profile_file=Path("mine.csv"), plan_file=Path("mine.json"))
-    assert found(own, stored) == own
     assert files(whole) == before
+
+
+STEPS = {"num_microbatches": 8, "num_replicas": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "shown"),
+    [
+        ({"steps": STEPS}, ("profile",), "num_microbatches was 4 and is now 8"),
+        ({"plan": {"policy": "optimal"}}, ("warm-up", "profile"), "policy was 'envelope'"),
+        ({"steps": STEPS, "plan": {}}, ("profile",), "reconfigure was 'greedy' and is now not"),
+    ],
+)
+def test_what_does_not_rest_on_what_has_changed_is_kept(whole, caplog, change, kept, shown):
+    folder = job_folder(whole)
+    folder.keep_one_clock(1200)
+    before = files(whole)
+    again = job_folder(whole, replace(KEYS, **change))
+    assert (again.found.phases_done, again.found_profile) == (kept, whole / "profile.csv")
+    assert again.found_plan("") is None
+    (record,) = caplog.records
+    assert f"Of what it had, {', '.join(kept)} is kept. Put aside: plan.old1.json" in record.message
+    assert shown in record.message
+    after = files(whole)
+    assert after["plan.old1.json"] == before["plan.json"]
+    assert after["profile.csv"] == before["profile.csv"]
+    assert set(after) == set(before) - {"plan.json"} | {"plan.old1.json"}
+    # It is this job from now on, without a word, and has the other one's plan no more.
+    assert job_folder(whole, replace(KEYS, **change)).found.phases_done == kept
+    assert len(caplog.records) == 1
+    job_folder(whole)
+    assert read_job(whole, KEYS).phases_done == kept
+
+
+def test_of_another_request_a_plan_that_is_damaged_is_none_the_worse(whole):
+    (whole / "plan.json").write_text("no plan")
+    found = job_folder(whole, replace(KEYS, plan={})).found
+    assert found.phases_done == ("warm-up", "profile")
 
 
 def test_another_job_starts_over_and_nothing_is_overwritten(whole, caplog):
     before = files(whole)
-    now = {**FINGERPRINT, "hidden_size": 1}
+    now = replace(KEYS, profile={**KEYS.profile, "hidden_size": 1})
     assert job_folder(whole, now).found is None
     assert caplog.text.count("starts over") == 1
     after = files(whole)
     new = json.loads(after.pop("job.json"))
-    assert (new["fingerprint"], new["phases_done"]) == (now, [])
+    assert (new["keys"], new["phases_done"]) == (asdict(now), [])
     assert after == {name.replace(".", ".old1."): content for name, content in before.items()}
     # The first job comes back: the second is kept beside it.
     job_folder(whole)
@@ -156,7 +199,7 @@ def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
 def test_files_that_somebody_gave_stay_where_they_are(whole):
     before = files(whole)
     given = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
-    assert job_folder(whole, {"other": 1}, **given).found is None
+    assert job_folder(whole, OTHER, **given).found is None
     for name in ("profile.csv", "plan.json"):
         assert files(whole)[name] == before[name]
     assert files(whole)["job.old1.json"] == before["job.json"]
@@ -169,7 +212,7 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    folder = job_folder(whole, {"other": 1})
+    folder = job_folder(whole, OTHER)
     folder.keep_baselines({"": BASELINE})
     assert folder.found is None
     assert files(whole) == before
@@ -179,14 +222,17 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
 def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
     """But not one that this start has measured."""
     folder = job_folder(whole)
-    assert (folder.found_profile, folder.found_plan("")) == (True, whole / "plan.json")
+    found = folder.found_profile, folder.found_plan("")
+    assert found == (whole / "profile.csv", whole / "plan.json")
     folder.forget_profile()
-    job = read_job(whole, FINGERPRINT)
-    assert job == StoredJob(FINGERPRINT, job.starts, baselines={"": BASELINE})
+    assert (folder.found_profile, folder.found_plan("")) == (None, None)
+    assert folder.found.baselines == {"": BASELINE}
+    job = read_job(whole, KEYS)
+    assert job == StoredJob(KEYS, job.starts, baselines={"": BASELINE})
     again = job_folder(whole)
     again.keep_profile(profiled(watts=120.0))
     again.forget_profile()
-    assert read_job(whole, FINGERPRINT).phases_done == ("warm-up", "profile")
+    assert read_job(whole, KEYS).phases_done == ("warm-up", "profile")
 
 
 def test_plans_of_other_batches_stand_beside_it_as_long_as_their_profile_does(whole):
@@ -197,8 +243,8 @@ def test_plans_of_other_batches_stand_beside_it_as_long_as_their_profile_does(wh
     assert again.found_plan("") == whole / "plan.json"
     assert again.found_plan("m8") is None
     again.keep_profile(profiled(watts=120.0))
-    assert read_job(whole, FINGERPRINT).plan == {}
-    job_folder(whole, {"other": 1})
+    assert read_job(whole, KEYS).plan == {}
+    job_folder(whole, OTHER)
     assert (whole / "plan-m4.old1.json").exists()
     assert not (whole / "plan-m4.json").exists()
 
@@ -210,9 +256,9 @@ def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
     job_folder(tmp_path, profile_file=given).keep_plan(planned(), 2, None)
     again = job_folder(tmp_path, profile_file=given)
     assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
-    assert (again.found_profile, again.found_plan("")) == (False, tmp_path / "plan.json")
+    assert (again.found_profile, again.found_plan("")) == (None, tmp_path / "plan.json")
     again.forget_profile()  # which is none of its own
-    assert read_job(tmp_path, FINGERPRINT, given).phases_done == ("plan",)
+    assert read_job(tmp_path, KEYS, given).phases_done == ("plan",)
 
 
 @pytest.mark.parametrize("energy_j", [None, 0.0])
@@ -222,11 +268,11 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
     unmetered = replace(STEP, energy_j=energy_j)
     for mean, stage in ((STEP, unmetered), (unmetered, STEP)):
         folder.keep_baselines({"": BaselineEnergy(mean, (STEP, stage))})
-    assert read_job(tmp_path, FINGERPRINT).baselines == {}
+    assert read_job(tmp_path, KEYS).baselines == {}
     folder.keep_baselines({"": BASELINE})
     # The first one stays.
     folder.keep_baselines({"": BaselineEnergy(replace(STEP, energy_j=1.0), ())})
-    assert read_job(tmp_path, FINGERPRINT).baselines == {"": BASELINE}
+    assert read_job(tmp_path, KEYS).baselines == {"": BASELINE}
 
 
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
@@ -235,7 +281,7 @@ def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
         assert not (tmp_path / "plan.json").exists()
         folder.copy_plan(planned(), source)
     assert (tmp_path / "plan.json").exists()
-    assert read_job(tmp_path, FINGERPRINT).plan == {}
+    assert read_job(tmp_path, KEYS).plan == {}
 
 
 def test_nothing_is_kept_of_what_could_not_be_written(tmp_path, caplog):
@@ -245,7 +291,7 @@ def test_nothing_is_kept_of_what_could_not_be_written(tmp_path, caplog):
     folder.keep_profile(profiled())
     folder.keep_plan(planned(), 0, Ended.ENVELOPE)
     assert caplog.text.count("could not be written, training goes on") == 2
-    assert read_job(tmp_path, FINGERPRINT).phases_done == ()
+    assert read_job(tmp_path, KEYS).phases_done == ()
 
 
 def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
@@ -254,7 +300,7 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     folder.keep_baselines({"": BASELINE})
     assert caplog.text.count("could not be written") == 1
     assert not gone.exists()
-    job_folder(tmp_path, {**FINGERPRINT, "type": object()})  # of none of JSON's types
+    job_folder(tmp_path, JobKeys({"type": object()}))  # of none of JSON's types
     assert caplog.text.count("could not be written") == 2
 
 

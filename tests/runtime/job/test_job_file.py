@@ -12,12 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept_job import BASELINE, FINGERPRINT, STEP, job_folder, kept_job
+from kept_job import BASELINE, KEYS, STEP, job_folder, kept_job
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
-from envpipe_megatron.runtime.job.job_file import JobFileError, StoredJob, read_job, write_job
+from envpipe_megatron.runtime.job.job_file import (
+    JobFileError,
+    JobKeys,
+    StoredJob,
+    read_job,
+    write_job,
+)
 
 
 @pytest.fixture
@@ -25,20 +31,26 @@ def folder(tmp_path) -> Path:
     return kept_job(tmp_path)
 
 
+def of_units(**change: object) -> JobKeys:
+    """The keys of a job whose units rest on other facts."""
+    return replace(KEYS, profile={**KEYS.profile, **change})
+
+
 def test_what_was_kept_is_found_again(folder):
-    job = read_job(folder, {**FINGERPRINT, "stages": (1, 2)})  # JSON knows no tuples
+    job = read_job(folder, of_units(stages=(1, 2)))  # JSON knows no tuples
+    assert (job.keys, job.changed) == (KEYS, ())
     assert job.phases_done == ("warm-up", "profile", "plan", "reconfigure")
     assert (set(job.profile), set(job.plan)) == ({"profile.csv", "profile.json"}, {"plan.json"})
     assert job.baselines == {"": BASELINE}  # one GPU's own is nobody else's
     assert (job.reconfigure_steps, job.reconfigure_ended) == (12, Ended.ENVELOPE)
     assert len(job.starts) == 1
-    assert read_job(folder / "elsewhere", FINGERPRINT) is None
+    assert read_job(folder / "elsewhere", KEYS) is None
     exact = replace(STEP, time_s=1, time_uncertainty_s=0.0, metering_uncertainty_j=0)
     whole = replace(
         job, baselines={"": BaselineEnergy(exact, (exact,))}
     )  # whole numbers, and certain
     write_job(folder, whole)
-    assert read_job(folder, FINGERPRINT) == whole
+    assert read_job(folder, KEYS) == whole
 
 
 @pytest.mark.parametrize(
@@ -56,10 +68,10 @@ def test_what_was_kept_is_found_again(folder):
 )
 def test_another_job_is_told_from_this_one(folder, change, shown):
     with pytest.raises(JobFileError, match=shown):
-        read_job(folder, {**FINGERPRINT, **change})
-    fewer = {key: value for key, value in FINGERPRINT.items() if key != "gpu"}
-    with pytest.raises(JobFileError, match="gpu was 'NVIDIA H200' and is now not given"):
-        read_job(folder, fewer)
+        read_job(folder, of_units(**change))
+    fewer = {key: value for key, value in KEYS.profile.items() if key != "gpu"}
+    with pytest.raises(JobFileError, match="gpu was 'NVIDIA H200' and is now not given; policy"):
+        read_job(folder, JobKeys(fewer, KEYS.steps))
 
 
 def damage(folder: Path, how: str, rng: random.Random) -> None:
@@ -96,16 +108,16 @@ def test_a_damaged_job_starts_over_and_is_kept(folder, caplog, how, seed):
     damage(folder, how, random.Random(f"{how} {seed}"))
     damaged = {path.name for path in folder.iterdir()}
     try:
-        job = read_job(folder, FINGERPRINT)
+        job = read_job(folder, KEYS)
     except (JobFileError, OSError):
         assert job_folder(folder).found is None
         assert caplog.text.count("starts over") == 1
         assert {path.name.replace(".old1", "") for path in folder.iterdir()} >= damaged
-        assert read_job(folder, FINGERPRINT).phases_done == ()
+        assert read_job(folder, KEYS).phases_done == ()
     else:
         # Noise may hit what is only told, and a few values pass for others of their kind.
         assert how in ("noise", "other types", "no field")
-        assert job.fingerprint == FINGERPRINT
+        assert job.keys == KEYS
         for name in {**job.profile, **job.plan}:
             assert (folder / name).read_bytes() == before[name]
 
@@ -116,19 +128,19 @@ def test_a_damaged_job_starts_over_and_is_kept(folder, caplog, how, seed):
 def test_files_that_cannot_be_read_as_what_they_were_are_refused(folder, name, keeps_plan):
     """Their digests are right: another version of the package wrote them."""
     text = "stage,instruction,frequency,time\n0,forward,1410,1.0\n"
-    job = read_job(folder, FINGERPRINT)
+    job = read_job(folder, KEYS)
     (folder / name).write_text(text)
     part = "plan" if name == "plan.json" else "profile"
     digests = {**getattr(job, part), name: hashlib.sha256(text.encode()).hexdigest()}
     write_job(folder, replace(job, **{"plan": job.plan if keeps_plan else {}, part: digests}))
     with pytest.raises(EnvPipeError, match=name):
-        read_job(folder, FINGERPRINT)
+        read_job(folder, KEYS)
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "why"),
     [
-        (None, "format", "envpipe-job/2", "its format is 'envpipe-job/2', not 'envpipe-job/1'"),
+        (None, "format", "envpipe-job/1", "its format is 'envpipe-job/1', not 'envpipe-job/2'"),
         ("mean", "time_s", True, "'time_s' of its baseline is True"),
         ("mean", "time_s", "1", "'time_s' of its baseline is '1'"),
         ("mean", "time_s", -0.5, "'time_s' of its baseline is -0.5"),
@@ -144,7 +156,7 @@ def test_a_value_that_cannot_be_is_named(folder, part, name, value, why):
     (data["baseline"][part] if part else data)[name] = value
     (folder / "job.json").write_text(json.dumps(data))
     with pytest.raises(JobFileError) as error:
-        read_job(folder, FINGERPRINT)
+        read_job(folder, KEYS)
     assert str(error.value) == f"{folder}/job.json is damaged: ValueError: {why}"
 
 
@@ -164,7 +176,7 @@ for count in range(10**9):
 
 def test_a_killed_writer_leaves_a_whole_file(tmp_path):
     """At any point: the old job or the new one, and the next writer is not in the way of it."""
-    empty = json.dumps(StoredJob(FINGERPRINT).to_json())
+    empty = json.dumps(StoredJob(KEYS).to_json())
     rng = random.Random(1)
     for _ in range(6):
         command = [sys.executable, "-c", WRITER, str(tmp_path / "job.json"), empty]
@@ -173,6 +185,6 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path):
             for _ in range(rng.randrange(3000)):
                 tmp_path.stat()  # a random while
             writer.kill()
-        job = read_job(tmp_path, FINGERPRINT)
+        job = read_job(tmp_path, KEYS)
         assert job.starts == ("start",) * len(job.starts)
         assert job_folder(tmp_path).found == job

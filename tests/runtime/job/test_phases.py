@@ -16,7 +16,7 @@ from preset_profile import preset_profile
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan, PlanError
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
@@ -30,7 +30,7 @@ from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import StoredJob
+from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.parts import SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import Adopted
@@ -84,8 +84,6 @@ class Rank:
     kept_order: Schedule | None = None
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
-    #: What an earlier start left.
-    found: Any = None
     changes_clock: bool = True
     is_planner: bool = True
     supported: tuple[int, ...] = CLOCKS
@@ -116,7 +114,6 @@ class Rank:
             supported_frequencies_mhz=self.supported,
         )
         self.folder = JobFolder(self.config.output_dir, self.collectives)
-        self.folder.found = self.found
         self.clock = SimpleNamespace(error=None)
         self.say = self.said.append
 
@@ -228,10 +225,9 @@ def saving(monkeypatch) -> Any:
     """What is adopted and reconfigured, by hand."""
     parts = SimpleNamespace(adopted=Adopted(plan_of(), ("A note.",), made_now=True), calls=[])
 
-    def profile(job: Any, schedule: Schedule) -> Any:
+    def known(job: Any, schedule: Schedule, records: Any) -> Any:
         assert schedule.name == "1f1b"
         return profile_of()
-        yield
 
     def adopt(job: Any, profile: Any, clocks_mhz: Any) -> Any:
         parts.calls.append(("adopt", profile, clocks_mhz))
@@ -242,7 +238,7 @@ def saving(monkeypatch) -> Any:
         yield "reconfiguring"
         return plan_of(1410), 7, Ended.ENVELOPE
 
-    monkeypatch.setattr(phases, "_profile", profile)
+    monkeypatch.setattr(phases, "known_profile", known)
     monkeypatch.setattr(phases, "adopt_plan", adopt)
     monkeypatch.setattr(phases, "measured_threshold_s", lambda *arguments: arguments)
     monkeypatch.setattr(phases, "reconfigure_online", reconfigure)
@@ -329,25 +325,6 @@ def finish(going: Any) -> Any:
     return ended.value.value
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("known", [False, True])
-def test_a_profile_by_file_says_what_memory_holds_or_is_told(tmp_path, kept, known):
-    path = tmp_path / "given.csv"
-    facts = Sidecar(activation_bytes=(1.0, 2.0), free_bytes=(3.0, 4.0)) if known else Sidecar()
-    replace(profile_of(), sidecar=facts).write(path)
-    found = StoredJob({}, profile={"profile.csv": "1"}) if kept else None
-    rank: Any = Rank(SessionConfig(ENVELOPE, profile_file=path), found=found, memory=Measured())
-    schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
-    profile = finish(phases._profile(rank, schedule))
-    assert rank.memory.calls == [("learn", "1f1b")]
-    assert profile.sidecar.activation_bytes == ((1.0, 2.0) if known else (10.0, 20.0))
-    assert profile.sidecar.free_bytes == ((3.0, 4.0) if known else (100.0, 200.0))
-    profile_of(3).write(path)
-    refused = GoesOnError if kept else PlanError
-    with pytest.raises(refused, match="3"):
-        next(phases._profile(rank, schedule))
-
-
 @pytest.fixture
 def measuring(monkeypatch) -> Any:
     """What surrounds the units, by hand; and a profiler that returns what it was given."""
@@ -417,13 +394,12 @@ def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
     rank: Any = Rank(SessionConfig(ENVELOPE), memory=Measured())
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
     assert not few.combined[0].any()
-    made = finish(phases._profile(rank, few))
-    rank.state.profile = made
-    assert finish(phases._profile(rank, few)) is made
-    assert finish(phases._profile(rank, builders.interleaved(STAGES, 8, 2))) is made
-    assert finish(phases._profile(rank, more)) is not made  # the first stage's pairs
-    assert measuring.profiler[0] is more
-    assert finish(phases._profile(rank, few)) is made
+    assert known_profile(rank, few, []) is None
+    made = rank.state.profile = finish(phases._profile(rank, few))
+    assert measuring.profiler[0] is few
+    assert known_profile(rank, few, []) is made
+    assert known_profile(rank, builders.interleaved(STAGES, 8, 2), []) is made
+    assert known_profile(rank, more, []) is None  # of the first stage's pairs
 
 
 def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, monkeypatch):

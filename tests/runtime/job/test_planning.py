@@ -87,7 +87,6 @@ class Starting:
     path: Path
     keeps_plan: bool = False
     batch: str = ""
-    keeps_profile: bool = False
     named_profile: bool = False
     request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
     num_microbatches: int = 4
@@ -101,13 +100,11 @@ class Starting:
 
     def __post_init__(self) -> None:
         by_file = self.path if self.path.exists() else None
-        named = Path("named.csv") if self.named_profile or self.keeps_profile else None
+        named = Path("named.csv") if self.named_profile else None
         given = None if self.keeps_plan else by_file
         self.config = SimpleNamespace(plan_file=given, profile_file=named, request=self.request)
         found = by_file if self.keeps_plan else None
-        self.folder = SimpleNamespace(
-            found_profile=self.keeps_profile, found_plan=lambda batch: found
-        )
+        self.folder = SimpleNamespace(found_plan=lambda batch: found)
         self.state = SimpleNamespace(several_sizes=False)
         self.channel = SimpleNamespace(capacity=self.capacity, more_bytes=lambda s: s.num_units)
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
@@ -146,7 +143,7 @@ def by_file(tmp_path) -> Path:
 
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
     for keeps in (False, True):
-        job = Starting(by_file, keeps_plan=keeps, keeps_profile=keeps)
+        job = Starting(by_file, keeps_plan=keeps)
         adopted = job.adopt()
         assert adopted.plan.schedule.name == "envpipe"
         assert (adopted.notes, adopted.made_now) == ((), False)
@@ -238,7 +235,6 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     ("options", "error"),
     [
         ({}, GoesOnError),
-        ({"keeps_profile": True}, GoesOnError),
         ({"named_profile": True}, SessionError),
     ],
 )

@@ -135,7 +135,7 @@ def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_pat
 def test_another_job_starts_over_on_every_rank(three_ranks, tmp_path):
     output = tmp_path / "output"
     before = (output / "profile.csv").read_bytes()
-    arguments = (tmp_path, ENOUGH, 0, None, None, "default")
+    arguments = (tmp_path, ENOUGH, 0, None, {"hidden_size": 32})
     for told in three_ranks.run(step_ranks.start_job, *arguments):
         assert told["phases"][:5] == ["warm-up"] * 4 + ["profile"]
         assert told["phases"][-1] == "steady"
@@ -145,3 +145,43 @@ def test_another_job_starts_over_on_every_rank(three_ranks, tmp_path):
     assert len(stored["starts"]) == 1
     assert "plan" in stored["phases_done"]
     assert len({line["run"] for line in lines(tmp_path)}) == 2
+
+
+def test_another_request_is_planned_with_what_is_known(three_ranks, finished, tmp_path):
+    output = tmp_path / "output"
+    before = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
+    arguments = (tmp_path, 4, 0, None, None, "default")
+    for first, told in zip(
+        finished, three_ranks.run(step_ranks.start_job, *arguments), strict=True
+    ):
+        assert told["phases"] == ["warm-up"] * 2 + ["steady"] * 2
+        assert told["profile"] == first["profile"]
+        assert told["baseline"].mean == first["baseline"].mean
+        assert told["plan"]["policy"] == "envelope"
+    assert (output / "profile.csv").read_bytes() == before["profile.csv"]
+    assert (output / "plan.old1.json").read_bytes() == before["plan.json"]
+    stored = json.loads((output / "job.json").read_text())
+    assert stored["phases_done"] == ["warm-up", "profile", "plan"]
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_profile_that_a_gpu_does_not_keep_any_more_is_measured_again(three_ranks, tmp_path):
+    output = tmp_path / "output"
+    before = (output / "profile.csv").read_bytes()
+    arguments = (tmp_path, ENOUGH, 0, None, None, "balanced")
+    for told in three_ranks.run(step_ranks.start_job, *arguments, (1, 1.02)):
+        assert told["phases"] == ["warm-up"] * 2 + ["steady"] * (ENOUGH - 2)
+    ranks = three_ranks.run(step_ranks.start_job, *arguments, (1, 1.05))
+    for told in ranks:
+        assert list(dict.fromkeys(told["phases"])) == [
+            "warm-up",
+            "profile",
+            "reconfigure",
+            "steady",
+        ]
+        assert told["phases"].count("warm-up") == 2
+    (said,) = (text for text in ranks[0]["said"] if "is not used" in text)
+    assert "stage 1 forward takes 105 ms, +5.0 % against its 100 ms" in said
+    assert (output / "profile.csv").read_bytes() != before
+    for told in three_ranks.run(step_ranks.start_job, *arguments, (1, 1.05)):
+        assert list(dict.fromkeys(told["phases"])) == ["warm-up", "steady"]

@@ -1,0 +1,240 @@
+"""Profiles that are not measured: whose they are, and what the warm-up says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kept_job import KEYS
+from plain_stages import SPECS
+from preset_profile import preset_profile
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import PlanError
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.execution.executor import make_record
+from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.job_file import StoredJob
+from envpipe_megatron.runtime.job.known_profile import known_profile
+from envpipe_megatron.runtime.job.parts import SessionState
+
+STAGES, MICROBATCHES, TOP_MHZ = 2, 4, 1410
+TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
+ORDER = builders.one_f_one_b(STAGES, MICROBATCHES)
+
+
+def profile_of(stages: int = STAGES) -> Profile:
+    """Units take `TIMES_S` at the highest clock of the GPU."""
+    return preset_profile("a100-sxm", stages, TIMES_S, (1200,))
+
+
+@dataclass(frozen=True)
+class Room:
+    activation_bytes: float
+    free_bytes: float
+
+
+@dataclass
+class Starting:
+    """Stage 0 of a job, on one of its three replicas, and what the others measured.
+
+    Args:
+        path: of a profile; an earlier start's where it is `profile.csv`, else the user's.
+        of_replicas: what the other replicas' medians are, by this one's.
+        of_next: what the next stage's is, by this one's.
+    """
+
+    path: Path
+    of_replicas: tuple[float, ...] = (1.0, 1.0)
+    of_next: float = 1.0
+    said: list[str] = field(default_factory=list)
+    state: SessionState = field(default_factory=SessionState)
+    stage: int = 0
+    num_stages: int = STAGES
+    specs: Any = SPECS
+    gpu: Any = field(
+        default_factory=lambda: SimpleNamespace(supported_frequencies_mhz=(1200, TOP_MHZ))
+    )
+
+    def __post_init__(self) -> None:
+        pipeline: Any = SimpleNamespace(
+            leads=True,
+            gather=lambda own: [own, scaled(own, self.of_next)],
+            broadcast=lambda own: own,
+        )
+        replicas: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
+        replicas.gather = lambda own: [own, *(scaled(own, by) for by in self.of_replicas)]
+        self.collectives = Collectives(0, pipeline, [replicas], 3)
+        self.folder = JobFolder(self.path.parent, self.collectives)
+        kept = self.path.name == "profile.csv"
+        self.config = SessionConfig(PlanRequest(4), profile_file=None if kept else self.path)
+        if kept:
+            self.folder.found = StoredJob(
+                KEYS, profile={"profile.csv": "1"}, plan={"plan.json": "2"}
+            )
+        self.memory: Any = SimpleNamespace(stages=None, learn=self.learn)
+        self.say = self.said.append
+
+    def learn(self, schedule: Schedule, specs: Any) -> None:
+        assert (schedule, specs) == (ORDER, SPECS)
+        self.memory.stages = (Room(10.0, 100.0), Room(20.0, 200.0))
+
+    def known(self, *records: Any) -> Profile | None:
+        job: Any = self
+        return known_profile(job, ORDER, records)
+
+
+def scaled(own: Any, by: float) -> Any:
+    return own * by if isinstance(own, np.ndarray) else own
+
+
+def record(change: Callable[[FloatArray], Any] = lambda times_s: None) -> Any:
+    """An iteration of stage 0 whose units take `TIMES_S`, but for what is changed."""
+    times_s = np.where(ORDER.is_backward[0], TIMES_S[Kind.BACKWARD], TIMES_S[Kind.FORWARD])
+    change(times_s)
+    ends_s = np.cumsum(times_s)
+    return make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, ends_s[-1], 0.0)
+
+
+def slow(kind: Kind, share: float) -> Any:
+    def change(times_s: FloatArray) -> None:
+        times_s[ORDER.is_backward[0] == (kind is Kind.BACKWARD)] *= 1 + share
+
+    return record(change)
+
+
+@pytest.fixture(params=["profile.csv", "mine.csv"])
+def job(request, tmp_path) -> Starting:
+    """One with a profile of an earlier start, and one whose user gave it."""
+    path = tmp_path / request.param
+    profile_of().write(path)
+    return Starting(path)
+
+
+def test_without_any_none_is_known(tmp_path):
+    starting = Starting(tmp_path / "profile.csv")
+    starting.folder.found = None
+    assert starting.known(record()) is None
+    assert starting.memory.stages is None
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_memory_is_this_starts_but_for_what_the_user_says(job, knows):
+    facts = Sidecar(activation_bytes=(1.0, 2.0), free_bytes=(3.0, 4.0)) if knows else Sidecar()
+    replace(profile_of(), sidecar=facts).write(job.path)
+    sidecar = job.known().sidecar
+    users = knows and job.path.name == "mine.csv"
+    assert sidecar.activation_bytes == ((1.0, 2.0) if users else (10.0, 20.0))
+    assert sidecar.free_bytes == ((3.0, 4.0) if users else (100.0, 200.0))
+
+
+def test_a_profile_of_another_pipeline_is_refused(job):
+    profile_of(stages=3).write(job.path)
+    with pytest.raises(PlanError if job.config.profile_file else GoesOnError, match="3"):
+        job.known(record())
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [record()],
+        [slow(Kind.FORWARD, 0.029), slow(Kind.FORWARD, 0.029)],
+        [slow(Kind.BACKWARD, -0.029)],
+        [slow(Kind.BACKWARD, 0.5), record(), record()],  # an iteration with a hiccup
+        [record(lambda times_s: np.multiply.at(times_s, [0, 7], 3.0))],  # units with one
+    ],
+)
+def test_a_profile_that_the_warm_up_bears_out_is_used(job, records):
+    assert job.known(*records).to_csv() == profile_of().to_csv()
+    assert job.said == []
+    assert job.folder.found is None or job.folder.found.profile
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "said"),
+    [
+        (Kind.FORWARD, 0.05, "at 1410 MHz stage 0 forward takes 105 ms, +5.0 % against its 100 ms"),
+        (Kind.BACKWARD, -0.04, "stage 0 backward takes 192 ms, -4.0 % against its 200 ms"),
+    ],
+)
+def test_one_that_it_contradicts_is_forgotten_unless_the_user_gave_it(job, kind, share, said):
+    users = job.config.profile_file is not None
+    profile = job.known(slow(kind, share), slow(kind, share))
+    (told,) = job.said
+    assert said in told
+    # The next stage's are this one's, here.
+    assert told.endswith("; 1 more kind(s) of units differ too")
+    if users:
+        assert profile.to_csv() == profile_of().to_csv()
+        assert f"the profile {job.path} is used, but may not be one of this job" in told
+        return
+    assert profile is None
+    assert "of an earlier start is not used" in told
+    assert (job.folder.found_profile, job.folder.found_plan("")) == (None, None)
+    assert job.known(record()) is None
+
+
+@pytest.mark.parametrize(
+    ("of_replicas", "of_next", "said"),
+    [
+        ((1.0, 1.2), 1.0, ""),
+        ((1.2, 1.2), 1.0, "stage 0"),
+        ((1.0, 1.0), 1.1, "stage 1 forward takes 110 ms, +10.0 %"),
+    ],
+)
+def test_medians_of_replicas_count_on_any_stage(tmp_path, of_replicas, of_next, said):
+    path = tmp_path / "profile.csv"
+    profile_of().write(path)
+    starting = Starting(path, of_replicas, of_next)
+    assert (starting.known(record()) is None) is bool(said)
+    assert said in "".join(starting.said)
+
+
+def test_what_cannot_be_compared_contradicts_nothing(job):
+    """Another highest clock, or other chunks, which planning refuses."""
+    job.gpu.supported_frequencies_mhz = (1200, 1500)
+    assert job.known(slow(Kind.FORWARD, 0.5)) is not None
+    job.gpu.supported_frequencies_mhz = (1200, TOP_MHZ)
+    of_chunks = replace(profile_of(), sidecar=Sidecar(num_chunks=2))
+    of_chunks.write(job.path)
+    assert job.known(slow(Kind.FORWARD, 0.5)) is not None
+    assert job.said == []
+
+
+def test_chunks_and_pairs_are_compared_each_for_itself(tmp_path):
+    path = tmp_path / "profile.csv"
+    order = builders.interleaved(STAGES, 8, 2, combined=True)
+    kinds = (*WHOLE, Kind.COMBINED)
+    rows = tuple(
+        {kind: profile_of().rows[0][WHOLE[min(place, 1)]] for place, kind in enumerate(kinds)}
+        for _ in range(2 * STAGES)
+    )
+    sidecar = Sidecar(num_chunks=2)
+    replace(profile_of(), rows=rows, sidecar=sidecar, listed_chunks=2).write(path)
+    keys = order.unit_keys(2, kinds)[0]
+    assert order.combined[0].any()
+    times_s = np.where(keys % 3 == 0, TIMES_S[Kind.FORWARD], TIMES_S[Kind.BACKWARD])
+    times_s[keys < 0] = 0.0
+    starting: Any = Starting(path)
+    starting.memory.learn = lambda *arguments: None
+    for slower, said in ((None, ""), (5, "stage 0 chunk 1 combined takes 220 ms")):
+        times_s[keys == slower] *= 1.1
+        ends_s = np.cumsum(times_s)
+        ran = make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, 1.0, 1.0)
+        known = known_profile(starting, order, [ran])
+        assert (known is None) is bool(said)
+        assert said in "".join(starting.said)
