@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.job import (
     JobError,
     _fingerprint,
@@ -71,11 +72,13 @@ def test_few_microbatches_need_no_more() -> None:
     check_in_flight(2, 4, 2)
 
 
-def test_what_tells_jobs_apart_is_json_and_the_same_each_time() -> None:
+def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:
     kinds = Enum("kinds", "flash auto")
     job = {"attention_backend": kinds.flash, "params_dtype": torch.bfloat16, "num_layers": 4}
-    options = SimpleNamespace(min_dwell_s=0.0, gpu_preset=None)
+    options = SimpleNamespace(gpu_preset=None)
     first, again = (_fingerprint(job, options, "H200") for _ in range(2))  # type: ignore[arg-type]
     assert json.loads(json.dumps(first)) == again
     other = {**job, "attention_backend": kinds.auto}
     assert _fingerprint(other, options, "H200") != first  # type: ignore[arg-type]
+    monkeypatch.setattr(integrations_job, "version_of", lambda package: "9")
+    assert _fingerprint(job, options, "H200") != first  # type: ignore[arg-type]

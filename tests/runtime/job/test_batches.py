@@ -51,7 +51,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
     for stage, told in enumerate(ranks):
         assert [phase for phase, _ in told["steps"]] == [phase for phase, _ in ranks[0]["steps"]]
         assert told["profile"].to_csv() == profile.to_csv()
-        for count, most_warm in ((2, WARMUP), (3, WARMUP + 1), (4, WARMUP)):
+        for count, most_warm in ((2, WARMUP), (3, WARMUP + 2), (4, WARMUP)):
             own = phases(told, counts, count)
             assert own.count("warm-up") == most_warm
             assert own[-1] == "steady"
@@ -74,10 +74,10 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
     assert set(job["plan"]) == set(FILES.values())
     assert set(job["other_baselines"]) == {"m2", "m3"}
 
-    again = [3, 3, 4, 4, 2, 2]
+    again = [3] * 3 + [4] * 3 + [2] * 3
     for stage, told in enumerate(three_ranks.run(batch_ranks.train_kept, tmp_path, again, {})):
-        assert [phase for phase, _ in told["steps"]] == ["warm-up", "steady"] * 3
-        for (_, clocks), count in zip(told["steps"][1::2], (3, 4, 2), strict=True):
+        assert [phase for phase, _ in told["steps"]] == ["warm-up", "warm-up", "steady"] * 3
+        for (_, clocks), count in zip(told["steps"][2::3], (3, 4, 2), strict=True):
             assert clocks == tuple(plans[count].frequency_mhz[stage])
         before = {name: b.mean for name, b in ranks[stage]["baselines"].items()}
         assert {name: b.mean for name, b in told["baselines"].items()} == before
