@@ -115,6 +115,10 @@ class MemoryGpu:
         self.state.wait_until(time_s, self.preset.wait_power_w, self.preset.refresh_s)
 
 
+#: More than a window of iterations has.
+_KEPT_REFRESHES = 10_000
+
+
 class VirtualMeter(EnergyMeter):
     """A meter that sees each refresh of a counter, when it is told that time has passed."""
 
@@ -134,6 +138,9 @@ class VirtualMeter(EnergyMeter):
                 self._times_s.append(number * period_s)
                 self._energies_j.append(energy_j)
                 self._time_uncertainties_s.append(0.0)
+        kept = (self._times_s, self._energies_j, self._time_uncertainties_s)
+        for values in kept:
+            del values[:-_KEPT_REFRESHES]
         self._sampled = last
 
     def _run(self) -> None:
@@ -241,6 +248,8 @@ class Pipelines:
         self._faults, self._hiccups, self._hiccup_s = faults, hiccups, hiccup_s
         self._random = np.random.default_rng(7)
         self.iterations: list[Iteration] = []
+        #: So many iterations have begun, whether or not `iterations` still has them.
+        self.begun = 0
 
     @property
     def energy_j(self) -> float:
@@ -249,7 +258,8 @@ class Pipelines:
 
     def run(self, orders: Sequence[IterationOrder]) -> list[list[StageRecord]]:
         """Run an iteration, an order for each replica; the records of [replicas][stages]."""
-        now = self._faults(len(self.iterations))
+        now = self._faults(self.begun)
+        self.begun += 1
         before_j, begin_s = self.energy_j, self.gpus[0][0].state.end_s
         made, ends_s = [], []
         for replica, (gpus, order) in enumerate(zip(self.gpus, orders, strict=True)):
@@ -405,7 +415,7 @@ class EmulatedJob:
         gpu = self.pipelines.gpus[replica][stage]
 
         def said(text: str) -> None:
-            self.said.append((len(self.pipelines.iterations), text))
+            self.said.append((self.pipelines.begun, text))
 
         channel = SimpleNamespace(
             capacity=None,
@@ -425,7 +435,7 @@ class EmulatedJob:
         parts = PhaseParts(
             config=config,
             state=SessionState(),
-            folder=JobFolder(None, collectives),
+            folder=JobFolder(config.output_dir, collectives),
             batch="",
             stage=stage,
             num_stages=self._stages,

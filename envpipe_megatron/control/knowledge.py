@@ -79,6 +79,8 @@ class Knowledge:
         self.time_s: FloatArray = np.full((keys, len(self.clocks_mhz)), np.nan)
         #: [keys] the clock where a power limit holds it.
         self._limit_mhz: FloatArray = np.full(keys, self.clocks_mhz[-1])
+        #: [keys] the lowest clock that was ever measured.
+        self._lowest_mhz: FloatArray = np.full(keys, np.inf)
         #: [keys, clocks] by which share that may be too short.
         self._errs: FloatArray = np.zeros_like(self.time_s)
         model = PowerModel(self.nodes_mhz, len(self.kinds))
@@ -221,7 +223,7 @@ class Knowledge:
                 part = stage * self._num_chunks + chunk
                 for place, kind in enumerate(self.kinds):
                     key = part * len(self.kinds) + place
-                    used = self.clocks_mhz >= min(self._points[key])
+                    used = self.clocks_mhz >= self._lowest_mhz[key]
                     clocks = self.clocks_mhz[used]
                     times, errs = self.time_s[key][used], self._errs[key][used]
                     joules = times * np.interp(clocks, self.nodes_mhz, power_w[place])
@@ -306,6 +308,7 @@ class Knowledge:
         if not points:
             raise KnowledgeError("A unit of the framework's order was not measured", value=key)
         known = sorted(points)
+        self._lowest_mhz[key] = min(self._lowest_mhz[key], known[0])
         self.time_s[key], self._limit_mhz[key] = fit_times_s(
             self.clocks_mhz, known, [points[clock] for clock in known]
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.online.emulated_job import Faults
+from benchmarks.online.long import footprints
 from benchmarks.online.runs import Ran, best_saving, run_job, scripted
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
@@ -99,3 +100,12 @@ def test_hiccups_raise_no_alarm():
     assert ran.slower(60, 120) < 0.2  # of single iterations, by hiccups of either
     mean = sum(j.time_s for j in ran.job[60:]) / sum(o.time_s for o in ran.own[60:])
     assert mean < 1.005
+
+
+def test_a_long_job_holds_no_more_than_a_shorter_one():
+    _, middle, last = footprints(1500, every=500)
+    assert last["changes that were answered"] >= 2  # plans were made and kept meanwhile
+    assert last["objects"] < middle["objects"] + 1000
+    for name in ("open files", "threads", "files in the folder"):
+        assert last[name] == middle[name]
+    assert last["their size (KiB)"] < 1.2 * middle["their size (KiB)"]

@@ -1,0 +1,74 @@
+"""What is known of units, when conditions change under which few clocks run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.online.emulated_job import Conditions
+from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.window import MeterSums, Report, Window
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.gpu.emulated.presets import load_preset
+
+PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
+TOP_MHZ = PRESET.max_frequency_mhz
+SCHEDULE = builders.one_f_one_b(1, 12)
+
+
+def known() -> Knowledge:
+    """Of one stage, all clocks down to a half."""
+    profile = exact_profile(PRESET, [FORWARD_S], {})
+    clocks = [mhz for mhz in profile.clocks_mhz(0) if mhz > TOP_MHZ / 2]
+    knowledge = Knowledge(1, 1, WHOLE, clocks, Sidecar())
+    knowledge.take_profile(profile)
+    return knowledge
+
+
+def learn(knowledge: Knowledge, low_mhz: int, conditions: Conditions) -> None:
+    """Half of an iteration ran at one clock, and half at the highest."""
+    kinds = [unit.kind for unit in SCHEDULE.stages[0]]
+    clocks = np.where(np.arange(len(kinds)) < len(kinds) // 2, low_mhz, TOP_MHZ)
+    unit_s = np.array(
+        [seconds(conditions, kind, mhz) for kind, mhz in zip(kinds, clocks, strict=True)]
+    )
+    end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
+    meter = MeterSums.none(len(knowledge.sums[0].weighted))
+    report = Report(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
+    knowledge.learn(SCHEDULE, clocks[np.newaxis], Window((report,)), replicas=[0])
+
+
+def seconds(conditions: Conditions, kind, mhz: float) -> float:
+    at_max_s = FORWARD_S * (BACKWARD_RATIO if kind is WHOLE[1] else 1.0)
+    return conditions.unit_time_s(PRESET, kind, mhz, at_max_s)
+
+
+def assert_knows(knowledge: Knowledge, conditions: Conditions) -> None:
+    for kind, times_s in zip(WHOLE, knowledge.time_s, strict=True):
+        true_s = [seconds(conditions, kind, mhz) for mhz in knowledge.clocks_mhz]
+        assert times_s == pytest.approx(true_s, rel=0.01)
+
+
+def test_two_clocks_tell_a_limit_that_comes_and_goes():
+    knowledge = known()
+    for conditions in (Conditions(limit_mhz=0.85 * TOP_MHZ), Conditions()):
+        learn(knowledge, 990, conditions)
+        assert_knows(knowledge, conditions)
+
+
+def test_a_gpu_that_is_slower_or_faster_at_two_clocks_is_so_at_all():
+    knowledge = known()
+    for conditions in (slower(1.2), slower(1.0)):
+        learn(knowledge, 1110, conditions)
+        assert_knows(knowledge, conditions)
+
+
+def test_clocks_that_were_measured_once_stay_in_the_profile():
+    knowledge = known()
+    lowest_mhz = min(knowledge.profile(careful=True).clocks_mhz(0))
+    learn(knowledge, 990, Conditions(stuck=True, slower=dict.fromkeys(WHOLE, 1.3)))
+    learn(knowledge, 1110, Conditions(limit_mhz=0.85 * TOP_MHZ))
+    assert min(knowledge.profile(careful=True).clocks_mhz(0)) == lowest_mhz
