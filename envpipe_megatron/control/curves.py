@@ -76,7 +76,11 @@ class PowerModel:
         self._num_kinds = num_kinds
 
     def fit(
-        self, products: FloatArray, weighted: FloatArray, limit_mhz: float
+        self,
+        products: FloatArray,
+        weighted: FloatArray,
+        limit_mhz: float,
+        alikeness: float = 1e-5,
     ) -> tuple[FloatArray, float]:
         """[kinds + 1, nodes] W, waiting last, and the tail's, from sums of what was measured.
 
@@ -86,13 +90,14 @@ class PowerModel:
             products: [columns, columns] sums of products of times, s^2; see `meter_sums`.
             weighted: [columns] sums of times by energies, s J.
             limit_mhz: the clock that units do not go beyond.
+            alikeness: how much it counts that all draw the same, against what was measured.
         """
         values, vectors = np.linalg.eigh(products)
         kept = values > 1e-9 * values[-1]
         root = np.sqrt(values[kept])
         rows = root[:, None] * vectors[:, kept].T
         wanted = (vectors[:, kept].T @ weighted) / root
-        alike = self._alike(np.sqrt(1e-5 * values[-1]))
+        alike = self._alike(np.sqrt(alikeness * values[-1]))
         best: tuple[float, FloatArray] | None = None
         for knee in _KNEES:
             shapes = self._shapes(knee, limit_mhz)
@@ -126,11 +131,12 @@ class PowerModel:
         return shapes
 
     def _alike(self, weight: float) -> FloatArray:
-        """Rows that are 0 where all kinds draw the same, and the tail takes what waiting does."""
+        """Rows that are 0 where all kinds draw the same, and waiting and tail static power."""
         kinds = self._num_kinds
-        rows = np.zeros((_TERMS * (kinds - 1) + 2, 1 + _TERMS * kinds + 3))
+        rows = np.zeros((_TERMS * (kinds - 1) + 3, 1 + _TERMS * kinds + 3))
         for term in range(_TERMS * (kinds - 1)):
             rows[term, 1 + term], rows[term, 1 + term + _TERMS] = weight, -weight
+        rows[-3, 0], rows[-3, -3] = weight, -weight
         rows[-2, -3:] = weight, weight, -weight
         rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
         return rows

@@ -39,6 +39,8 @@ _TELLING = 0.05
 #: Half-way between two measured clocks a tenth apart, and per tenth beyond them, by how much a
 #: model may err: the mean error on published profiles, and twice that.
 _ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
+#: How much it counts that all kinds of units draw the same power, until each draws some.
+_ALIKENESS = (1e-5, 1e-3, 0.1)
 
 
 class KnowledgeError(EnvPipeError):
@@ -253,13 +255,15 @@ class Knowledge:
             )
         keys = self._num_chunks * len(self.kinds)
         limit_mhz = self._limit_mhz[stage * keys : (stage + 1) * keys].max()
-        power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz)
-        # What was forgotten may be all that told one way of spending time from the others.
-        if (power_w.max(axis=1) > 0).all():
-            self._power_w[stage] = power_w
-        elif stage not in self._power_w:
-            raise KnowledgeError(f"The energy counters of stage {stage} give no power")
-        return self._power_w[stage]
+        for alikeness in _ALIKENESS:
+            power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz, alikeness)
+            # A few noisy refreshes may not tell one way of spending time from the others, nor may
+            # what is left when some was forgotten.
+            if (power_w.max(axis=1) > 0).all():
+                self._power_w[stage] = power_w
+            if stage in self._power_w:
+                return self._power_w[stage]
+        raise KnowledgeError(f"The energy counters of stage {stage} give no power")
 
     def valley_mhz(self, *, waiting: bool) -> float:
         """The lowest clock at which a stage's forward and backward take the least energy.

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.control.curves import PowerModel, fit_times_s
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import TAIL, WAITING, Stretch, meter_sums
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
@@ -95,6 +97,26 @@ def test_powers_come_out_of_a_counter_that_refreshes_slowly():
         assert forward_w == pytest.approx(preset.busy_power_w("forward", clock), rel=0.1)
     assert power_w[-1, -1] == pytest.approx(84.0, rel=0.03)
     assert tail_w == pytest.approx(150.0, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
+    """As on a GPU that several ranks share: what one of them does is hardly seen."""
+    rng = np.random.default_rng(seed)
+    knowledge = Knowledge(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
+    ends_s = np.cumsum(rng.uniform(0.01, 0.05, 24))
+    kinds = [int(kind) for kind in rng.integers(-1, 2, 24)]
+    stretches = [
+        Stretch(end_s, kind, float(rng.choice(NODES[-4:])))
+        for end_s, kind in zip(ends_s.tolist(), kinds, strict=True)
+    ]
+    refreshes_s = np.arange(0.0, ends_s[-1], 0.1)
+    energy_j = np.cumsum(rng.uniform(5.0, 20.0, len(refreshes_s)))
+    clocks, count = knowledge.nodes_mhz, len(WHOLE)
+    knowledge.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
+    power_w = knowledge.power_w(0)
+    assert (power_w.max(axis=1) > 0).all()
+    assert power_w.max() < 2000
 
 
 def test_refreshes_outside_of_what_is_known_count_for_nothing():

@@ -72,7 +72,7 @@ def in_flight_limit(
         return None
     profile = profile.for_chunks(request.num_chunks)
     known = [with_memory(profile, stages)] if stages is not None else []
-    if request.max_in_flight == BY_MEMORY:
+    if request.max_in_flight == BY_MEMORY and (not known or knows_memory(profile.sidecar)):
         known.append(profile)
     if not known:
         return None

@@ -103,6 +103,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
     learned = job.learn()
     request = PlanRequest(microbatches, "envpipe", max_in_flight=BY_MEMORY)
     most = in_flight_limit(request, with_memory(profile(stages), learned), learned)
+    assert most == in_flight_limit(request, profile(stages), learned)  # whose file says nothing
     for memory, count in zip(learned, most, strict=True):
         room = memory.room_bytes / memory.activation_bytes
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
