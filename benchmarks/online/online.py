@@ -40,6 +40,9 @@ _STEADY = 20
 #: Faults begin and end in these iterations of the whole; jobs have so many to find out.
 _FAULT, _OVER, _ALL, _FOUND_OUT = 60, 260, 320, 10
 
+#: Shares of units that have a hiccup, on so many replicas and in so many iterations.
+_HICCUPS, _MANY, _NOISY = (0.0, 0.01, 0.05), 16, 160
+
 
 def forward_times_s(stages: int, *, even: bool) -> list[float]:
     """Of each stage."""
@@ -107,6 +110,26 @@ def fault_rows() -> Iterator[dict[str, Any]]:
         }
 
 
+def noise_rows() -> Iterator[dict[str, Any]]:
+    """What hiccups of 10 ms do to the savings of many replicas."""
+    preset, forward_s = load_preset("a100-sxm"), forward_times_s(4, even=True)
+    for share in _HICCUPS:
+        ran = run_job(
+            WAYS["closed loop"],
+            preset,
+            forward_s,
+            iterations=_NOISY,
+            replicas=_MANY,
+            hiccups=share,
+        )
+        yield {
+            "hiccups (% of units)": 100 * share,
+            "replicas": _MANY,
+            "saved in steady (%)": 100 * ran.saved(_FAULT, _NOISY),
+            "mean iteration, longer (%)": 100 * ran.longer(_FAULT, _NOISY),
+        }
+
+
 @click.command()
 @click.option("--stages", multiple=True, type=int, default=(4, 8), show_default=True)
 @click.option("--replicas", multiple=True, type=int, default=(1, 4), show_default=True)
@@ -118,6 +141,7 @@ def main(stages: tuple[int, ...], replicas: tuple[int, ...], output: Path) -> No
     for name, rows in (
         ("costs", list(cost_rows(stages, replicas))),
         ("faults", list(fault_rows())),
+        ("noise", list(noise_rows())),
     ):
         write_csv(output / f"{name}.csv", rows)
         console.print(make_table(name, rows))

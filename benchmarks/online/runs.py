@@ -55,6 +55,11 @@ class Ran:
         """The most that an iteration lasted longer than the framework's own, as a share."""
         return max(j.time_s / o.time_s - 1 for j, o in self._pairs(first, after))
 
+    def longer(self, first: int, after: int) -> float:
+        """How much longer iterations lasted on average, as a share."""
+        pairs = self._pairs(first, after)
+        return sum(j.time_s for j, _ in pairs) / sum(o.time_s for _, o in pairs) - 1
+
     def saved(self, first: int, after: int) -> float:
         """Share of the energy."""
         pairs = self._pairs(first, after)

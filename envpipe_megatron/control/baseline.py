@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from envpipe_megatron.control.window import median_error
 from envpipe_megatron.core.arrays import FloatArray
 
 #: So many latest steps of a plan, or of the baseline, are kept.
@@ -34,8 +35,7 @@ class Steps:
         """Standard error of the median of so many steps, by default of all, as a share of it."""
         times_s = np.array(self._times_s)
         deviation_s = float(np.median(np.abs(times_s - np.median(times_s))))
-        # Of normal noise 1.48 deviations are a standard deviation, and medians err by 1.25 of it.
-        return 1.48 * 1.25 * deviation_s / self.median_s / float(np.sqrt(count or len(times_s)))
+        return median_error(deviation_s / self.median_s, count or len(times_s))
 
 
 class Baseline:
@@ -54,7 +54,6 @@ class Baseline:
         """What it would take now, if what is known of units today predicts so much."""
         return self._steps.median_s * predicted_s / self._predicted_s
 
-    @property
-    def error(self) -> float:
-        """Standard error, as a share."""
-        return self._steps.error()
+    def error(self, others: Steps) -> float:
+        """Standard error, as a share: of few steps no less than others of the job would tell."""
+        return max(self._steps.error(), others.error(len(self._steps)))

@@ -274,7 +274,7 @@ class Controller:
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
-        self._followers.compare(window.own_s(self._knowledge.tail_s))
+        self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
             self._knowledge.forget_power(_FORGETS)
@@ -293,10 +293,14 @@ class Controller:
         replicas = [replica for replica in self._everyone if which[replica] == usual]
         return self._learn(orders[usual], window, replicas, fades=_FADES)
 
+    def _compare(self, window: Window, *, alike: bool = False) -> None:
+        tail_s = self._knowledge.tail_s
+        self._followers.compare(window.own_s(tail_s), window.own_error(tail_s), alike=alike)
+
     def _measured_baseline(self, window: Window) -> None:
         steps = Steps()
         steps.add(window.steps_s)
-        self._followers.compare(window.own_s(self._knowledge.tail_s), alike=True)
+        self._compare(window, alike=True)
         self._baseline = Baseline(steps, self._own_predicted_s())
         self._since_baseline = 0
 
@@ -315,7 +319,7 @@ class Controller:
         assert self._baseline is not None
         allowed_s, steps, latest_s = self._allowed_s(), self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
-            noise = 2 * float(np.hypot(steps.error(count), self._baseline.error))
+            noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
             if median_s > allowed_s * (1 + noise):
                 return True
         return False

@@ -14,8 +14,10 @@ from envpipe_megatron.control.command import Clocked
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 
-#: Replicas differ if the slowest takes this share longer than another.
-_DIFFER = 0.01
+#: Replicas differ if the slowest takes this share longer than another, and so many standard errors
+#: of what each takes: noise alone sets the slowest of 64 apart from the fastest by about five, and
+#: four iterations make errors seem a quarter smaller than they are.
+_DIFFER, _SURELY = 0.01, 7.0
 #: From one level of the frontier to the next, plans take this share longer.
 _LEVEL = 0.005
 
@@ -38,6 +40,7 @@ class Followers:
         #: A replica that is as fast as the median, or the next faster one.
         self.usual = 0
         self._factor: FloatArray = np.ones(num_replicas)
+        self._differ = _DIFFER
         self._orders: dict[int, Clocked] = {}
         self._times_s: dict[int, float] = {}
 
@@ -60,10 +63,14 @@ class Followers:
             self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz)
             self._times_s[level] = plan.cost.iteration_time_s
 
-    def compare(self, own_s: FloatArray, *, alike: bool = False) -> None:
-        """Take in how long each pipeline took by itself, at its level or all `alike`."""
+    def compare(self, own_s: FloatArray, error: float, *, alike: bool = False) -> None:
+        """Take in how long each pipeline took by itself, at its level or all `alike`.
+
+        The error is the standard error of these times, as a share.
+        """
         times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
         factor = self._factor = own_s / times_s
+        self._differ = max(_DIFFER, _SURELY * error)
         self.usual = int(factor.argsort()[(len(factor) - 1) // 2])
         self.slowest = float(factor.max() / factor[self.usual])
 
@@ -71,7 +78,7 @@ class Followers:
         """Choose levels by what was compared last; what changed, in words."""
         factor = self._factor
         room = factor.max() / factor
-        wanted = np.where(room < 1 + _DIFFER, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
+        wanted = np.where(room < 1 + self._differ, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
         levels = [
             self._nearest(int(level), now) for level, now in zip(wanted, self.levels, strict=True)
         ]
@@ -88,7 +95,7 @@ class Followers:
         )
 
     def _nearest(self, level: int, now: int) -> int:
-        """The highest level that is planned and no higher; a single step up is no reason."""
-        if level == now + 1:
+        """The highest level that is planned and no higher; up only for what is a difference."""
+        if now < level < now + self._differ / _LEVEL:
             return now
         return max(known for known in self._orders if known <= level)

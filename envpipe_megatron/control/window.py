@@ -14,6 +14,12 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 
 
+def median_error(deviation: float, count: int) -> float:
+    """Standard error of the median of so many values, from their median absolute deviation."""
+    # Of normal noise 1.48 deviations are a standard deviation, and medians err by 1.25 of it.
+    return 1.48 * 1.25 * deviation / float(np.sqrt(count))
+
+
 @dataclass(frozen=True)
 class MeterSums:
     """What an energy counter said of iterations, as the sums that powers are fitted to.
@@ -139,6 +145,14 @@ class Window:
         """[replicas] how long each pipeline takes by itself, up to the end of its last tail."""
         ends = np.array([np.median(stage.ends_s, axis=1) for stage in self.stages])
         return np.asarray((ends + tail_s[:, None]).max(axis=0))
+
+    def own_error(self, tail_s: FloatArray) -> float:
+        """Standard error of these times, as a share, from how iterations of a pipeline differ."""
+        own_s = np.array(
+            [stage.ends_s + tail for stage, tail in zip(self.stages, tail_s, strict=True)]
+        ).max(0)
+        usual_s = np.median(own_s, axis=1, keepdims=True)
+        return median_error(float(np.median(np.abs(own_s / usual_s - 1))), own_s.shape[1])
 
     @property
     def problems(self) -> tuple[str, ...]:
