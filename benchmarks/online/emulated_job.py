@@ -25,7 +25,7 @@ import numpy as np
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.base import ClockState, GpuAddress
 from envpipe_megatron.gpu.emulated.presets import GpuPreset
 from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
@@ -85,6 +85,10 @@ class MemoryGpu:
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
         self.state = EmulatedState(preset.name, preset.max_frequency_mhz)
         self.conditions = Conditions()
+
+    def clock_state(self) -> ClockState:
+        """As of a GPU that tells nothing but its clock."""
+        return ClockState(self.state.requested_mhz, self.state.clock_mhz)
 
     def request(self, frequency_mhz: int) -> None:
         """Ask for a clock, at the end of what was committed."""
@@ -425,6 +429,8 @@ class EmulatedJob:
             receive=_nothing,
             end_step=_nothing,
         )
+        folder = JobFolder(config.output_dir, collectives)
+        folder.resume(config, self._stages, channel, gpu)  # type: ignore[arg-type]
         executor = SimpleNamespace(
             meet=lambda: gpu.state.end_s,
             now_s=lambda: gpu.state.end_s,
@@ -435,7 +441,7 @@ class EmulatedJob:
         parts = PhaseParts(
             config=config,
             state=SessionState(),
-            folder=JobFolder(config.output_dir, collectives),
+            folder=folder,
             batch="",
             stage=stage,
             num_stages=self._stages,

@@ -1,9 +1,9 @@
 """The closed loop beside a sweep, and after faults, on emulated GPUs.
 
-Run from the checkout, some 20 minutes on two cores:
+Run from the checkout, some 30 minutes on two cores:
 
     python benchmarks/online/online.py
-    python benchmarks/online/online.py --stages 4 --replicas 1     # a few minutes
+    python benchmarks/online/online.py --stages 4 --replicas 1     # some 8 minutes
 
 GPUs are emulated by presets that were fitted to measurements; a forward takes 30 ms at the highest
 clock, a backward 60 ms. On uneven pipelines the last stage takes a quarter longer.
@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.online.runs import FAULTS, best_saving, run_job, scripted
+from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted
 from benchmarks.outputs import make_console, make_table, output_option, write_csv
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
@@ -95,18 +95,19 @@ def fault_rows() -> Iterator[dict[str, Any]]:
             iterations=_ALL,
             replicas=number,
             faults=faults,
-            restarts=(_FAULT, _OVER) if kind == "moved" else (),
+            starts_again=restarts(kind, _FAULT, _OVER),
         )
         said = next((text for at, text in ran.said if _FAULT <= at <= _FAULT + _FOUND_OUT), "")
         yield {
-            "fault": words,
+            "fault": kind,
             "worst after ten iterations (%)": 100 * ran.slower(_FAULT + _FOUND_OUT, _OVER),
             "worst ten after its end (%)": 100 * ran.slower(_OVER + _FOUND_OUT, _ALL),
             "saved before (%)": 100 * ran.saved(_FAULT - _STEADY, _FAULT),
             "saved during (%)": 100 * ran.saved(during.start, during.stop),
             "best during (%)": 100 * best,
             "saved after (%)": 100 * ran.saved(_OVER + _FOUND_OUT, _ALL),
-            "said": said,
+            "what it is": words,
+            "what was said": said or "nothing",
         }
 
 
@@ -138,13 +139,18 @@ def main(stages: tuple[int, ...], replicas: tuple[int, ...], output: Path) -> No
     """Run all configurations and faults, and print tables."""
     console = make_console()
     output.mkdir(parents=True, exist_ok=True)
-    for name, rows in (
-        ("costs", list(cost_rows(stages, replicas))),
-        ("faults", list(fault_rows())),
-        ("noise", list(noise_rows())),
+    for name, made in (
+        ("costs", cost_rows(stages, replicas)),
+        ("faults", fault_rows()),
+        ("noise", noise_rows()),
     ):
+        rows = list(made)
         write_csv(output / f"{name}.csv", rows)
-        console.print(make_table(name, rows))
+        console.print(
+            make_table(name, rows, [column for column in rows[0] if "what" not in column])
+        )
+        for row in rows if name == "faults" else ():
+            console.print(f"{row['fault']}: {row['what it is']}; {row['what was said']}")
 
 
 if __name__ == "__main__":

@@ -78,11 +78,11 @@ def run_job(
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
     hiccups: float = 0.0,
-    restarts: Sequence[int] = (),
+    starts_again: Sequence[int] = (),
 ) -> Ran:
     """Run a job and the framework's own order, with forwards of so many s on each stage.
 
-    In the iterations of `restarts` the job starts again, with the profile it has by then.
+    In the iterations of `starts_again` the job starts again, with what its folder keeps.
     """
 
     def pipelines() -> Pipelines:
@@ -95,15 +95,15 @@ def run_job(
             hiccups=hiccups,
         )
 
-    controlled, said = pipelines(), []
+    controlled = pipelines()
+    said: list[tuple[int, str]] = []
     with TemporaryDirectory() as folder:
-        for first, after in pairwise((0, *restarts, iterations)):
+        if starts_again:
+            config = replace(config, output_dir=Path(folder), fingerprint={})
+        for first, after in pairwise((0, *starts_again, iterations)):
             with EmulatedJob(controlled, config) as job:
                 job.run(after - first)
             said += job.said
-            if job.planner is not None and (profile := job.planner.state.profile) is not None:
-                config = replace(config, profile_file=Path(folder, "profile.csv"))
-                profile.write(config.profile_file)
     own, top = pipelines(), preset.max_frequency_mhz
     order = builders.one_f_one_b(len(forward_s), config.request.num_microbatches)
     for _ in range(iterations):
@@ -172,6 +172,11 @@ def slower(factor: float) -> Conditions:
     return Conditions(slower=dict.fromkeys(WHOLE, factor))
 
 
+def restarts(kind: str, first: int, after: int) -> tuple[int, ...]:
+    """When jobs start again with a fault that `scripted` has."""
+    return (first, after) if kind in ("moved", "replaced") else ()
+
+
 def scripted(kind: str, first: int, after: int, stages: int, replicas: int = 1) -> Faults:
     """What is the matter from one iteration to another; a key of `FAULTS`."""
     everywhere = [(replica, stage) for replica in range(replicas) for stage in range(stages)]
@@ -189,7 +194,8 @@ def scripted(kind: str, first: int, after: int, stages: int, replicas: int = 1) 
             "replica": {(replicas - 1, stage): slower(1.1) for stage in range(stages)},
             "silent": dict.fromkeys(everywhere, Conditions(silent=True)),
             "stuck": {(0, 0): Conditions(stuck=True)},
-            "moved": {(0, 1): Conditions(slower=dict.fromkeys(WHOLE, 1.03), hungrier=1.1)},
+            "moved": {(0, 1): Conditions(slower=dict.fromkeys(WHOLE, 1.02), hungrier=1.1)},
+            "replaced": {(0, 1): Conditions(slower=dict.fromkeys(WHOLE, 1.06), hungrier=0.9)},
         }[kind]
 
     return faults
@@ -203,5 +209,6 @@ FAULTS = {
     "replica": "a replica is 10 % slower",
     "silent": "meters stop",
     "stuck": "a clock follows no request",
-    "moved": "a rank is started again where its GPU is 3 % slower and takes 10 % more, and back",
+    "moved": "a rank starts again on a GPU that is 2 % slower and draws 10 % more, and back",
+    "replaced": "a rank starts again on a GPU that is 6 % slower and draws 10 % less, and back",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.online.emulated_job import Faults
 from benchmarks.online.long import footprints
-from benchmarks.online.runs import Ran, best_saving, run_job, scripted
+from benchmarks.online.runs import Ran, best_saving, restarts, run_job, scripted
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
@@ -29,7 +29,7 @@ def run(
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
     hiccups: float = 0.0,
-    restarts: Sequence[int] = (),
+    starts_again: Sequence[int] = (),
 ) -> Ran:
     return run_job(
         SessionConfig(REQUEST, closed_loop=True),
@@ -39,7 +39,7 @@ def run(
         replicas=replicas,
         faults=faults,
         hiccups=hiccups,
-        restarts=restarts,
+        starts_again=starts_again,
     )
 
 
@@ -54,16 +54,17 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
 
 
-@pytest.mark.parametrize("kind", ["slow", "capped", "grows", "silent", "stuck", "moved"])
+@pytest.mark.parametrize(
+    "kind", ["slow", "capped", "grows", "silent", "stuck", "moved", "replaced"]
+)
 def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(kind):
     faults = scripted(kind, BEGIN, END, STAGES)
-    ran = run(faults=faults, restarts=(BEGIN, END) if kind == "moved" else ())
-    during = range(BEGIN + FOUND_OUT, END)
-    assert ran.slower(during.start, during.stop) < 0.005
+    ran = run(faults=faults, starts_again=restarts(kind, BEGIN, END))
+    assert ran.slower(BEGIN + FOUND_OUT, END) < 0.005
     assert ran.slower(END + FOUND_OUT, 120) < 0.005
-    preset, forward_s = load_preset("a100-sxm"), (0.03,) * STAGES
-    best = best_saving(preset, forward_s, REQUEST, faults=faults, iterations=during)
-    assert ran.saved(during.start, during.stop) > best - 0.01
+    preset, forward_s, last = load_preset("a100-sxm"), (0.03,) * STAGES, range(END - 15, END)
+    best = best_saving(preset, forward_s, REQUEST, faults=faults, iterations=last)
+    assert ran.saved(last.start, last.stop) > best - 0.01
     if kind != "stuck":
         calm = ran.saved(BEGIN - 10, BEGIN)
         assert ran.saved(END + 2 * FOUND_OUT, 120) > calm - 0.01
