@@ -316,7 +316,7 @@ def _executed(run: dict[str, Any], plan: Planned) -> bool:
         executed, planned = rank["executed"], labels[rank["rank"] // per_stage]
         if made_meanwhile:
             return rank["phase"] != Phase.WARMUP and sorted(executed) == sorted(planned)
-        return rank["phase"] == Phase.STEADY and executed == planned
+        return bool(rank["phase"] == Phase.STEADY and executed == planned)
 
     return bool(ranks) and all(map(ran, ranks))
 

@@ -229,6 +229,7 @@ class Pipelines:
         forward_s: of each stage, at the highest clock; a backward takes `backward_ratio` as long.
         faults: what is the matter in which iteration.
         hiccups: share of units that take `hiccup_s` longer.
+        scatter: standard deviation of the time of a unit, as a share of it.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Pipelines:
         faults: Faults = lambda iteration: {},
         hiccups: float = 0.0,
         hiccup_s: float = 0.01,
+        scatter: float = 0.0,
     ) -> None:
         self.gpus = [
             [MemoryGpu(preset, f"{replica}/{stage}") for stage in range(len(forward_s))]
@@ -250,6 +252,7 @@ class Pipelines:
             {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
         ]
         self._faults, self._hiccups, self._hiccup_s = faults, hiccups, hiccup_s
+        self._scatter = scatter
         self._random = np.random.default_rng(7)
         self.iterations: list[Iteration] = []
         #: So many iterations have begun, whether or not `iterations` still has them.
@@ -310,12 +313,14 @@ class Pipelines:
         cross = schedule.cross_dependency.tolist()
         clocks = order.frequency_mhz.tolist()
         late = self._random.random(schedule.num_units) < self._hiccups
+        scattered = 1 + self._scatter * self._random.standard_normal(schedule.num_units)
         for node in schedule.topological_order:
             stage, position = divmod(node, width)
             source, gpu = cross[node], gpus[stage]
             ready_s = begin_s if source < 0 else ends[source // width][source % width]
             kind = schedule.stages[stage][position].kind
-            start_s, end_s = gpu.run_unit(kind, self._unit_s[stage][kind], ready_s)
+            at_max_s = self._unit_s[stage][kind] * scattered[node]
+            start_s, end_s = gpu.run_unit(kind, at_max_s, ready_s)
             if late[node]:
                 end_s += self._hiccup_s
                 gpu.advance_to(end_s)

@@ -78,6 +78,7 @@ def run_job(
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
     hiccups: float = 0.0,
+    scatter: float = 0.0,
     starts_again: Sequence[int] = (),
 ) -> Ran:
     """Run a job and the framework's own order, with forwards of so many s on each stage.
@@ -93,6 +94,7 @@ def run_job(
             backward_ratio=BACKWARD_RATIO,
             faults=faults,
             hiccups=hiccups,
+            scatter=scatter,
         )
 
     controlled = pipelines()

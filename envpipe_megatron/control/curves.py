@@ -26,37 +26,44 @@ _TERMS = 3
 
 
 def fit_times_s(
-    clocks_mhz: FloatArray, measured_mhz: Sequence[float], measured_s: Sequence[float]
+    clocks_mhz: FloatArray,
+    measured_mhz: Sequence[float],
+    measured_s: Sequence[float],
+    trust: FloatArray | None = None,
 ) -> tuple[FloatArray, float]:
     """Times at some clocks from measured ones, and the clock in MHz that no GPU goes beyond.
 
-    They equal the measured ones where both have a clock.
-
-    Between measured clocks, what the model misses there is interpolated; beyond them it is kept.
+    They equal the measured ones where both have a clock and these are trusted. Between measured
+    clocks, what the model misses there is interpolated; beyond them it is kept.
 
     Args:
         clocks_mhz: ascending.
         measured_mhz: ascending, one at least; with a single one, all of the time follows the clock.
         measured_s: in the same order.
+        trust: of each, from 0 to 1, by default in full: of the one the model's error is known, of
+            the other nothing but scatter.
     """
     known_mhz, known_s = np.array(measured_mhz, dtype=float), np.array(measured_s)
-    limit_mhz, terms = _fit_time(known_mhz, known_s)
+    trust = np.ones_like(known_s) if trust is None else trust
+    limit_mhz, terms = _fit_time(known_mhz, known_s, trust)
 
     def model_s(at_mhz: FloatArray) -> FloatArray:
         return np.asarray(terms[0] + terms[1] / np.minimum(at_mhz, limit_mhz))
 
-    missed = np.interp(clocks_mhz, known_mhz, known_s / model_s(known_mhz))
-    return model_s(clocks_mhz) * missed, limit_mhz
+    missed = trust**2 * (known_s / model_s(known_mhz) - 1)
+    return model_s(clocks_mhz) * (1 + np.interp(clocks_mhz, known_mhz, missed)), limit_mhz
 
 
-def _fit_time(known_mhz: FloatArray, known_s: FloatArray) -> tuple[float, FloatArray]:
+def _fit_time(
+    known_mhz: FloatArray, known_s: FloatArray, trust: FloatArray
+) -> tuple[float, FloatArray]:
     top_mhz = known_mhz[-1]
     if len(known_mhz) == 1:
         return float(top_mhz), np.array([0.0, known_s[0] * top_mhz])
     best: tuple[float, float, FloatArray] | None = None
     for limit_mhz in _LIMITS * top_mhz:
         shapes = np.stack([np.ones_like(known_s), 1 / np.minimum(known_mhz, limit_mhz)], axis=1)
-        terms, error = nnls(shapes / known_s[:, None], np.ones_like(known_s))
+        terms, error = nnls(shapes * (trust / known_s)[:, None], trust)
         if best is None or error < best[0] - _CLEARLY_BETTER:
             best = float(error), float(limit_mhz), terms
     assert best is not None

@@ -8,13 +8,13 @@ limit at the high ones alone, which the clocks measured by then tell.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from envpipe_megatron.control.curves import PowerModel, fit_times_s
+from envpipe_megatron.control.curves import PowerModel
+from envpipe_megatron.control.points import Point, Times
 from envpipe_megatron.control.tail import tail_times_s
 from envpipe_megatron.control.window import WAITING, MeterSums, Stretch, Window, meter_sums
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
@@ -36,9 +36,8 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
-#: Half-way between two measured clocks a tenth apart, and per tenth beyond them, by how much a
-#: model may err: the mean error on published profiles, and twice that.
-_ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
+#: A row of a profile stands for so many units.
+_UNITS_OF_PROFILE = 100.0
 #: How much it counts that all kinds of units draw the same power, until each draws some.
 _ALIKENESS = (1e-5, 1e-3, 0.1)
 
@@ -75,16 +74,8 @@ class Knowledge:
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
         keys = num_stages * num_chunks * len(self.kinds)
-        #: For each key (part, then kind), times by clock that were measured.
-        self._points: list[dict[int, float]] = [{} for _ in range(keys)]
-        #: [keys, clocks] what units take.
-        self.time_s: FloatArray = np.full((keys, len(self.clocks_mhz)), np.nan)
-        #: [keys] the clock where a power limit holds it.
-        self._limit_mhz: FloatArray = np.full(keys, self.clocks_mhz[-1])
-        #: [keys] the lowest clock that was ever measured.
-        self._lowest_mhz: FloatArray = np.full(keys, np.inf)
-        #: [keys, clocks] by which share that may be too short.
-        self._errs: FloatArray = np.zeros_like(self.time_s)
+        #: For each key (part, then kind), what units take.
+        self._times = [Times(self.clocks_mhz) for _ in range(keys)]
         model = PowerModel(self.nodes_mhz, len(self.kinds))
         self._power_model = model
         #: By stage, what was last found.
@@ -93,9 +84,14 @@ class Knowledge:
         self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
 
     @property
+    def time_s(self) -> FloatArray:
+        """[keys, clocks] what units take."""
+        return np.array([times.time_s for times in self._times])
+
+    @property
     def profiled(self) -> bool:
         """Whether units were measured at more than one clock."""
-        return all(len(points) > 1 for points in self._points)
+        return all(len(times.points) > 1 for times in self._times)
 
     def take_profile(self, profile: Profile) -> None:
         """Begin with a profile, of the same kinds and chunks, as if it had been measured here."""
@@ -104,9 +100,10 @@ class Knowledge:
         for part, kinds in enumerate(profile.rows):
             stage = part // self._num_chunks
             for place, kind in enumerate(self.kinds):
-                key = part * len(self.kinds) + place
-                self._points[key] = {row.frequency_mhz: row.time_s for row in kinds[kind]}
-                self._fit(key)
+                times = self._times[part * len(self.kinds) + place]
+                for row in kinds[kind]:
+                    times.points[row.frequency_mhz] = Point(row.time_s, _UNITS_OF_PROFILE)
+                times.fit()
                 for row in kinds[kind]:
                     self._look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
         waits_w = conditions.waiting_power_w(
@@ -134,11 +131,11 @@ class Knowledge:
 
     def durations_s(self, schedule: Schedule, frequency_mhz: IntArray) -> FloatArray:
         """[num_stages, units_per_stage] what units take at clocks, no change being late."""
-        keys, times = self.keys(schedule), np.zeros(frequency_mhz.shape)
+        keys, durations_s = self.keys(schedule), np.zeros(frequency_mhz.shape)
         for key in np.unique(keys[keys >= 0]):
-            mask = keys == key
-            times[mask] = np.interp(frequency_mhz[mask], self.clocks_mhz, self.time_s[key])
-        return times
+            mask, time_s = keys == key, self._times[key].time_s
+            durations_s[mask] = np.interp(frequency_mhz[mask], self.clocks_mhz, time_s)
+        return durations_s
 
     def iteration_s(self, schedule: Schedule, frequency_mhz: IntArray) -> float:
         """How long an iteration takes, no change being late."""
@@ -169,13 +166,13 @@ class Knowledge:
             fades: share of the weight that what meters said before keeps.
 
         Returns:
-            [num_stages] the share by which the kind of units of a stage that differs most took
-                longer than expected, below zero if shorter.
+            [num_stages] the share by which the kind of units of a stage that changed most takes
+                longer than before, below zero if shorter; 0 for what is no more than scatter.
         """
         measured_s = window.unit_s(replicas)
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        known = not np.isnan(self.time_s).any()
+        known = all(times.points for times in self._times)
         if known:
             self._learn_lateness(schedule, frequency_mhz, measured_s, timeline)
         clean = self._at_their_clock(frequency_mhz, timeline, self.late_s())
@@ -185,20 +182,16 @@ class Knowledge:
             stage = key // (len(self.kinds) * self._num_chunks)
             of_key = clean[stage] & (keys[stage] == key)
             new = {
-                int(clock): float(
-                    np.median(measured_s[stage][of_key & (frequency_mhz[stage] == clock)])
-                )
+                int(clock): measured_s[stage][of_key & (frequency_mhz[stage] == clock)]
                 for clock in np.unique(frequency_mhz[stage][of_key])
             }
-            if not new:
-                continue
-            ratio = self._take_in(key, new) if known else 0.0
-            if not known:
-                self._points[key].update(new)
-            if abs(ratio) > abs(drifted[stage]):
-                drifted[stage] = ratio
-        for key in range(len(self._points)):
-            self._fit(key)
+            change = self._times[key].learn(new, window.num_iterations)
+            if abs(change) > abs(drifted[stage]):
+                drifted[stage] = change
+        for key, times in enumerate(self._times):
+            if not times.points:
+                raise KnowledgeError("A unit of the framework's order was not measured", value=key)
+            times.fit()
         for stage, report in enumerate(window.stages):
             if report.metered:  # else nothing new replaces what is known
                 self.sums[stage] = self.sums[stage].faded(fades) + report.meter
@@ -224,16 +217,15 @@ class Knowledge:
             for chunk in range(self._num_chunks):
                 part = stage * self._num_chunks + chunk
                 for place, kind in enumerate(self.kinds):
-                    key = part * len(self.kinds) + place
-                    used = self.clocks_mhz >= self._lowest_mhz[key]
-                    clocks = self.clocks_mhz[used]
-                    times, errs = self.time_s[key][used], self._errs[key][used]
-                    joules = times * np.interp(clocks, self.nodes_mhz, power_w[place])
+                    times = self._times[part * len(self.kinds) + place]
+                    used = self.clocks_mhz >= times.lowest_mhz
+                    clocks, times_s = self.clocks_mhz[used], times.time_s[used]
+                    joules = times_s * np.interp(clocks, self.nodes_mhz, power_w[place])
                     if careful:
-                        times = times * (1 + errs)
+                        times_s = times_s * (1 + times.errs[used])
                     rows += [
                         (part, kind, ProfileRow(int(clock), float(time_s), float(energy_j)))
-                        for clock, time_s, energy_j in zip(clocks, times, joules, strict=True)
+                        for clock, time_s, energy_j in zip(clocks, times_s, joules, strict=True)
                     ]
         sidecar = replace(
             self._facts,
@@ -254,7 +246,8 @@ class Knowledge:
                 remedy="Look at the driver's log; a profile by file needs no counter.",
             )
         keys = self._num_chunks * len(self.kinds)
-        limit_mhz = self._limit_mhz[stage * keys : (stage + 1) * keys].max()
+        of_stage = self._times[stage * keys : (stage + 1) * keys]
+        limit_mhz = max(times.limit_mhz for times in of_stage)
         for alikeness in _ALIKENESS:
             power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz, alikeness)
             # A few noisy refreshes may not tell one way of spending time from the others, nor may
@@ -278,49 +271,12 @@ class Knowledge:
             per_clock = np.stack(
                 [np.interp(self.clocks_mhz, self.nodes_mhz, power) for power in power_w[:-1]]
             )
-            times = self.time_s[stage * places : (stage + 1) * places]
+            times_s = self.time_s[stage * places : (stage + 1) * places]
             waiting_w = float(power_w[-1].min()) if waiting else 0.0
             beyond_w = np.tile(per_clock - waiting_w, (self._num_chunks, 1))
-            energy_j = (times * beyond_w).sum(axis=0)
+            energy_j = (times_s * beyond_w).sum(axis=0)
             lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
         return lowest
-
-    def _take_in(self, key: int, new: dict[int, float]) -> float:
-        """Replace and move points; the share by which the times differed most from expected."""
-        points = self._points[key]
-        # A clock that was never measured may differ from its model: that is no drift.
-        seen = sorted(set(new) & set(points))
-        if seen:
-            ratios = [new[clock] / points[clock] for clock in seen]
-            alike = max(ratios) - min(ratios) <= _ERRS_BETWEEN
-            for clock in set(points) - set(new):
-                ratio, after = float(np.interp(clock, seen, ratios)), bisect_left(seen, clock)
-                near = ratios[max(after - 1, 0) : after + 1]
-                if len(near) == 1:
-                    near.append(1.0)  # what was not seen may not have changed
-                if len(seen) == 1:
-                    points[clock] *= max(1.0, ratio)  # to take it for faster might cost time
-                elif alike or max(near) - min(near) <= _ERRS_BETWEEN:
-                    points[clock] *= ratio
-                else:  # a limit came or went: the model tells more than a line
-                    del points[clock]
-        points.update(new)
-        return max((ratio - 1 for ratio in ratios), key=abs) if seen else 0.0
-
-    def _fit(self, key: int) -> None:
-        points = self._points[key]
-        if not points:
-            raise KnowledgeError("A unit of the framework's order was not measured", value=key)
-        known = sorted(points)
-        self._lowest_mhz[key] = min(self._lowest_mhz[key], known[0])
-        self.time_s[key], self._limit_mhz[key] = fit_times_s(
-            self.clocks_mhz, known, [points[clock] for clock in known]
-        )
-        top_mhz = self.clocks_mhz[-1]
-        tenths = 10 * np.abs(self.clocks_mhz[:, None] - np.array(known)) / top_mhz
-        beyond = self.clocks_mhz < known[0]
-        errs = np.where(beyond, _ERRS_BEYOND, 2 * _ERRS_BETWEEN) * tenths.min(axis=1)
-        self._errs[key] = errs
 
     def _learn_tails(self, window: Window) -> None:
         ends_s, gaps_s = window.ends_s, window.gaps_s

@@ -40,7 +40,8 @@ class Followers:
         #: A replica that is as fast as the median, or the next faster one.
         self.usual = 0
         self._factor: FloatArray = np.ones(num_replicas)
-        self._differ = _DIFFER
+        self._factor_before = self._factor
+        self._differ, self._error = _DIFFER, 0.0
         self._orders: dict[int, Clocked] = {}
         self._times_s: dict[int, float] = {}
 
@@ -69,15 +70,20 @@ class Followers:
         The error is the standard error of these times, as a share.
         """
         times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
-        factor = self._factor = own_s / times_s
-        self._differ = max(_DIFFER, _SURELY * error)
+        factor, self._factor_before = own_s / times_s, self._factor
+        self._factor = factor
+        self._differ = max(_DIFFER, _SURELY * max(error, self._error))
+        self._error = error
         self.usual = int(factor.argsort()[(len(factor) - 1) // 2])
         self.slowest = float(factor.max() / factor[self.usual])
 
     def follow(self) -> str:
-        """Choose levels by what was compared last; what changed, in words."""
-        factor = self._factor
-        room = factor.max() / factor
+        """Choose levels by what was compared last; what changed, in words.
+
+        To take longer, a replica must have had the room for it twice: noise seldom comes back.
+        """
+        factor, before = self._factor, self._factor_before
+        room = np.minimum(factor.max() / factor, before.max() / before)
         wanted = np.where(room < 1 + self._differ, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
         levels = [
             self._nearest(int(level), now) for level, now in zip(wanted, self.levels, strict=True)

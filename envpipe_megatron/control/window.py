@@ -118,6 +118,11 @@ class Window:
         )
 
     @property
+    def num_iterations(self) -> int:
+        """Those that were measured."""
+        return int(self.stages[0].ends_s.shape[1])
+
+    @property
     def ends_s(self) -> FloatArray:
         """[num_stages, iterations] when last units ended in the pipeline that ends last.
 

@@ -151,7 +151,7 @@ class QuickstartRank:
     ) -> None:
         baseline = RUNS[0][0]
         common = min(len(self.losses[run]), len(self.losses[baseline]))
-        mine = {
+        mine: dict[str, Any] = {
             "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},
             "units": executor.fidelity.units,
             "overruns": executor.fidelity.overruns,

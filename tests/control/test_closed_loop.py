@@ -29,6 +29,7 @@ def run(
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
     hiccups: float = 0.0,
+    scatter: float = 0.0,
     starts_again: Sequence[int] = (),
 ) -> Ran:
     return run_job(
@@ -39,6 +40,7 @@ def run(
         replicas=replicas,
         faults=faults,
         hiccups=hiccups,
+        scatter=scatter,
         starts_again=starts_again,
     )
 
@@ -101,6 +103,14 @@ def test_hiccups_raise_no_alarm_and_are_not_followed(replicas, hiccups):
     assert ran.saved(60, 120) == pytest.approx(calm.saved(60, 120), abs=0.005)
     assert ran.longer(60, 120) < 0.005
     assert [text for at, text in ran.said if at >= 60] == []
+
+
+@pytest.mark.parametrize("scatter", [0.01, 0.02])
+def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(scatter):
+    ran, calm = run(scatter=scatter), run()
+    assert ran.saved(60, 120) > calm.saved(60, 120) - 0.015
+    assert ran.longer(60, 120) < 0.005
+    assert not any("take" in text for at, text in ran.said if at >= 60)
 
 
 def test_a_long_job_holds_no_more_than_a_shorter_one():
