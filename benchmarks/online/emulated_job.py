@@ -457,6 +457,7 @@ class EmulatedJob:
             channel=channel,  # type: ignore[arg-type]
             executor=executor,
             clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),  # type: ignore[arg-type]
+            problems=tuple,
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(),  # type: ignore[arg-type]
             collectives=collectives,

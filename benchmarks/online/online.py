@@ -97,7 +97,7 @@ def fault_rows() -> Iterator[dict[str, Any]]:
             faults=faults,
             starts_again=restarts(kind, _FAULT, _OVER),
         )
-        said = next((text for at, text in ran.said if _FAULT <= at <= _FAULT + _FOUND_OUT), "")
+        said = next((text for at, text in ran.said if _FAULT <= at < _OVER), "")
         yield {
             "fault": kind,
             "worst after ten iterations (%)": 100 * ran.slower(_FAULT + _FOUND_OUT, _OVER),

@@ -29,11 +29,15 @@ BACKWARD_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Ran:
-    """A job, and the framework's own order at the highest clocks under the same faults."""
+    """A job, and the framework's own order at the highest clocks under the same faults.
+
+    `said` has the iteration of each line, `notes` what the bill says in the end.
+    """
 
     job: list[Iteration]
     own: list[Iteration]
     said: list[tuple[int, str]]
+    notes: tuple[str, ...]
 
     @property
     def steady(self) -> int:
@@ -106,11 +110,13 @@ def run_job(
             with EmulatedJob(controlled, config) as job:
                 job.run(after - first)
             said += job.said
+            assert job.planner is not None
+            notes = job.planner.state.notes
     own, top = pipelines(), preset.max_frequency_mhz
     order = builders.one_f_one_b(len(forward_s), config.request.num_microbatches)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, top, top)] * replicas)
-    return Ran(controlled.iterations, own.iterations, said)
+    return Ran(controlled.iterations, own.iterations, said, notes)
 
 
 def exact_profile(

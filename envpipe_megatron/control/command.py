@@ -32,6 +32,8 @@ class Command:
         which: for each replica, its place among the orders.
         plan: what level 0 of the frontier is from now on, if that is new.
         note: what was seen and done; empty if there is nothing to say.
+        billed: what the bill says of these steps from now on, in place of what it said; empty if
+            nothing changes.
     """
 
     phase: Phase
@@ -43,3 +45,4 @@ class Command:
     which: tuple[int, ...] = ()
     plan: Plan | None = None
     note: str = ""
+    billed: str = ""

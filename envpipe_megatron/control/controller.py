@@ -20,6 +20,7 @@ from envpipe_megatron.control.command import Clocked, Command
 from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers, level_factor
+from envpipe_megatron.control.troubles import Harm, Silence
 from envpipe_megatron.control.window import Window
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import known_conditions
@@ -118,6 +119,9 @@ class Controller:
         #: The plan that ranks have not heard of yet.
         self._adopted: Plan | None = None
         self._notes: list[str] = []
+        #: What the bill is to say of steps that were too slow, and what it does not say yet.
+        self._harm, self._billed = Harm(), ""
+        self._silence = Silence(own.num_stages)
         #: By which share plans must be faster than what is asked, for they turned out slower.
         self._slower = 0.0
 
@@ -166,7 +170,8 @@ class Controller:
             window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
             self._learn_plan(window)
             if self._harmed():
-                yield from self._out_of_harm("the plan is slower than expected", reorder=False)
+                why = "the plan is slower than expected"
+                yield from self._out_of_harm(window, why, reorder=False)
                 continue
             self._replan(reorder=False)
             while (plans := self._background.take()) is None:
@@ -194,7 +199,8 @@ class Controller:
             drifted = np.abs(drift).max() > _DRIFT
         reorder = bool(np.abs(drift).max() > _REORDERS)
         if self._harmed():
-            yield from self._out_of_harm(self._what_drifted(drift, window), reorder=reorder)
+            why = self._what_drifted(drift, window)
+            yield from self._out_of_harm(window, why, reorder=reorder)
         elif drifted and not self._background.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
             self._replan(reorder=reorder)
@@ -227,9 +233,11 @@ class Controller:
         window = yield self._made(Phase.STEADY, 1, 0, looking, which)
         return self._learn_usual(looking, which, window)
 
-    def _out_of_harm(self, why: str, *, reorder: bool) -> Run:
+    def _out_of_harm(self, window: Window, why: str, *, reorder: bool) -> Run:
         """The framework's order at the highest clocks, until there is another plan."""
-        late = self._latest_s / self._allowed_s() * (1 + self._limits.max_slowdown) - 1
+        own_s = self._own_today_s()
+        self._billed = self._harm.add(window, own_s, why)
+        late = self._latest_s / own_s - 1
         self._slower = min(_MOST_SLOWER, self._slower + max(0.0, self._prediction_error()))
         # A plan that fails again and again is not understood: each time it is left for longer.
         self._harms = self._harms + 1 if self._windows - self._harmed_at < _CALM else 1
@@ -274,6 +282,7 @@ class Controller:
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
+        self._notes += self._silence.add(window)
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
@@ -309,15 +318,15 @@ class Controller:
         own_s = self._knowledge.iteration_s(self._top.schedule, self._top.frequency_mhz)
         return own_s * self._followers.slowest
 
-    def _allowed_s(self) -> float:
+    def _own_today_s(self) -> float:
         assert self._baseline is not None
-        today_s = self._baseline.today_s(self._own_predicted_s())
-        return today_s * (1 + self._limits.max_slowdown)
+        return self._baseline.today_s(self._own_predicted_s())
 
     def _harmed(self) -> bool:
         """Whether steps of the plan last longer than they may, by more than noise."""
         assert self._baseline is not None
-        allowed_s, steps, latest_s = self._allowed_s(), self._steps, self._latest_s
+        allowed_s = self._own_today_s() * (1 + self._limits.max_slowdown)
+        steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
             if median_s > allowed_s * (1 + noise):
@@ -326,11 +335,9 @@ class Controller:
 
     def _prediction_error(self) -> float:
         assert self.plan is not None
-        assert self._baseline is not None
-        own_s = self._baseline.today_s(self._own_predicted_s())
         plan = self._repriced(self.plan)
         predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
-        return self._latest_s / own_s / predicted - 1
+        return self._latest_s / self._own_today_s() / predicted - 1
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -407,6 +414,7 @@ class Controller:
         same = self._running == running
         self._running = running
         note, self._notes = "; ".join(self._notes), []
+        billed, self._billed = self._billed, ""
         adopted, self._adopted = self._adopted, None
         return Command(
             phase,
@@ -418,6 +426,7 @@ class Controller:
             running[1],
             adopted,
             note,
+            billed,
         )
 
     def _note(self, text: str) -> None:

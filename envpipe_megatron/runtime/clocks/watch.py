@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -24,6 +24,8 @@ IDLE = "idle"
 #: followed.
 WARN_SHARE = 0.05
 WARN_SAMPLES = 10
+#: So many of the latest looks are kept for `held_back`.
+_RECENT = 64
 #: How long to wait for a look that is under way: a driver may hang.
 _JOIN_S = 1.0
 
@@ -59,6 +61,8 @@ class ClockWatch:
         self._not_judged: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._reasons_below: Counter[str] = Counter()
+        #: Of each judged look, what held the clock below its request; None if nothing did.
+        self._recent: deque[tuple[str, ...] | None] = deque(maxlen=_RECENT)
         self._power_limits_w: set[float] = set()
         self.error: Exception | None = None
         self._stop: SimpleQueue[None] = SimpleQueue()
@@ -79,6 +83,17 @@ class ClockWatch:
         with self._lock:
             self._count(state, settled)
         self._on_sample(begin_s, state)
+
+    def held_back(self) -> str:
+        """What held the clock below its requests since the last call, in words."""
+        with self._lock:
+            recent, below = len(self._recent), [why for why in self._recent if why is not None]
+            self._recent.clear()
+        if not below:
+            return ""
+        reasons = dict.fromkeys(name for why in below for name in why)
+        named = ", ".join(reasons) or "no reason reported"
+        return f"the clock was held below its request in {len(below)} of {recent} looks ({named})"
 
     def close(self) -> None:
         """Stop looking; a look that a driver does not come back from is left behind."""
@@ -145,8 +160,10 @@ class ClockWatch:
             self._not_judged["unsettled"] += 1
         else:
             self._judged[state.requested_mhz][state.observed_mhz] += 1
-            if _side(state.requested_mhz, state.observed_mhz) < 0:
+            below = _side(state.requested_mhz, state.observed_mhz) < 0
+            if below:
                 self._reasons_below.update(state.throttle_reasons)
+            self._recent.append(state.throttle_reasons if below else None)
 
     def _warning(self, judged: int, above: int, below: int) -> str | None:
         if judged < WARN_SAMPLES or max(above, below) < WARN_SHARE * judged:

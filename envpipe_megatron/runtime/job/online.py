@@ -59,7 +59,7 @@ def run_online(
     if job.collectives.is_planner:
         controller = _controller(job, schedule, kinds, clocks_mhz, facts, profile).run()
         next(controller)
-    records = list(records)
+    records, billed = list(records), ""
     while True:
         report = make_report(
             records,
@@ -70,7 +70,7 @@ def run_online(
             num_kinds=len(kinds),
             late_s=command.late_s,
             tail_s=command.tail_s[job.stage],
-            problems=() if job.clock.error is None else (str(job.clock.error),),
+            problems=job.problems(),
         )
         stages = job.collectives.to_planner(report, merged)
 
@@ -83,6 +83,10 @@ def run_online(
         order = replace(order, phase=command.phase)
         if command.note:
             job.say(command.note)
+        if command.billed:
+            kept = (note for note in job.state.notes if note != billed)
+            billed = f"{job.batch}: {command.billed}" if job.batch else command.billed
+            job.state.notes = (*kept, billed)
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
         for _ in range(command.settle):

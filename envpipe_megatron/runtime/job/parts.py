@@ -58,6 +58,7 @@ class PhaseParts:
         config: its profile and plan files are the user's; an earlier start's are in `folder`.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
             Profile and memory are of the job, whatever its batches.
+        problems: what was wrong with this rank's clock since the last call, in words.
         background: makes what runs work of the planning rank beside training.
         kept_order: order of a framework that runs its units itself; None if EnvPipe runs them.
     """
@@ -75,6 +76,7 @@ class PhaseParts:
     channel: P2PChannel
     executor: Executor
     clock: ClockController
+    problems: Callable[[], tuple[str, ...]]
     meter: EnergyMeter
     energy: TrainingEnergy
     collectives: Collectives

@@ -420,6 +420,7 @@ class Session:
                 channel=self._channel,
                 executor=self.executor,
                 clock=self.clock,
+                problems=self._rank_clock.problems,
                 meter=self.meter,
                 energy=self._energy,
                 collectives=self._collectives,

@@ -234,3 +234,17 @@ def test_a_driver_that_hangs_does_not_keep_the_watch_open():
     closing.join(10)
     assert not closing.is_alive()
     come_back.set()
+
+
+def test_what_held_the_clock_back_lately(watched):
+    gpu = watched.gpu
+    gpu.lock_frequency(1400)
+    watched.look(2)
+    assert watched.watch.held_back() == ""
+    gpu.observed_mhz, gpu.throttle_reasons = 1250, ("power cap",)
+    watched.look(3)
+    gpu.observed_mhz = 1400
+    watched.look(1)
+    told = watched.watch.held_back()
+    assert told == "the clock was held below its request in 3 of 4 looks (power cap)"
+    assert watched.watch.held_back() == ""
