@@ -4,6 +4,8 @@
 
 NCCL refuses two ranks of one GPU unless it takes them for ranks of two machines; it then sends over
 sockets. All else is as it would be with a GPU for each rank, but time, energy, and free memory.
+Where NVIDIA's MPS runs (`nvidia-cuda-mps-control -d`), each rank has its own share of the
+multiprocessors and computes beside the others: then times can be compared, too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ def sharing(environment: Mapping[str, str], ranks_per_gpu: int) -> dict[str, str
         "LOCAL_RANK": str(int(environment["LOCAL_RANK"]) // ranks_per_gpu),
         "NCCL_HOSTID": f"rank {environment['RANK']}",
         "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks_per_gpu),  # nothing without MPS
     }
+
+
+def partitioned(environment: Mapping[str, str]) -> bool:
+    """Whether MPS runs, so that ranks which share a GPU have multiprocessors of their own."""
+    pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return (Path(pipes) / "control").exists()
 
 
 def main() -> None:

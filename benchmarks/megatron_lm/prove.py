@@ -7,8 +7,8 @@ what the units of one order predict of another; `stress` by random orders and de
 both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
 stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
 jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
-installed. With --ranks-per-gpu 4, one GPU is enough for all but times and energy; more than
---jobs 2 starve each other then.
+installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times
+(shared_gpu.py); more than --jobs 2 starve each other then.
 What is done already is not done again, so a call that ran out of time is simply repeated. Another
 --channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
 ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none
@@ -44,6 +44,7 @@ from benchmarks.megatron_lm.running import checkouts
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
+from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "lost", "report")
@@ -92,8 +93,9 @@ def main(**options: Any) -> None:
     begin_s = time.monotonic()
     cpu, tag, channel = options["cpu"], options["tag"], options["channel"]
     sharing = options["ranks_per_gpu"] > 1
-    if sharing and (timed := {"ratio", "energy"}.intersection(options["parts"])):
-        raise click.UsageError(f"Ranks that share a GPU say nothing of: {', '.join(timed)}")
+    says_nothing = {"energy"} if partitioned(os.environ) else {"ratio", "energy"}
+    if sharing and (asked := says_nothing.intersection(options["parts"])):
+        raise click.UsageError(f"Ranks that share a GPU say nothing of: {', '.join(asked)}")
     output = options["output"] if channel == "auto" else options["output"] / channel
     output = output / f"ranks-per-gpu-{options['ranks_per_gpu']}" if sharing else output
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"

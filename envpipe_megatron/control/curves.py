@@ -60,14 +60,35 @@ def _fit_time(
     top_mhz = known_mhz[-1]
     if len(known_mhz) == 1:
         return float(top_mhz), np.array([0.0, known_s[0] * top_mhz])
-    best: tuple[float, float, FloatArray] | None = None
-    for limit_mhz in _LIMITS * top_mhz:
-        shapes = np.stack([np.ones_like(known_s), 1 / np.minimum(known_mhz, limit_mhz)], axis=1)
-        terms, error = nnls(shapes * (trust / known_s)[:, None], trust)
-        if best is None or error < best[0] - _CLEARLY_BETTER:
-            best = float(error), float(limit_mhz), terms
-    assert best is not None
-    return best[1], best[2]
+    limits_mhz = _LIMITS * top_mhz
+    constant = trust / known_s
+    slowed = constant * top_mhz / np.minimum(known_mhz, limits_mhz[:, None])
+    terms, errors = _two_terms(constant, slowed, trust)
+    best = 0
+    for at, error in enumerate(errors.tolist()):
+        if error < errors[best] - _CLEARLY_BETTER:
+            best = at
+    return float(limits_mhz[best]), terms[best] * [1, top_mhz]
+
+
+def _two_terms(
+    first: FloatArray, second: FloatArray, wanted: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """[fits, 2] terms of least squares, none below zero, and [fits] what they miss by.
+
+    All fits have the first column, [rows]; each has a second of its own, [fits, rows].
+    """
+    aa, ab, bb = first @ first, second @ first, (second**2).sum(axis=1)
+    aw, bw = first @ wanted, second @ wanted
+    none = np.zeros_like(bb)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where both columns are alike
+        both = np.stack([bb * aw - ab * bw, aa * bw - ab * aw]) / (aa * bb - ab**2)
+        choices = np.stack([both, [none + aw / aa, none], [none, bw / bb]])
+        missed = choices[:, 0, :, None] * first + choices[:, 1, :, None] * second - wanted
+        errors = np.linalg.norm(missed, axis=2)
+    errors[~(choices >= 0).all(axis=1)] = np.inf  # nor what is no number
+    best, fits = errors.argmin(axis=0), np.arange(len(bb))
+    return choices[best, :, fits], errors[best, fits]
 
 
 class PowerModel:

@@ -128,12 +128,14 @@ class Window:
 
         What comes after, `gaps_s`, holds no wait for another pipeline there.
         """
-        return np.array([stage.ends_s[self._last_replica] for stage in self.stages])
+        last = self._last_replica
+        return np.array([stage.ends_s[last] for stage in self.stages])
 
     @property
     def gaps_s(self) -> FloatArray:
         """[num_stages, iterations] from there to the next begin."""
-        return np.array([stage.gaps_s[self._last_replica] for stage in self.stages])
+        last = self._last_replica
+        return np.array([stage.gaps_s[last] for stage in self.stages])
 
     @property
     def _last_replica(self) -> int:

@@ -23,3 +23,12 @@ def test_a_script_runs_as_a_rank_that_shares_its_gpu(tmp_path):
         check=True,
     )
     assert ran.stdout.splitlines() == ["__main__ ['--some', 'argument'] True", "7, 1, rank 7"]
+
+
+def test_only_mps_gives_each_rank_multiprocessors_of_its_own(tmp_path):
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert not shared_gpu.partitioned(environment)
+    (tmp_path / "control").touch()
+    assert shared_gpu.partitioned(environment)
+    place = {"LOCAL_RANK": "3", "RANK": "7"}
+    assert shared_gpu.sharing(place, 4)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
