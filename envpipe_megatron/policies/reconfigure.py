@@ -1,7 +1,8 @@
 """EnvPipe's reconfiguring: raise frequencies on the critical path until it is the envelope.
 
 Choi et al., ATC'23, section 4.3, with the rules of the authors' code. The path comes from a
-computed timeline or from measured receives.
+computed timeline or from measured receives. What was raised and has slack in the end is lowered
+again (`lower`), which is not EnvPipe's.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import is_envelope
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, is_envelope
 from envpipe_megatron.policies.frequencies import Frequencies
+
+#: A unit that takes this much longer at a lower clock, s, takes as long.
+_LEAST_S = 1e-12
 
 
 class Ended(StrEnum):
@@ -86,8 +94,21 @@ class Reconfigured:
     ended: Ended
 
 
+class Rung(NamedTuple):
+    """A lower frequency of a unit, against its present one.
+
+    Args:
+        longer: by what share of its time the unit takes longer.
+        saved_j: what one GPU saves in an iteration that takes as long.
+    """
+
+    frequency_mhz: int
+    longer: float
+    saved_j: float
+
+
 class Ladders:
-    """The frequencies that each unit of a schedule can be raised through.
+    """The frequencies that each unit of a schedule can be raised and lowered through.
 
     `clocks_mhz` lists for each stage all that its GPUs have; by default the profiled ones count,
     and never any beyond those.
@@ -108,6 +129,7 @@ class Ladders:
                     rungs = [c for c in known if profiled[0] <= c <= profiled[-1]]
                 self._rungs.append(rungs)
         self._keys = profile.keys(schedule).ravel().tolist()
+        self._curves = profile.curves
 
     def next_above(self, node: int, frequency_mhz: int, granularity_mhz: int) -> int | None:
         """The frequency to raise a node to, or None at the top."""
@@ -116,6 +138,22 @@ class Ladders:
             return None
         at = bisect_left(rungs, frequency_mhz + granularity_mhz)
         return rungs[min(at, len(rungs) - 1)]
+
+    def next_below(self, node: int, frequency_mhz: int, waiting_w: float) -> Rung | None:
+        """The next lower rung that saves energy, or None; of a node whose frequency is a rung.
+
+        The unit's time and energy are the profile's, and a wait that it fills took `waiting_w`.
+        """
+        key = self._keys[node]
+        rungs = self._rungs[key][: bisect_left(self._rungs[key], frequency_mhz) + 1]
+        clocks, times_s, energies_j = self._curves[key]
+        time_s = np.interp(rungs, clocks, times_s)
+        cost_j = np.interp(rungs, clocks, energies_j - waiting_w * times_s)
+        cheaper = np.flatnonzero(cost_j < cost_j[-1])
+        if not cheaper.size:
+            return None
+        at = cheaper[-1]
+        return Rung(rungs[at], float(time_s[at] / time_s[-1]) - 1, float(cost_j[-1] - cost_j[at]))
 
 
 def step(
@@ -145,25 +183,98 @@ def step(
     return Step(path, {node: targets[node] for node in chosen}, None)
 
 
+def lower(
+    plan: Plan,
+    frequency_mhz: Sequence[int],
+    duration_s: FloatArray,
+    threshold_s: float,
+    ladders: Ladders,
+    lowered: Mapping[int, int],
+) -> dict[int, int]:
+    """The units to slow down together where nothing is to be raised: node -> frequency in MHz.
+
+    They were raised, but others wait for them only later, so the iteration keeps its time. Slack
+    goes, rung by rung, to whom it saves most for its time. As much is left of it as makes a wait on
+    the path, which therefore stays the same. Units that had to be raised again are left alone, so
+    that a loop of raising and lowering ends.
+
+    Args:
+        plan: what the loop began with; no unit gets a clock below the plan's.
+        frequency_mhz: [num_units] present frequencies.
+        duration_s: [num_stages, units_per_stage] what units take at these.
+        threshold_s: the longest wait that counts as none.
+        lowered: of all units that were lowered before, the frequencies that they got.
+    """
+    schedule, conditions, width = plan.schedule, plan.conditions, plan.schedule.units_per_stage
+    path = LongestPath(schedule, duration_s.ravel().tolist(), conditions.latency_s)
+    path.find_ends()
+    tail_s = conditions.tail_by_stage_s
+    until_s = (np.array(path.end_s[width - 1 :: width]) + tail_s).max()
+    path.find_latest_ends((until_s - tail_s).tolist())
+    least: list[int] = plan.frequency_mhz.ravel().tolist()
+    waiting: list[tuple[float, int, Rung]] = []
+
+    def push(node: int, clock: int) -> None:
+        stage = node // width
+        rung = ladders.next_below(node, clock, conditions.blocking_power_w[stage])
+        if rung and rung.frequency_mhz >= least[node]:
+            longer_s = max(path.duration_s[node] * rung.longer, _LEAST_S)
+            saved_j = float(conditions.gpus_by_stage[stage]) * rung.saved_j
+            heappush(waiting, (-saved_j / longer_s, node, rung))
+
+    for node, clock in enumerate(frequency_mhz):
+        if least[node] < clock <= lowered.get(node, clock):
+            push(node, clock)
+    found: dict[int, int] = {}
+    while waiting:
+        _, node, rung = heappop(waiting)
+        longer_s = path.duration_s[node] * rung.longer
+        # Without slack none is lowered, even if the profile has it faster at a lower clock.
+        if path.latest_end_s[node] - path.end_s[node] - max(longer_s, 0.0) > 2 * threshold_s:
+            path.change(node, path.duration_s[node] + longer_s)
+            found[node] = rung.frequency_mhz
+            push(node, rung.frequency_mhz)
+    return found
+
+
 def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
     """Repeat a policy's step offline, until the path that the evaluator gives the plan is done.
 
     Late clocks are left out until nothing else is on the path: a unit that rises alone comes late
-    itself, and raising those around it one by one would end with whole stages at the top.
+    itself, and raising those around it one by one would end with whole stages at the top. Then
+    units are lowered and, where late clocks bring one onto the path, raised again, as long as the
+    evaluator finds that it saves energy and costs no time.
     """
-    schedule, conditions = plan.schedule, plan.conditions
-    ladders = Ladders(schedule, plan.profile)
+    schedule, ladders = plan.schedule, Ladders(plan.schedule, plan.profile)
     frequency: list[int] = plan.frequency_mhz.ravel().tolist()
-    steps = 0
-    for change_time_s in sorted({0.0, conditions.change_time_s}):
-        conditions = replace(conditions, change_time_s=change_time_s)
-        while True:
-            frequency_mhz = np.array(frequency).reshape(plan.frequency_mhz.shape)
-            now = replace(plan, frequency_mhz=frequency_mhz, conditions=conditions)
-            taken = step(schedule, frequency, now.timeline.critical_path(), policy, ladders)
-            if taken.ended or steps >= policy.max_steps:
-                break
-            for node, target in taken.raised.items():
-                frequency[node] = target
+    conditions = replace(plan.conditions, change_time_s=0.0)
+    steps, lowered = 0, dict[int, int]()
+    best: tuple[Plan, Reconfigured] | None = None
+    while True:
+        frequency_mhz = np.array(frequency).reshape(plan.frequency_mhz.shape)
+        now = replace(plan, frequency_mhz=frequency_mhz, conditions=conditions)
+        taken = step(schedule, frequency, now.timeline.critical_path(), policy, ladders)
+        if not taken.ended and steps < policy.max_steps:
             steps += 1
-    return Reconfigured(frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
+            changes = taken.raised
+        elif conditions != plan.conditions:
+            conditions = plan.conditions
+            continue
+        elif best and not _better(now, best[0]):
+            return best[1]
+        else:
+            best = now, Reconfigured(frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
+            threshold_s = RELATIVE_TOLERANCE * now.cost.iteration_time_s
+            duration_s = now.timeline.duration_s
+            changes = lower(plan, frequency, duration_s, threshold_s, ladders, lowered)
+            if not taken.ended or not changes:
+                return best[1]
+            lowered |= changes
+        for node, target in changes.items():
+            frequency[node] = target
+
+
+def _better(plan: Plan, other: Plan) -> bool:
+    """Whether a plan takes less energy than another, and no more time."""
+    longest_s = other.cost.iteration_time_s * (1 + RELATIVE_TOLERANCE)
+    return plan.cost.energy_j < other.cost.energy_j and plan.cost.iteration_time_s <= longest_s

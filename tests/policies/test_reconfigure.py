@@ -3,21 +3,25 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from core_cases import uniform_profile
+from core_cases import profile_of, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.timeline import is_envelope
+from envpipe_megatron.core.timeline import critical_path, is_envelope
+from envpipe_megatron.policies import reconfigure as reconfiguring
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.reconfigure import (
     RECONFIGURE_POLICIES,
     Ended,
     Ladders,
     Step,
+    lower,
     reconfigure,
     step,
 )
@@ -224,3 +228,132 @@ def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
     highest = plan_of(schedule, profile, "baseline", latency)
     assert after.cost.iteration_time_s <= highest.cost.iteration_time_s * (1 + 1e-9)
     assert (result.frequency_mhz >= plan.frequency_mhz).all()
+
+
+class TestLowering3By3:
+    """All units of 1F1B have been raised to 1200 MHz; a rung is 0.1 s of F and 0.2 s of B.
+
+    Stage 0: F0 0-1  F1 1-2  F2 2-3  B0 7-9  B1 10-12  B2 13-15
+    Stage 1: F0 1-2  F1 2-3  B0 5-7  F2 7-8  B1 8-10   B2 11-13
+    Stage 2: F0 2-3  B0 3-5  F1 5-6  B1 6-8  F2 8-9    B2 9-11
+    """
+
+    TOP = (1200,) * 18
+
+    @pytest.fixture
+    def plan(self):
+        """Stage 1 saves twice as much with each rung."""
+        curve = {
+            (stage, kind): {
+                mhz: (weight * time_s, weight * (1 + (stage == 1)) * energy_j)
+                for mhz, (time_s, energy_j) in CURVE.items()
+            }
+            for stage in range(3)
+            for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
+        }
+        return plan_of(builders.one_f_one_b(3, 3), profile_of(curve))
+
+    def lowered(self, plan, threshold_s, before=()):
+        frequency_mhz = np.full((3, 6), 1200)
+        duration_s, _ = plan.profile.lookup(plan.schedule, frequency_mhz)
+        ladders = Ladders(plan.schedule, plan.profile)
+        found = lower(plan, self.TOP, duration_s, threshold_s, ladders, dict(before))
+        for node, clock in found.items():
+            frequency_mhz.flat[node] = clock
+        at_top = replace(plan, frequency_mhz=np.full((3, 6), 1200))
+        after = replace(plan, frequency_mhz=frequency_mhz)
+        assert at_top.cost.iteration_time_s == 15
+        assert after.cost.iteration_time_s == pytest.approx(15, abs=1e-12)
+        waits_s = after.timeline.wait_s.ravel().tolist()
+        path = critical_path(plan.schedule, waits_s, threshold_s)
+        assert path == at_top.timeline.critical_path()
+        return {plan.schedule.describe(node): clock for node, clock in found.items()}
+
+    def test_slack_goes_where_it_saves_most_and_a_bubble_is_left(self, plan):
+        # B1 on stages 0 and 1 have one second together, which is five rungs, or four and a bubble.
+        found = self.lowered(plan, 0.01)
+        names = ("F1 on stage 0", "F2 on stage 0", "B0 on stage 0", "F1 on stage 1")
+        assert found == dict.fromkeys((*names, "B1 on stage 1"), 1080)
+
+    def test_a_bubble_of_twice_what_counts_as_none_is_left(self, plan):
+        # 0.62 of the second that B1 on stage 1 has, and of the two that F1 there has.
+        found = self.lowered(plan, 0.31)
+        assert (found["B1 on stage 1"], found["F1 on stage 1"]) == (1170, 1080)
+
+    def test_what_was_raised_again_stays(self, plan):
+        (node,) = (n for n in range(18) if plan.schedule.describe(n) == "B1 on stage 1")
+        found = self.lowered(plan, 0.01, {node: 1170})
+        assert "B1 on stage 1" not in found
+        assert found["B1 on stage 0"] == 1080  # it has the slack now
+
+    def test_the_plans_clocks_are_the_lowest(self, plan):
+        held = plan.frequency_mhz.copy()
+        held[1, 1:3] = 1140  # F1 and B0
+        found = self.lowered(replace(plan, frequency_mhz=held), 0.01)
+        assert found["F1 on stage 1"] == 1140
+
+
+def without_lowering(plan, policy):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reconfiguring, "lower", lambda *arguments: {})
+        return reconfigure(plan, policy)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
+def test_lowering_saves_energy_and_costs_no_time(seed, policy):
+    """Also with late clocks, tails, waiting power by clock, and profiles that make no sense."""
+    rng = random.Random(seed)
+    p, m = rng.randint(1, 5), rng.randint(1, 9)
+    schedule = builders.one_f_one_b(p, m)
+    noise = rng.choice([0.0, 0.1])
+    curve = {
+        f: (1 + (1200 - f) / 300 + noise * rng.random(), (1 + noise * rng.random()) * f / 100)
+        for f in range(900, 1201, rng.choice([15, 30, 60]))
+    }
+    profile = uniform_profile(p, curve, slowness=[rng.uniform(0.5, 1.5) for _ in range(p)])
+    waiting_w = tuple(rng.choice([0.0, 2.0]) for _ in range(p))
+    conditions = Conditions(
+        waiting_w,
+        latency_s=rng.choice([0.0, 0.1]),
+        tail_time_s=tuple(rng.uniform(0, 3) for _ in range(p)),
+        gpus_per_stage=tuple(rng.choice([1, 2]) for _ in range(p)),
+        wait_power_w=rng.choice([None, tuple({900: 1.0, 1200: 2.0} for _ in range(p))]),
+        change_time_s=rng.choice([0.0, 0.05, 0.5]),
+    )
+    plan = replace(plan_of(schedule, profile), conditions=conditions)
+    result, raised = reconfigure(plan, policy), without_lowering(plan, policy)
+    after, before = (replace(plan, frequency_mhz=r.frequency_mhz) for r in (result, raised))
+    assert after.cost.iteration_time_s <= before.cost.iteration_time_s * (1 + 1e-8)
+    assert after.cost.energy_j <= before.cost.energy_j
+    assert (result.frequency_mhz >= plan.frequency_mhz).all()
+    if not conditions.change_time_s:
+        assert (result.frequency_mhz <= raised.frequency_mhz).all()
+        assert (result.steps, result.ended) == (raised.steps, raised.ended)
+
+
+@pytest.mark.parametrize(("policy", "least"), [(GREEDY, 0.04), (BALANCED, 0.02)])
+def test_stages_that_differ_leave_much_to_lower(policy, least):
+    profile = uniform_profile(4, CURVE, slowness=[1.0, 0.7, 0.8, 1.0])
+    plan = plan_of(builders.one_f_one_b(4, 8), profile)
+    result, raised = reconfigure(plan, policy), without_lowering(plan, policy)
+    after, before = (replace(plan, frequency_mhz=r.frequency_mhz) for r in (result, raised))
+    assert after.cost.energy_j < (1 - least) * before.cost.energy_j
+    assert after.timeline.critical_path() == before.timeline.critical_path()
+
+
+def test_lowering_that_late_clocks_make_longer_is_not_kept(monkeypatch):
+    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
+    plan = replace(plan, conditions=Conditions((0.0,) * 4, change_time_s=0.05))
+    raised = without_lowering(plan, GREEDY)
+    called = []
+
+    def lower_all(plan, frequency_mhz, *arguments):
+        called.append(frequency_mhz)
+        return {node: 1080 for node in range(32) if plan.frequency_mhz.flat[node] == 1080}
+
+    monkeypatch.setattr(reconfiguring, "lower", lower_all)
+    result = reconfigure(plan, GREEDY)
+    assert called
+    assert (result.frequency_mhz == raised.frequency_mhz).all()
+    assert (result.steps, result.ended) == (raised.steps, raised.ended)

@@ -1,4 +1,4 @@
-"""The closed loop of reconfiguring: each iteration's measured waits raise the next one's clocks."""
+"""The closed loop of reconfiguring: what an iteration measures moves the next one's clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
+from envpipe_megatron.policies.reconfigure import (
+    Ended,
+    Ladders,
+    ReconfigurePolicy,
+    Step,
+    lower,
+    step,
+)
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
@@ -68,10 +75,12 @@ def reconfigure_online(
     collectives: Collectives,
     print_grid: Callable[[str], None],
 ) -> PhaseRun[tuple[Plan, int, Ended]]:
-    """Run a policy's steps on measured waits until one of its ends.
+    """Run a policy's steps on measured waits until one of its ends, and nothing can be lowered.
 
     Units rise through all clocks that the GPUs of their stage have, also through those that were
-    not profiled: waits tell enough of them. `print_grid` is called on the planner for each step.
+    not profiled: waits tell enough of them. Where an end is seen, measured times of units say who
+    has slack, the profile how much longer these take at lower clocks; a unit that then turns up on
+    the path is raised as any. `print_grid` is called on the planner for each iteration.
 
     Returns:
         the reconfigured plan, the number of steps that raised a clock, and why the loop ended.
@@ -91,6 +100,11 @@ def reconfigure_online(
         print_grid(f"Reconfigure step {iteration}\n{text}")
         return taken.raised, taken.ended
 
+    def slower(times_s: Sequence[Sequence[FloatArray]]) -> dict[int, int]:
+        # The least of them: a hiccup of one unit would look like slack of all others.
+        least_s = np.min(times_s, axis=0)
+        return lower(plan, frequency.tolist(), least_s, threshold_s, ladders(), lowered)
+
     def made() -> Plan:
         return replace(
             plan,
@@ -99,22 +113,34 @@ def reconfigure_online(
             profile=replace(plan.profile, interpolates=True),
         )
 
-    steps = seen = 0
-    ended = Ended.STEP_LIMIT
+    steps, ended = 0, Ended.STEP_LIMIT
+    lowered: dict[int, int] = {}
+    #: What units took in each of the last iterations, which all showed an end; on the planner.
+    times_s: list[list[FloatArray]] = []
     for iteration in range(policy.max_steps):
         clocks = schedule.pair_clocks(frequency.reshape(shape))
         record = yield IterationOrder(Phase.RECONFIGURE, schedule, clocks)
         # The hiccup of one replica must not look like a bubble.
         waits_s = collectives.medians(record.receive_wait_s)
-        raised, why = by_planner(collectives, functools.partial(look, iteration, waits_s))
-        seen = seen + 1 if why else 0
-        if why and seen == _CONFIRMATIONS:
-            ended = why
-            break
-        for node, target in raised.items():
+        changes, why = by_planner(collectives, functools.partial(look, iteration, waits_s))
+        steps += bool(changes)
+        times_s = [*times_s, collectives.medians(_busy_s(record, threshold_s))] if why else []
+        if why and len(times_s) == _CONFIRMATIONS:
+            changes = by_planner(collectives, functools.partial(slower, times_s))
+            if not changes:
+                ended = why
+                break
+            lowered |= changes
+            times_s = []
+        for node, target in changes.items():
             frequency[node] = target
-        steps += bool(raised)
     return by_planner(collectives, made), steps, ended
+
+
+def _busy_s(record: StageRecord, threshold_s: float) -> FloatArray:
+    """[units_per_stage] times of units, each with the wait before it where that is no bubble."""
+    wait_s = record.receive_wait_s
+    return record.unit_time_s + np.where(wait_s <= threshold_s, wait_s, 0.0)
 
 
 def grid(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from core_cases import uniform_profile
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions
@@ -15,8 +17,9 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import critical_path
+from envpipe_megatron.core.timeline import Timeline, critical_path
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import reconfigurer
@@ -146,7 +149,7 @@ def reconfigured(
             order = run.send(record)  # type: ignore[arg-type]  # a generator begins with None
             assert (order.phase, order.schedule) == (Phase.RECONFIGURE, schedule)
             ran.append(order.frequency_mhz.copy())
-            record = SimpleNamespace(receive_wait_s=waits_s)
+            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=waits_s + 0.1)
     except StopIteration as ended:
         path = critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.03)
         assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
@@ -192,6 +195,130 @@ def test_reconfiguring_may_fail_anywhere(monkeypatch, part):
     monkeypatch.setattr(reconfigurer, part, fails)
     with pytest.raises(GoesOnError, match="MemoryError"):
         reconfigured(monkeypatch, [Step([0], {0: 1410}, None)] * 2, 1, by_hand=part != "step")
+
+
+class Pipeline:
+    """A job of four stages that differ, in its place: each iteration is a timeline.
+
+    Args:
+        seconds: from the profile's times of units and their clocks, [num_stages, units_per_stage],
+            what they take.
+    """
+
+    THRESHOLD_S = 0.004
+    WAYS = ("greedy", "balanced")
+
+    def __init__(self, seconds: Any = lambda profiled_s, clocks: profiled_s) -> None:
+        curve = {f: (0.1 * (1 + (1410 - f) / 900), f / 100) for f in range(1050, 1411, 30)}
+        self.profile = uniform_profile(4, curve, slowness=[1.0, 0.7, 0.8, 1.0])
+        self.schedule = builders.one_f_one_b(4, 8)
+        clocks = envelope(self.schedule, self.profile)
+        self.plan = Plan("envelope", self.schedule, clocks, self.profile, Conditions((30.0,) * 4))
+        self.ran: list[np.ndarray] = []
+        self._seconds = seconds
+
+    def cost(self, clocks: np.ndarray) -> Any:
+        """By the profile."""
+        return replace(self.plan, frequency_mhz=clocks).cost
+
+    def reconfigured(self, name: str, max_steps: int = 3000) -> tuple[Plan, int, Ended]:
+        collectives: Any = SimpleNamespace(
+            medians=list, is_planner=True, from_planner=lambda own: own
+        )
+        policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
+        known = [range(1050, 1411, 30)] * 4
+        run = reconfigure_online(
+            self.plan, policy, self.THRESHOLD_S, known, collectives, lambda text: None
+        )
+        record: Any = None
+        while True:
+            try:
+                order = run.send(record)
+            except StopIteration as ended:
+                return ended.value
+            self.ran.append(order.frequency_mhz.copy())
+            profiled_s, _ = self.profile.lookup(self.schedule, order.frequency_mhz)
+            timeline = Timeline(self.schedule, self._seconds(profiled_s, order.frequency_mhz))
+            waits_s = timeline.start_s
+            waits_s[:, 1:] -= timeline.end_s[:, :-1]
+            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=timeline.duration_s)
+
+    def moves(self) -> list[str]:
+        """For each unit, how its clock moved: `+` for up and `-` for down, runs as one."""
+        ran = np.array([clocks.ravel() for clocks in self.ran])
+        signs = np.sign(np.diff(ran, axis=0)).T
+        words = ["".join("-0+"[sign + 1] for sign in own if sign) for own in signs]
+        return [re.sub(r"(.)\1+", r"\1", word) for word in words]
+
+
+def without_lowering(name: str, **options: Any) -> tuple[Pipeline, tuple[Plan, int, Ended]]:
+    pipeline = Pipeline(**options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reconfigurer, "lower", lambda *arguments: {})
+        return pipeline, pipeline.reconfigured(name)
+
+
+@pytest.mark.parametrize("name", Pipeline.WAYS)
+def test_what_was_raised_early_and_has_slack_in_the_end_is_lowered(name):
+    _, (raised, *seen) = without_lowering(name)
+    pipeline = Pipeline()
+    made, *ended = pipeline.reconfigured(name)
+    assert ended == seen
+    assert "+-" in pipeline.moves()
+    assert (made.frequency_mhz >= pipeline.plan.frequency_mhz).all()
+    before, after = pipeline.cost(raised.frequency_mhz), pipeline.cost(made.frequency_mhz)
+    assert after.iteration_time_s == pytest.approx(before.iteration_time_s)
+    assert after.energy_j < 0.996 * before.energy_j
+    # All together, and two looks more at the end.
+    both = [clocks.tolist() for clocks in pipeline.ran]
+    assert both[-1] == both[-2] == made.frequency_mhz.tolist()
+    assert both[-3] == both[-4] == raised.frequency_mhz.tolist()
+
+
+@pytest.mark.parametrize("name", Pipeline.WAYS)
+def test_a_unit_lowered_wrongly_is_raised_again_and_left_alone(name):
+    """A unit that comes down takes half as long again as the profile says."""
+    highest = np.zeros((4, 16), dtype=int)
+
+    def seconds(profiled_s: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        np.maximum(highest, clocks, out=highest)
+        return np.where(clocks < highest, 1.5, 1.0) * profiled_s
+
+    pipeline = Pipeline(seconds)
+    made, _, why = pipeline.reconfigured(name)
+    assert why is not Ended.STEP_LIMIT
+    assert "+-+" in pipeline.moves()
+    assert all(re.fullmatch(r"\+?-?\+?", own) for own in pipeline.moves())
+    _, (raised, *_) = without_lowering(name)
+    profiled_s, _ = pipeline.profile.lookup(pipeline.schedule, made.frequency_mhz)
+    now_s = Timeline(pipeline.schedule, seconds(profiled_s, made.frequency_mhz)).iteration_time_s
+    assert now_s <= pipeline.cost(raised.frequency_mhz).iteration_time_s + pipeline.THRESHOLD_S
+
+
+@pytest.mark.parametrize("name", Pipeline.WAYS)
+@pytest.mark.parametrize("noise", [0.002, 0.02, 0.2])
+def test_raising_and_lowering_end_whatever_is_measured(name, noise):
+    rng = np.random.default_rng(1)
+    pipeline = Pipeline(lambda profiled_s, clocks: profiled_s * rng.lognormal(0, noise, (4, 16)))
+    _, _, why = pipeline.reconfigured(name)
+    assert why is not Ended.STEP_LIMIT
+    assert all(re.fullmatch(r"\+?-?\+?", own) for own in pipeline.moves())
+
+
+def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
+    _, (raised, *_) = without_lowering("balanced")
+    late: list[float] = []
+
+    def seconds(profiled_s: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        if late or (clocks != raised.frequency_mhz).any():
+            return profiled_s
+        late.append(0.2)  # the last stage's last unit, where the end is first seen
+        return profiled_s + late[0] * (np.arange(64).reshape(4, 16) == 63)
+
+    made, *_ = Pipeline(seconds).reconfigured("balanced")
+    assert late
+    smooth, *_ = Pipeline().reconfigured("balanced")
+    assert made.frequency_mhz.tolist() == smooth.frequency_mhz.tolist()
 
 
 def test_grid_has_the_form_of_the_sample():
