@@ -41,7 +41,7 @@ _DRIFT = 0.005
 _REORDERS = 0.02
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4
-#: Prediction and measurement agree within this share.
+#: Prediction and measurement agree within this share, of time and of energy.
 _AGREE = 0.005
 #: Corrections that gain nothing end after so many.
 _MOST_CORRECTIONS = 6
@@ -166,6 +166,7 @@ class Controller:
 
     def _correct(self) -> Run:
         """Run the plan, correct what it was made from, and plan again, until nothing improves."""
+        assert self.plan is not None
         for correction in range(_MOST_CORRECTIONS):
             window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
             self._learn_plan(window)
@@ -177,15 +178,16 @@ class Controller:
             while (plans := self._background.take()) is None:
                 window = yield self._plan_command(Phase.RECONFIGURE)
                 self._learn_plan(window)
-            error = self._prediction_error()
-            better = self._better(plans[0])
-            if better:
-                self._adopt(plans[0])
+            time, better = self._prediction_error(), self._better(plans[0])
+            energy = self._repriced(self.plan).cost.energy_j / self.plan.cost.energy_j - 1
+            # One that stays is kept with what it is known to cost by now.
+            self._adopt(plans[0] if better else self.plan)
             self._note(
-                f"correction {correction + 1}: iterations take {100 * error:+.2f} % of what was "
-                f"predicted, {'planned again' if better else 'nothing better is found'}"
+                f"correction {correction + 1}: time {100 * time:+.2f} %, energy "
+                f"{100 * energy:+.2f} % off what was predicted, "
+                f"{'planned again' if better else 'nothing better is found'}"
             )
-            if not better and abs(error) <= _AGREE:
+            if not better and max(abs(time), abs(energy)) <= _AGREE:
                 return
 
     def _steady(self) -> Run:

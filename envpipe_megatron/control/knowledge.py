@@ -36,6 +36,8 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
+#: From this share of a unit's time on, all of it passed before the change.
+_WHOLLY = 0.95
 #: A row of a profile stands for so many units.
 _UNITS_OF_PROFILE = 100.0
 #: How much it counts that all kinds of units draw the same power, until each draws some.
@@ -69,8 +71,9 @@ class Knowledge:
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
         self.nodes_mhz = power_nodes_mhz(clocks_mhz)
         self.tail_s: FloatArray = np.zeros(num_stages)
-        #: How late changes of the clock are; None until one was seen.
+        #: How late changes of the clock are; None until one was seen, and then no less than this.
         self.change_s: float | None = None
+        self._least_change_s = 0.0
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
         keys = num_stages * num_chunks * len(self.kinds)
@@ -123,7 +126,7 @@ class Knowledge:
 
     def late_s(self) -> float:
         """How late a change is, or is taken to be."""
-        return _LATE_S if self.change_s is None else self.change_s
+        return max(_LATE_S, self._least_change_s) if self.change_s is None else self.change_s
 
     def keys(self, schedule: Schedule) -> IntArray:
         """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
@@ -231,7 +234,8 @@ class Knowledge:
             self._facts,
             wait_power_w=tuple(waits),
             tail_time_s=tuple(self.tail_s.tolist()),
-            frequency_change_s=self.change_s or 0.0,
+            # Where no clock makes a difference, as in a dry run, no change is late.
+            frequency_change_s=self.late_s() if self.change_s or self._least_change_s else 0.0,
         )
         return make_profile(
             rows, source="what was measured", sidecar=sidecar, listed_chunks=self._num_chunks
@@ -315,11 +319,16 @@ class Knowledge:
         )
         telling &= self._at_their_clock_before(frequency_mhz, timeline)
         telling[:, 0] = False
-        if telling.sum() < 1:
+        if not telling.any():
             return
         late_s = (own_s - measured_s)[telling] / (own_s / old_s - 1)[telling]
+        # A unit that ran at the old clock until its end tells no more than that.
+        ended = late_s > _WHOLLY * long_s[telling]
         late_s = np.clip(late_s, 0.0, long_s[telling]) + waited_s[telling]
-        seen_s = float(np.median(late_s))
+        if ended.all():
+            self._least_change_s = max(self._least_change_s, float(late_s.max()))
+            return
+        seen_s = float(np.median(late_s[~ended]))
         self.change_s = seen_s if self.change_s is None else (self.change_s + seen_s) / 2
 
     def _at_their_clock_before(self, frequency_mhz: IntArray, timeline: Timeline) -> BoolArray:

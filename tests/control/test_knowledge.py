@@ -9,6 +9,8 @@ from benchmarks.online.emulated_job import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
 from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import MeterSums, Report, Window
+from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
@@ -35,6 +37,10 @@ def learn(knowledge: Knowledge, low_mhz: int, conditions: Conditions) -> None:
     unit_s = np.array(
         [seconds(conditions, kind, mhz) for kind, mhz in zip(kinds, clocks, strict=True)]
     )
+    take(knowledge, clocks, unit_s)
+
+
+def take(knowledge: Knowledge, clocks: IntArray, unit_s: FloatArray) -> None:
     end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
     meter = MeterSums.none(len(knowledge.sums[0].weighted))
     report = Report(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
@@ -72,3 +78,34 @@ def test_clocks_that_were_measured_once_stay_in_the_profile():
     learn(knowledge, 990, Conditions(stuck=True, slower=dict.fromkeys(WHOLE, 1.3)))
     learn(knowledge, 1110, Conditions(limit_mhz=0.85 * TOP_MHZ))
     assert min(knowledge.profile(careful=True).clocks_mhz(0)) == lowest_mhz
+
+
+@pytest.mark.parametrize(
+    ("late_s", "changes_at", "seen_s"),
+    [
+        (0.02, (8, 16), 0.02),  # both before a forward
+        (0.04, (8, 17), 0.04),  # a forward is over before the change: it tells less than a backward
+        (0.04, (8, 16), None),
+    ],
+)
+def test_how_late_changes_are_is_not_told_by_units_that_are_shorter(late_s, changes_at, seen_s):
+    kinds = [unit.kind for unit in SCHEDULE.stages[0]]
+    clocks = np.full(len(kinds), TOP_MHZ)
+    clocks[slice(*changes_at)] = 990
+    times_s, left_s, old = [], 0.0, TOP_MHZ
+    for kind, before, clock in zip(kinds, [TOP_MHZ, *clocks], clocks, strict=False):
+        if clock != before:
+            left_s, old = late_s, before
+        at_old_s = min(left_s, seconds(Conditions(), kind, old))
+        rest = 1 - at_old_s / seconds(Conditions(), kind, old)
+        times_s.append(at_old_s + rest * seconds(Conditions(), kind, clock))
+        left_s -= at_old_s
+    knowledge = known()
+    knowledge.change_s = None  # the profile knows none
+    take(knowledge, clocks, np.array(times_s))
+    if seen_s is None:
+        assert knowledge.change_s is None
+        assert knowledge.late_s() == pytest.approx(FORWARD_S)
+        assert known_conditions(knowledge.profile(careful=True)).change_time_s == knowledge.late_s()
+    else:
+        assert knowledge.change_s == pytest.approx(seen_s, rel=0.02)
