@@ -13,6 +13,7 @@ so that clocks come late, waits cost their power and counters refresh as for a r
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,8 +79,9 @@ class MemoryGpu:
 
     changes_clock, is_emulated, read_only, drives_hardware = True, True, False, False
 
-    def __init__(self, preset: GpuPreset, uid: str) -> None:
+    def __init__(self, preset: GpuPreset, uid: str, wait_follows: float) -> None:
         self.preset = preset
+        self._wait_follows = wait_follows
         self.name = preset.gpu
         self.address = GpuAddress("emulated", uid)
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
@@ -99,7 +101,7 @@ class MemoryGpu:
     def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
         """As `EmulatedGpu.run_unit`; start and end, s."""
         state, preset, now = self.state, self.preset, self.conditions
-        state.wait_until(ready_s, preset.wait_power_w, preset.refresh_s)
+        self.advance_to(ready_s)
         start_s, left = state.end_s, 1.0
         if state.pending is not None:
             settle_s, mhz = state.pending[1], state.clock_mhz
@@ -115,8 +117,17 @@ class MemoryGpu:
         return start_s, end_s
 
     def advance_to(self, time_s: float) -> None:
-        """Wait until then."""
-        self.state.wait_until(time_s, self.preset.wait_power_w, self.preset.refresh_s)
+        """Wait until then, at the power of the clocks that run meanwhile."""
+        state, refresh_s = self.state, self.preset.refresh_s
+        state.settle()
+        if state.pending is not None and state.pending[1] < time_s:
+            state.wait_until(state.pending[1], self._waiting_w, refresh_s)
+        state.wait_until(time_s, self._waiting_w, refresh_s)
+
+    @property
+    def _waiting_w(self) -> float:
+        below = 1 - self.state.clock_mhz / self.preset.max_frequency_mhz
+        return self.preset.wait_power_w * (1 - self._wait_follows * below)
 
 
 #: More than a window of iterations has.
@@ -230,6 +241,7 @@ class Pipelines:
         faults: what is the matter in which iteration.
         hiccups: share of units that take `hiccup_s` longer.
         scatter: standard deviation of the time of a unit, as a share of it.
+        wait_follows: share of the power of waiting at the highest clock that follows the clock.
     """
 
     def __init__(
@@ -243,9 +255,13 @@ class Pipelines:
         hiccups: float = 0.0,
         hiccup_s: float = 0.01,
         scatter: float = 0.0,
+        wait_follows: float = 0.0,
     ) -> None:
         self.gpus = [
-            [MemoryGpu(preset, f"{replica}/{stage}") for stage in range(len(forward_s))]
+            [
+                MemoryGpu(preset, f"{replica}/{stage}", wait_follows)
+                for stage in range(len(forward_s))
+            ]
             for replica in range(num_replicas)
         ]
         self._unit_s = [
@@ -255,6 +271,8 @@ class Pipelines:
         self._scatter = scatter
         self._random = np.random.default_rng(7)
         self.iterations: list[Iteration] = []
+        #: After how many waits that were parked in a unit began at its own clock, and did not.
+        self.parked: Counter[bool] = Counter()
         #: So many iterations have begun, whether or not `iterations` still has them.
         self.begun = 0
 
@@ -312,6 +330,7 @@ class Pipelines:
         ends: list[list[float]] = [[] for _ in gpus]
         cross = schedule.cross_dependency.tolist()
         clocks = order.frequency_mhz.tolist()
+        parked = [order.parked(stage) for stage in range(len(gpus))]
         late = self._random.random(schedule.num_units) < self._hiccups
         scattered = 1 + self._scatter * self._random.standard_normal(schedule.num_units)
         for node in schedule.topological_order:
@@ -320,11 +339,17 @@ class Pipelines:
             ready_s = begin_s if source < 0 else ends[source // width][source % width]
             kind = schedule.stages[stage][position].kind
             at_max_s = self._unit_s[stage][kind] * scattered[node]
+            if position in parked[stage]:
+                gpu.advance_to(min(ends[stage][-1] + parked[stage][position][1], ready_s))
+                gpu.request(clocks[stage][position])
+                gpu.advance_to(ready_s)
+                self.parked[gpu.state.clock_mhz == clocks[stage][position]] += 1
             start_s, end_s = gpu.run_unit(kind, at_max_s, ready_s)
             if late[node]:
                 end_s += self._hiccup_s
                 gpu.advance_to(end_s)
-            gpu.request(clocks[stage][(position + 1) % width])
+            following = (position + 1) % width
+            gpu.request(parked[stage].get(following, (clocks[stage][following],))[0])
             starts[stage].append(start_s)
             ends[stage].append(end_s)
         return starts, ends

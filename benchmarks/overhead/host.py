@@ -55,6 +55,10 @@ class HostExecutor:
         self._ends.append(time.monotonic() - self._begin_s)
         return Done()
 
+    def in_wait(self, after_s: float) -> Completion:
+        """No order here parks."""
+        raise NotImplementedError
+
     def end_iteration(self) -> StageRecord:
         """Nothing is left to wait for."""
         end_s = self._ends[-1]

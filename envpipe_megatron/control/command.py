@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envpipe_megatron.core.arrays import IntArray
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+
+
+@dataclass(frozen=True, eq=False)
+class Parking:
+    """Clocks that waits are spent at; both arrays are [num_stages, units_per_stage].
+
+    Attributes:
+        park_mhz: in the wait before a unit, asked for when the unit before has ended; 0 for none.
+        own_after_s: so long after that the unit's own clock is asked for, or when the unit begins.
+    """
+
+    park_mhz: IntArray
+    own_after_s: FloatArray
+
+    def of_stage(self, stage: int) -> dict[int, tuple[int, float]]:
+        """Both, by position, of the units of a stage whose wait is parked in."""
+        park_mhz = self.park_mhz[stage]
+        return {
+            int(position): (int(park_mhz[position]), float(self.own_after_s[stage, position]))
+            for position in np.flatnonzero(park_mhz)
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +39,7 @@ class Clocked:
 
     schedule: Schedule
     frequency_mhz: IntArray
+    parking: Parking | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from envpipe_megatron.control.background import Background
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.control.command import Clocked, Command
 from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.parking import comes_late, parked, still_parked
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers, level_factor
 from envpipe_megatron.control.troubles import Harm, Silence
@@ -73,10 +74,12 @@ class Limits:
     Args:
         max_slowdown: share by which steps may last longer than the framework's own at full clock.
         deadline_factor: what plans may take, as a multiple of that.
+        min_dwell_s: least time between two changes of a GPU's clock.
     """
 
     max_slowdown: float = 0.005
     deadline_factor: float = 1.0
+    min_dwell_s: float = 0.0
 
 
 class Controller:
@@ -221,7 +224,7 @@ class Controller:
         if plans is None:
             return
         if 0 not in plans:
-            self._followers.extend({level: self._repriced(p) for level, p in plans.items()})
+            self._followers.extend({level: self._parked(p) for level, p in plans.items()})
         elif self._better(plans[0]):
             self._adopt(plans[0])
 
@@ -278,6 +281,7 @@ class Controller:
             clocked.schedule,
             clocked.frequency_mhz,
             window,
+            parking=clocked.parking,
             replicas=replicas or self._everyone,
             fades=fades,
         )
@@ -358,24 +362,36 @@ class Controller:
 
     def _repriced(self, plan: Plan) -> Plan:
         profile = self._knowledge.profile(careful=False)
-        return replace(
+        plain = replace(
             plan,
             profile=profile,
             conditions=known_conditions(profile),
+            park_mhz=None,
             energy_lower_bound_j=None,
         )
+        return still_parked(plain, plan.park_mhz)
+
+    def _parked(self, plan: Plan) -> Plan:
+        """A plan that does not park, repriced; parked, if no harm that is not understood came."""
+        plan = self._repriced(plan)
+        if self._harms > _UNDERSTOOD and self._windows - self._harmed_at < _CALM:
+            return plan
+        return parked(plan, self._knowledge, self._limits.min_dwell_s, _WORTH)
 
     def _better(self, plan: Plan) -> bool:
-        """Whether a plan saves more than the one that runs, or that one is too slow."""
+        """Whether a plan saves more than the one that runs, or that one is too slow or late."""
         assert self.plan is not None
-        now, new = self._repriced(self.plan).cost, self._repriced(plan).cost
+        today = self._repriced(self.plan)
+        if comes_late(self.plan, today):
+            return True
+        now, new = today.cost, self._parked(plan).cost
         own_s = self._own_predicted_s() / self._followers.slowest * self._limits.deadline_factor
         if now.iteration_time_s > own_s * (1 + self._limits.max_slowdown):
             return new.iteration_time_s < now.iteration_time_s
         return new.energy_j < now.energy_j * (1 - _WORTH)
 
     def _adopt(self, plan: Plan) -> None:
-        self.plan = self._adopted = self._repriced(plan)
+        self.plan = self._adopted = self._parked(plan)
         self._followers.lead(self.plan)
         self._steps = Steps()
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from envpipe_megatron.control.command import Parking
 from envpipe_megatron.control.curves import PowerModel
 from envpipe_megatron.control.points import Point, Times
 from envpipe_megatron.control.tail import tail_times_s
@@ -38,6 +39,9 @@ _SURELY = 2.0
 _TELLING = 0.05
 #: From this share of a unit's time on, all of it passed before the change.
 _WHOLLY = 0.95
+#: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
+#: of one refresh of a counter.
+_SEEN_S2 = 0.01
 #: A row of a profile stands for so many units.
 _UNITS_OF_PROFILE = 100.0
 #: How much it counts that all kinds of units draw the same power, until each draws some.
@@ -156,6 +160,7 @@ class Knowledge:
         frequency_mhz: IntArray,
         window: Window,
         *,
+        parking: Parking | None = None,
         replicas: Sequence[int],
         fades: float = 1.0,
     ) -> FloatArray:
@@ -165,6 +170,7 @@ class Knowledge:
             schedule: what ran.
             frequency_mhz: [num_stages, units_per_stage] at these clocks.
             window: what came of it.
+            parking: which waits it spent at other clocks than those of the units after them.
             replicas: those that ran this.
             fades: share of the weight that what meters said before keeps.
 
@@ -175,10 +181,11 @@ class Knowledge:
         measured_s = window.unit_s(replicas)
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
+        asked_s = _asked_s(frequency_mhz, timeline, parking)
         known = all(times.points for times in self._times)
         if known:
-            self._learn_lateness(schedule, frequency_mhz, measured_s, timeline)
-        clean = self._at_their_clock(frequency_mhz, timeline, self.late_s())
+            self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked_s)
+        clean = self._at_their_clock(asked_s, timeline)
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
         for key in np.unique(keys[keys >= 0]).tolist():
@@ -282,24 +289,23 @@ class Knowledge:
             lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
         return lowest
 
+    def waited_mhz(self) -> list[FloatArray]:
+        """For each stage, at or next to which clocks it was metered while it waited."""
+        waiting = slice(len(self.kinds) * NUM_NODES, -1)
+        return [
+            self.nodes_mhz[np.diagonal(sums.products)[waiting] > _SEEN_S2] for sums in self.sums
+        ]
+
     def _learn_tails(self, window: Window) -> None:
         ends_s, gaps_s = window.ends_s, window.gaps_s
         followed = np.isfinite(gaps_s).all(axis=0)
         if followed.any():
             self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
 
-    def _at_their_clock(
-        self, frequency_mhz: IntArray, timeline: Timeline, late_s: float
-    ) -> BoolArray:
+    def _at_their_clock(self, asked_s: FloatArray, timeline: Timeline) -> BoolArray:
         """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
-        changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
-        changes[:, 0] = True  # where the order was changed, the first unit ran at the old one's
-        arrives_s = np.full(frequency_mhz.shape, -np.inf)
-        arrives_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1] + _SURELY * late_s, -np.inf)
-        # The first unit's clock was asked for at the end of the iteration before.
-        first = frequency_mhz[:, 0] != frequency_mhz[:, -1]
-        arrives_s[:, 0] = np.where(first, timeline.start_s[:, 0] + _SURELY * late_s, -np.inf)
-        return np.asarray(np.maximum.accumulate(arrives_s, axis=1) <= timeline.start_s + 1e-9)
+        arrives_s = np.maximum.accumulate(asked_s + _SURELY * self.late_s(), axis=1)
+        return np.asarray(arrives_s <= timeline.start_s + 1e-9)
 
     def _learn_lateness(
         self,
@@ -307,6 +313,7 @@ class Knowledge:
         frequency_mhz: IntArray,
         measured_s: FloatArray,
         timeline: Timeline,
+        asked_s: FloatArray,
     ) -> None:
         """How late changes are, from units that began at the clock of the unit before."""
         own_s = self.durations_s(schedule, frequency_mhz)
@@ -317,7 +324,9 @@ class Knowledge:
         telling = (np.abs(old_s / np.where(own_s > 0, own_s, 1.0) - 1) > _TELLING) & (
             waited_s < _LATE_S
         )
-        telling &= self._at_their_clock_before(frequency_mhz, timeline)
+        # The unit before surely ran at its own clock when it ended, and nothing was parked since.
+        telling &= np.roll(self._at_their_clock(asked_s, timeline), 1, axis=1)
+        telling[:, 1:] &= asked_s[:, 1:] <= timeline.end_s[:, :-1]
         telling[:, 0] = False
         if not telling.any():
             return
@@ -331,10 +340,20 @@ class Knowledge:
         seen_s = float(np.median(late_s[~ended]))
         self.change_s = seen_s if self.change_s is None else (self.change_s + seen_s) / 2
 
-    def _at_their_clock_before(self, frequency_mhz: IntArray, timeline: Timeline) -> BoolArray:
-        """Whether the unit before surely ran at its own clock when it ended."""
-        at = self._at_their_clock(frequency_mhz, timeline, self.late_s())
-        return np.asarray(np.roll(at, 1, axis=1))
+
+def _asked_s(frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None) -> FloatArray:
+    """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already."""
+    changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
+    changes[:, 0] = True  # where the order was changed, the first unit ran at the old one's
+    asked_s = np.full(frequency_mhz.shape, -np.inf)
+    asked_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)
+    # The first unit's clock was asked for at the end of the iteration before.
+    first = frequency_mhz[:, 0] != frequency_mhz[:, -1]
+    asked_s[:, 0] = np.where(first, timeline.start_s[:, 0], -np.inf)
+    if parking is not None:
+        in_wait_s = timeline.start_s - timeline.wait_s + parking.own_after_s
+        asked_s = np.where(parking.park_mhz, np.minimum(in_wait_s, timeline.start_s), asked_s)
+    return asked_s
 
 
 def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:

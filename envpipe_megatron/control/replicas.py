@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from envpipe_megatron.control.command import Clocked
+from envpipe_megatron.control.parking import timed
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 
@@ -61,7 +62,7 @@ class Followers:
     def extend(self, plans: Mapping[int, Plan]) -> None:
         """Add plans of levels."""
         for level, plan in plans.items():
-            self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz)
+            self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz, timed(plan))
             self._times_s[level] = plan.cost.iteration_time_s
 
     def compare(self, own_s: FloatArray, error: float, *, alike: bool = False) -> None:

@@ -18,19 +18,31 @@ from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 
 
-def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
+def park(
+    plan: Plan,
+    min_dwell_s: float = 0.0,
+    *,
+    clock_mhz: IntArray | None = None,
+    least_wait_s: FloatArray | float = 0.0,
+) -> Plan:
     """Park in every wait in which that saves energy; the plan itself if none does.
 
     The clock to park at is that of the least waiting power on the stage's curve, or the clock of
     the unit before, kept until the unit that follows needs its own. Parking keeps the dwell time
     (see `clock_runs.shortest_dwell_s`) if the plan itself does. A lower bound is kept where parking
     cannot go below it.
+
+    Args:
+        plan: what it parks already is forgotten.
+        min_dwell_s: least time between two changes.
+        clock_mhz: [num_stages] clocks to park at in place of those of least power on the curves.
+        least_wait_s: [num_stages, units_per_stage], or one: how long waits must be.
     """
     plain = replace(plan, park_mhz=None)
     conditions = plan.conditions
     if conditions.wait_power_w is None:
         return plain
-    park_mhz, saved_j = _best_clocks(plain, conditions.wait_power_w)
+    park_mhz, saved_j = _best_clocks(plain, conditions.wait_power_w, clock_mhz, least_wait_s)
     if min_dwell_s:
         park_mhz = _keep_dwell(plain, park_mhz, saved_j, min_dwell_s)
     floor_w = waiting_floor_w(plan.profile, conditions)
@@ -43,12 +55,18 @@ def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
     return parked if parked.cost.energy_j < plain.cost.energy_j else plain
 
 
-def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:
+def _best_clocks(
+    plan: Plan, curves: WaitCurves, clock_mhz: IntArray | None, least_wait_s: FloatArray | float
+) -> tuple[IntArray, FloatArray]:
     """[num_stages, units_per_stage] the clock to park at, 0 for none, and what that saves."""
     conditions, frequency = plan.conditions, plan.frequency_mhz
     before = np.roll(frequency, 1, axis=1)
-    lowest = np.array([min(curve, key=curve.__getitem__) for curve in curves])
-    parked_s = plan.timeline.wait_s - 2 * conditions.change_time_s
+    lowest = clock_mhz
+    if lowest is None:
+        lowest = np.array([min(curve, key=curve.__getitem__) for curve in curves])
+    wait_s = plan.timeline.wait_s
+    parked_s = wait_s - 2 * conditions.change_time_s
+    long = (parked_s > 0) & (wait_s >= least_wait_s)
     power_w = conditions.waiting_power_w(frequency)
     best_mhz, best_j = np.zeros_like(frequency), np.zeros(frequency.shape)
     for clock in (np.broadcast_to(lowest[:, None], frequency.shape), before):
@@ -56,7 +74,7 @@ def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:
         more_changes -= before != frequency
         saved_j = (power_w - conditions.waiting_power_w(clock)) * parked_s
         saved_j -= conditions.change_energy_j * more_changes
-        better = (parked_s > 0) & (saved_j > best_j)
+        better = long & (saved_j > best_j)
         best_mhz, best_j = np.where(better, clock, best_mhz), np.where(better, saved_j, best_j)
     return best_mhz, best_j * conditions.gpus_by_stage[:, None]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Protocol
+
+#: How often one who waits for the first of two things looks at both, s: a driver takes longer.
+_LOOK_S = 1e-3
 
 
 class Completion(Protocol):
@@ -27,3 +32,34 @@ class Done:
     def query(self) -> bool:
         """Always true."""
         return True
+
+
+class Later:
+    """True so long after another completion, or as soon as what is set as `begun` is.
+
+    The host's clock counts from when whoever waits has seen that the other one is true.
+    """
+
+    def __init__(self, after: Completion, delay_s: float) -> None:
+        #: Set by another thread, at most once.
+        self.begun: Completion | None = None
+        self._after, self._delay_s = after, delay_s
+        self._seen_s: float | None = None
+
+    def synchronize(self) -> None:
+        """Sleep until it is true; nothing waits for the first of a time and an event of a GPU."""
+        self._after.synchronize()
+        while not self.query():
+            time.sleep(min(_LOOK_S, max(self._left_s(), 0.0)))
+
+    def query(self) -> bool:
+        """Whether it is true; returns at once."""
+        begun = self.begun
+        return (begun is not None and begun.query()) or self._left_s() <= 0
+
+    def _left_s(self) -> float:
+        if self._seen_s is None:
+            if not self._after.query():
+                return math.inf
+            self._seen_s = time.monotonic()
+        return self._seen_s + self._delay_s - time.monotonic()

@@ -8,6 +8,7 @@ end; it is late by what the host is too slow for.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -51,6 +52,32 @@ class Fidelity:
         return self.overruns <= MAX_OVERRUN_SHARE * self.units
 
 
+class _InWait:
+    """True at an instant of an emulated GPU's wait, or at its end, which is known when it is over.
+
+    Whoever waits for it brings the GPU there, since a clock is requested where its time stands.
+    """
+
+    def __init__(self, gpu: EmulatedGpu, at_s: float) -> None:
+        self._gpu, self._at_s = gpu, at_s
+        self._ended, self._passed = threading.Event(), False
+
+    def end(self, ready_s: float) -> None:
+        """The wait ends then."""
+        self._at_s = min(self._at_s, ready_s)
+        self._ended.set()
+
+    def synchronize(self) -> None:
+        """Let the GPU wait until then."""
+        self._ended.wait()
+        self._gpu.advance_to(self._at_s)
+        self._passed = True
+
+    def query(self) -> bool:
+        """Whether the GPU was brought there."""
+        return self._passed
+
+
 class EmulatedExecutor:
     """Times units by an emulated GPU.
 
@@ -76,6 +103,7 @@ class EmulatedExecutor:
         self._time_at_max_s = dict(time_at_max_s)
         self._collectives = collectives
         self._settle_clock = settle_clock
+        self._in_wait: _InWait | None = None
         self.fidelity = Fidelity()
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
@@ -110,6 +138,9 @@ class EmulatedExecutor:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 tag = _tag(self._units[position])
                 self._ready_s = self._collectives.pipeline.receive(source, tag)
+        if self._in_wait is not None:
+            self._in_wait.end(self._ready_s)
+            self._in_wait = None
         self._real_start_s = time.monotonic()
         return Done()
 
@@ -140,6 +171,11 @@ class EmulatedExecutor:
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
                 self._sent += self._collectives.pipeline.send(run.end_s, receiver, _tag(made))
         return Done()  # the sleep is over: so is the unit
+
+    def in_wait(self, after_s: float) -> Completion:
+        """In emulated time, to which the clock controller's thread brings the GPU."""
+        self._in_wait = _InWait(self._gpu, self._begin_s + self._ends[-1] + after_s)
+        return self._in_wait
 
     def end_iteration(self) -> StageRecord:
         """The iteration ends on all stages when the slowest has ended."""

@@ -19,7 +19,7 @@ import torch
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.runtime.execution.completion import Completion, Later
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
@@ -74,6 +74,9 @@ class Executor(Protocol):
     def end_unit(self) -> Completion:
         """The unit's work has been handed over; returns what becomes true when it has ended."""
 
+    def in_wait(self, after_s: float) -> Completion:
+        """What is true so long after the unit that has ended last, or when the next one begins."""
+
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit and read all times."""
 
@@ -113,6 +116,8 @@ class CudaExecutor:
         self._other_events: list[torch.cuda.Event] = []
         #: When the host saw which event pass: it counts from there to others on its own clock.
         self._seen_s, self._seen = -math.inf, self._new_event()
+        #: Is to be told of the next unit's begin.
+        self._in_wait: Later | None = None
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
@@ -127,12 +132,19 @@ class CudaExecutor:
     def begin_unit(self) -> Completion:
         """Record the start after the receive that the stream waits for."""
         self._starts.append(self._record())
+        if self._in_wait is not None:
+            self._in_wait.begun, self._in_wait = self._starts[-1], None
         return self._starts[-1]
 
     def end_unit(self) -> Completion:
         """Record the end."""
         self._ends.append(self._record())
         return self._ends[-1]
+
+    def in_wait(self, after_s: float) -> Completion:
+        """By the host's clock, which starts when the end was seen."""
+        self._in_wait = Later(self._ends[-1], after_s)
+        return self._in_wait
 
     def end_iteration(self) -> StageRecord:
         """Read the events, once the last unit has ended.

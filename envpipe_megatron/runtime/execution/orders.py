@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.control.command import Parking
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -18,11 +19,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IterationOrder:
-    """One iteration: the schedule, and the frequency of each unit of each stage."""
+    """One iteration: the schedule, the frequency of each unit of each stage, and where to park."""
 
     phase: Phase
     schedule: Schedule
     frequency_mhz: NDArray[np.int64]
+    parking: Parking | None = None
+
+    def parked(self, stage: int) -> dict[int, tuple[int, float]]:
+        """As `Parking.of_stage`; empty without parking."""
+        return {} if self.parking is None else self.parking.of_stage(stage)
 
 
 #: A phase is a generator: it yields what the next iteration runs, is sent what this stage measured

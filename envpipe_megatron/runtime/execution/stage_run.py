@@ -47,6 +47,7 @@ class StageRun:
         self._channel = channel
         self._specs = specs
         successors = order.schedule.cross_successor.reshape(order.schedule.num_stages, -1)[stage]
+        self._parked = order.parked(stage)
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
         self._sends: list[bool] = (successors >= 0).tolist()
         self._last_input: Completion = Done()
@@ -83,9 +84,13 @@ class StageRun:
         unit = self.units[position]
         completion = self._executor.end_unit()
         self.executed.append(unit.label(self.order.schedule.num_chunks))
-        # The wait before a unit runs at that unit's clock; after the last comes the next
-        # iteration's first, which mostly is the same as this one's.
+        # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
+        # the last comes the next iteration's first, which mostly is the same as this one's.
         following = (position + 1) % len(self.frequencies_mhz)
+        if following in self._parked:
+            park_mhz, own_after_s = self._parked[following]
+            self._request(park_mhz, completion)
+            completion = self._executor.in_wait(own_after_s)
         self._request(self.frequencies_mhz[following], completion)
         if self._channel is not None and self._sends[position]:
             self._channel.send(unit, outputs)

@@ -65,6 +65,7 @@ def run_online(
             records,
             order.frequency_mhz[job.stage].tolist(),
             _places(order.schedule, job.stage, kinds),
+            parked=order.parked(job.stage),
             meter=job.meter,
             nodes_mhz=nodes_mhz,
             num_kinds=len(kinds),
@@ -79,7 +80,9 @@ def run_online(
             _adopt(job, command.plan)
         if command.orders:
             clocked = command.orders[command.which[replica]]
-            order = IterationOrder(command.phase, clocked.schedule, clocked.frequency_mhz)
+            order = IterationOrder(
+                command.phase, clocked.schedule, clocked.frequency_mhz, clocked.parking
+            )
         order = replace(order, phase=command.phase)
         if command.note:
             job.say(command.note)
@@ -120,7 +123,11 @@ def _controller(
         knowledge,
         job.collectives.num_replicas,
         partial(plan_online, job),
-        Limits(config.max_slowdown_percent / 100, config.request.deadline_factor or 1.0),
+        Limits(
+            config.max_slowdown_percent / 100,
+            config.request.deadline_factor or 1.0,
+            config.request.min_dwell_s,
+        ),
         job.background(),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ def make_report(
     clocks_mhz: Sequence[int],
     kinds: Sequence[int],
     *,
+    parked: Mapping[int, tuple[int, float]] | None = None,
     meter: EnergyMeter,
     nodes_mhz: FloatArray,
     num_kinds: int,
@@ -34,6 +35,7 @@ def make_report(
         records: what was measured, one iteration at least.
         clocks_mhz: of each of this stage's units.
         kinds: of each unit the place of its kind; below zero if it takes no time.
+        parked: as `IterationOrder.parked` gives it.
         meter: this rank's.
         nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
         late_s: by how much a change of the clock comes late.
@@ -46,7 +48,8 @@ def make_report(
     steps_s[steps_s > _PAUSED * ends_s] = np.nan
     stretches: list[Stretch] = []
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
-        stretches += _stretches(record, clocks_mhz, kinds, late_s, tail_s, record.begin_s + step_s)
+        until_s = record.begin_s + step_s
+        stretches += _stretches(record, clocks_mhz, kinds, parked or {}, late_s, tail_s, until_s)
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
@@ -66,6 +69,7 @@ def _stretches(
     record: StageRecord,
     clocks_mhz: Sequence[int],
     kinds: Sequence[int],
+    parked: Mapping[int, tuple[int, float]],
     late_s: float,
     tail_s: float,
     until_s: float,
@@ -74,6 +78,11 @@ def _stretches(
     spent: list[Stretch] = []
     running = coming = float(clocks_mhz[0])
     last_s = arrives_s = record.begin_s
+
+    def ask(clock_mhz: float) -> None:
+        nonlocal coming, arrives_s
+        if clock_mhz != coming:
+            coming, arrives_s = float(clock_mhz), last_s + late_s
 
     def spend(end_s: float, kind: int) -> None:
         nonlocal running, last_s
@@ -85,18 +94,19 @@ def _stretches(
         last_s = end_s
 
     starts_s, ends_s = record.begin_s + record.start_s, record.begin_s + record.end_s
-    for start_s, end_s, clock, kind in zip(
-        starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True
-    ):
-        if clock != coming:
-            coming, arrives_s = float(clock), last_s + late_s
+    units = zip(starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True)
+    for position, (start_s, end_s, clock, kind) in enumerate(units):
+        if position in parked and start_s > last_s:
+            park_mhz, own_after_s = parked[position]
+            ask(park_mhz)
+            spend(min(last_s + own_after_s, start_s), WAITING)
+        ask(clock)
         if start_s > last_s:
             spend(start_s, WAITING)
         if kind >= 0 and end_s > last_s:
             spend(end_s, kind)
     if until_s > last_s:  # not of the last iteration, whose step is not known
-        if clocks_mhz[0] != coming:
-            coming, arrives_s = float(clocks_mhz[0]), last_s + late_s
+        ask(clocks_mhz[0])
         if tail_s:
             spend(min(last_s + tail_s, until_s), TAIL)
         if until_s > last_s:

@@ -25,11 +25,14 @@ def record(begin_s: float) -> StageRecord:
     return make_record([0.0, 0.5], [0.3, 0.9], begin_s, 0.9, 0.9)
 
 
-def report(records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0) -> Any:
+def report(
+    records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0, parked: Any = None
+) -> Any:
     return make_report(
         records,
         [1400, 1000],
         [0, 1],
+        parked=parked,
         meter=meter(),
         nodes_mhz=NODES,
         num_kinds=2,
@@ -64,3 +67,14 @@ def test_what_a_meter_says_goes_to_the_clock_that_ran(late_s):
         assert WAITING + at_low in spent
     assert {FORWARD + at_top, BACKWARD + at_low, TAIL} <= set(spent)
     assert made.meter.energy_j == pytest.approx(100.0 * made.meter.time_s)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "waited_s"), [(0.0, [0.1, 0.1, 0.0]), (0.05, [0.05, 0.1, 0.05])]
+)
+def test_a_parked_wait_goes_to_the_clock_that_it_was_spent_at(late_s, waited_s):
+    parked = {1: (1200, 0.1)}
+    made = report([record(0.0), record(1.0)], late_s, tail_s=0.1, parked=parked)
+    # Each refresh is 0.1 s long, and power is the same in all of them: two iterations add up.
+    spent_s = made.meter.weighted / 100.0 / 0.1
+    np.testing.assert_allclose(spent_s[WAITING:TAIL] / 2, waited_s, atol=1e-9)

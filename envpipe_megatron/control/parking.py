@@ -1,0 +1,95 @@
+"""Parking online: where waits are surely long enough, and when a unit's own clock is asked for.
+
+`policies.clock_changes.parking` has the rule that saves most at the times that are known. In a job
+times scatter, and a unit must never begin at the clock of the wait before it. So its own clock is
+asked for one change and a margin before it has to be, and short waits are not parked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from envpipe_megatron.control.command import Parking
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.policies.clock_changes.parking import park
+
+#: A wait is parked in that lasts so many changes of the clock, and the margin.
+_CHANGES = 4
+#: Standard deviation of the time of a unit, as on real GPUs, and how many of them surely suffice.
+_SCATTER, _SURELY = 0.02, 4.0
+#: How late a change is tells a unit that lasts longer: this share of the shortest at the most.
+_TOLD = 0.9
+#: Of power at one clock the nodes on both sides tell; two clocks are so many nodes apart.
+_APART = 3
+
+
+def margin_s(plan: Plan) -> float:
+    """By how much a wait may turn out shorter than planned.
+
+    A unit's input and the unit before it both follow from some unit a pipeline's length back or
+    less, and what lies between scatters.
+    """
+    order = plan.schedule
+    units = 2 * order.num_stages * order.num_chunks
+    longest_s = float(plan.timeline.duration_s.max())
+    return _SURELY * _SCATTER * longest_s * float(np.sqrt(units))
+
+
+def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -> Plan:
+    """The plan, parked in its long waits; itself if that is not known to be worth it.
+
+    It parks at the lowest clock whose power is known, on stages that were metered at two clocks or
+    more while they waited. The wait before the first unit is left alone: the optimizer is in it.
+
+    Args:
+        plan: has the conditions that `knowledge` gives, and does not park.
+        knowledge: what is known of the job's units.
+        min_dwell_s: least time between two changes of a clock.
+        worth: share of the energy that parking must save.
+    """
+    change_s, shortest_s = knowledge.change_s or 0.0, float(knowledge.time_s.min())
+    if not 0 < change_s < _TOLD * shortest_s:
+        return plan
+    apart_mhz = _APART * (knowledge.nodes_mhz[1] - knowledge.nodes_mhz[0])
+    known = np.array(
+        [seen.size > 0 and np.ptp(seen) > 0.99 * apart_mhz for seen in knowledge.waited_mhz()]
+    )
+    if not known.any():
+        return plan
+    least_s = np.full(
+        plan.frequency_mhz.shape,
+        margin_s(plan) + max(_CHANGES * change_s, 2 * change_s + min_dwell_s),
+    )
+    least_s[~known], least_s[:, 0] = np.inf, np.inf
+    clocks_mhz, nodes_mhz = knowledge.clocks_mhz, knowledge.nodes_mhz
+    lowest_mhz = np.full(len(known), int(clocks_mhz[clocks_mhz >= nodes_mhz[0]][0]))
+    found = park(plan, min_dwell_s, clock_mhz=lowest_mhz, least_wait_s=least_s)
+    return found if found.cost.energy_j < plan.cost.energy_j * (1 - worth) else plan
+
+
+def timed(plan: Plan) -> Parking | None:
+    """What ranks need to know to park as a plan does; None if it does not."""
+    if plan.park_mhz is None:
+        return None
+    early_s = 2 * plan.conditions.change_time_s + margin_s(plan)
+    return Parking(plan.park_mhz, plan.timeline.wait_s - early_s)
+
+
+def still_parked(plan: Plan, park_mhz: IntArray | None) -> Plan:
+    """The plan with parking that was planned for other times, where it still fits into waits."""
+    if park_mhz is None:
+        return plan
+    fits = plan.timeline.wait_s > 2 * plan.conditions.change_time_s
+    return replace(plan, park_mhz=np.where(fits, park_mhz, 0))
+
+
+def comes_late(plan: Plan, today: Plan) -> bool:
+    """Whether waits that a plan parks in are so much shorter today that clocks may come late."""
+    if plan.park_mhz is None:
+        return False
+    shorter_s = (plan.timeline.wait_s - today.timeline.wait_s)[plan.park_mhz > 0]
+    return bool((shorter_s > margin_s(today) / 2).any())

@@ -1,0 +1,196 @@
+"""Parking in jobs: it saves energy where waiting takes less at lower clocks, and costs no time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.online.emulated_job import EmulatedJob, Pipelines
+from benchmarks.online.runs import Ran, exact_profile, slower
+from envpipe_megatron.control import controller
+from envpipe_megatron.control.command import Parking
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.parking import parked
+from envpipe_megatron.control.window import (
+    WAITING,
+    MeterSums,
+    Report,
+    Stretch,
+    Window,
+    meter_sums,
+)
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.clock_changes.parking import park
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.job.config import SessionConfig
+
+PRESET, MICROBATCHES = load_preset("a100-sxm"), 12
+TOP_MHZ = PRESET.max_frequency_mhz
+#: The last stage takes so long that others wait even at the clocks of their energy valleys.
+FORWARD_S = (0.03, 0.03, 0.12)
+#: The loop is steady by then.
+STEADY = 40
+
+
+def run(
+    iterations: int = 70,
+    *,
+    wait_follows: float = 0.6,
+    change_s: float = PRESET.frequency_change_s,
+    replicas: int = 1,
+    min_dwell_s: float = 0.0,
+    kept_order: Schedule | None = None,
+    forward_s: Sequence[float] = FORWARD_S,
+    **what: Any,
+) -> tuple[Ran, Pipelines, Plan]:
+    """A job beside the framework's own order, its GPUs and its last plan."""
+    preset = replace(PRESET, frequency_change_s=change_s)
+    name = "auto" if kept_order is None else "1f1b"
+    request = PlanRequest(MICROBATCHES, name, "optimal", min_dwell_s=min_dwell_s)
+    made, own = (
+        Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)
+    )
+    with EmulatedJob(made, SessionConfig(request, closed_loop=True), kept_order) as job:
+        job.run(iterations)
+        assert job.planner is not None
+        plan = job.planner.state.plan
+    assert plan is not None
+    order = builders.one_f_one_b(len(forward_s), MICROBATCHES)
+    for _ in range(iterations):
+        own.run([constant_order(Phase.BASELINE, order, TOP_MHZ, TOP_MHZ)] * replicas)
+    return Ran(made.iterations, own.iterations, job.said), made, plan
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {},
+        {"scatter": 0.01},
+        {"scatter": 0.02},
+        {"hiccups": 0.02},
+        {"replicas": 2, "scatter": 0.01},
+        {"kept_order": builders.one_f_one_b(3, MICROBATCHES)},
+        {"min_dwell_s": 0.1},
+    ],
+    ids=str,
+)
+def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypatch, what):
+    ran, gpus, plan = run(**what)
+    assert plan.park_mhz is not None
+    assert (plan.park_mhz[:, 0] == 0).all()  # the optimizer is in that wait
+    assert gpus.parked[True] > 20
+    assert not gpus.parked[False]
+    monkeypatch.setattr(controller, "parked", lambda plan, *known: plan)
+    plain, never, _ = run(**what)
+    assert not never.parked
+    assert ran.saved(STEADY, 70) > plain.saved(STEADY, 70) + 1e-3
+    assert ran.slower(STEADY, 70) < 0.005
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"wait_follows": 0.0},
+        {"change_s": 0.04},  # as long as a wait may be, for all that units tell
+        {"forward_s": (0.03, 0.03, 0.03)},  # what is left of waits is too short
+    ],
+    ids=str,
+)
+def test_nothing_is_parked_where_it_does_not_pay_or_changes_are_slow(what):
+    _, gpus, plan = run(50, **what)
+    assert not gpus.parked
+    assert plan.park_mhz is None
+
+
+def test_waits_that_become_much_shorter_are_parked_in_for_less_long():
+    """Sequences shrink: until that is seen, units find the clock of their wait."""
+    shrunk = dict.fromkeys([(0, stage) for stage in range(3)], slower(0.6))
+    _, gpus, _ = run(65, faults=lambda at: shrunk if at >= 50 else {})
+    late = gpus.parked[False]
+    assert late
+    ran, gpus, plan = run(90, faults=lambda at: shrunk if at >= 50 else {})
+    assert plan.park_mhz is not None
+    assert gpus.parked[False] == late
+    assert ran.slower(STEADY, 50) < 0.005
+    assert ran.slower(65, 90) < 0.005
+
+
+# --- what is known of waiting ---------------------------------------------------------------------
+
+
+def waited(knowledge: Knowledge, *clocks_mhz: float) -> list[MeterSums]:
+    """What meters say of stages that waited a second at each of some clocks."""
+    kinds, seconds = len(knowledge.kinds), np.arange(len(clocks_mhz) + 1.0)
+    stretches = [
+        Stretch(second, WAITING, clock)
+        for second, clock in zip(seconds[1:].tolist(), clocks_mhz, strict=True)
+    ]
+    return [meter_sums(0.0, stretches, seconds, 80 * seconds, knowledge.nodes_mhz, kinds)] * 3
+
+
+def test_a_plan_parks_by_what_was_seen_alone():
+    exact = exact_profile(PRESET, FORWARD_S, {})
+    curve = {clock: 40.0 + 44.0 * clock / TOP_MHZ for clock in exact.clocks_mhz(0)}
+    exact = replace(exact, sidecar=replace(exact.sidecar, wait_power_w=(curve,) * 3))
+    order = builders.one_f_one_b(3, MICROBATCHES)
+    at_top = max_frequencies(order, exact)
+    plan = Plan("baseline", order, at_top, exact, known_conditions(exact))
+    knowledge = Knowledge(3, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    knowledge.take_profile(exact)
+    for clocks_mhz, parks in (((TOP_MHZ, 700), True), ((1000,), False), ((TOP_MHZ,), False)):
+        knowledge.sums = waited(knowledge, *clocks_mhz)
+        assert (parked(plan, knowledge, 0.0, 5e-4).park_mhz is not None) is parks
+    knowledge.sums = waited(knowledge, TOP_MHZ, 700)
+    assert parked(plan, knowledge, 0.0, 0.1).park_mhz is None  # less than it must be worth
+    longest_s = float(plan.timeline.wait_s[:, 1:].max())
+    dwell_s = longest_s - 2 * PRESET.frequency_change_s  # leaves no room for the margin
+    assert park(plan, dwell_s).park_mhz is not None
+    assert parked(plan, knowledge, dwell_s, 0.0).park_mhz is None
+    knowledge.change_s = None
+    assert parked(plan, knowledge, 0.0, 5e-4).park_mhz is None
+
+
+# --- what is learned of units after a parked wait -------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
+    """The first backward of stage 0 is the only unit at its clock, and takes longer than known."""
+    order, clock_mhz, change_s = builders.one_f_one_b(2, 4), 990, 0.01
+    exact = exact_profile(PRESET, (0.03, 0.06), {})
+    knowledge = Knowledge(2, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    knowledge.take_profile(exact)
+    clocks = np.full((2, order.units_per_stage), TOP_MHZ)
+    first = int(order.is_backward[0].argmax())
+    clocks[0, first] = clock_mhz
+    known_s = knowledge.durations_s(order, clocks)
+    unit_s = known_s.copy()
+    unit_s[0, first] *= 1.2
+    wait_s = float(Timeline(order, unit_s).wait_s[0, first])
+    assert wait_s > 0.1
+    own_after_s = np.zeros(clocks.shape)
+    own_after_s[0, first] = wait_s - (3 * change_s if early else change_s)
+    parking = Parking(np.where(clocks == clock_mhz, 705, 0), own_after_s)
+    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(knowledge.sums[0].weighted))
+    window = Window(
+        tuple(
+            Report(row[np.newaxis], np.full((1, 1), row.sum()), nothing, nothing, none, metered=0)
+            for row in unit_s
+        )
+    )
+    knowledge.learn(order, clocks, window, parking=parking, replicas=[0])
+    learned_s = knowledge.durations_s(order, clocks)[0, first]
+    assert learned_s == pytest.approx((unit_s if early else known_s)[0, first], rel=1e-3)
