@@ -7,30 +7,24 @@ beside training, and the new plan is run from the next window on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.control.command import Clocked, Command
 from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.parking import comes_late, parked, still_parked
+from envpipe_megatron.control.planner import Planner
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
-from envpipe_megatron.control.replicas import Followers, level_factor
+from envpipe_megatron.control.replicas import Followers
 from envpipe_megatron.control.troubles import Harm, Silence
 from envpipe_megatron.control.window import Window
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
 #: Iterations after which ranks report: with one to settle, a fault is seen within ten.
 WINDOW = 4
@@ -40,8 +34,6 @@ _BELOW_VALLEY = 1
 _DRIFT = 0.005
 #: So large a change may be worth another order of units, not only other clocks.
 _REORDERS = 0.02
-#: A new plan must save this share more of the energy than the one that runs.
-_WORTH = 5e-4
 #: Prediction and measurement agree within this share, of time and of energy.
 _AGREE = 0.005
 #: Corrections that gain nothing end after so many.
@@ -60,26 +52,6 @@ _MOST_SLOWER = 0.02
 _FADES, _FORGETS = 0.98, 0.1
 
 Run: TypeAlias = Generator[Command | None, Window, None]
-#: Makes a plan from a profile, for an order or the best there is, to take so many times as long as
-#: the framework's own order; LinearProgramError if there is none.
-MakePlan: TypeAlias = Callable[[Profile, Schedule | None, float], Plan]
-#: Plans by level of the frontier.
-_Plans: TypeAlias = dict[int, Plan]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user allows.
-
-    Args:
-        max_slowdown: share by which steps may last longer than the framework's own at full clock.
-        deadline_factor: what plans may take, as a multiple of that.
-        min_dwell_s: least time between two changes of a GPU's clock.
-    """
-
-    max_slowdown: float = 0.005
-    deadline_factor: float = 1.0
-    min_dwell_s: float = 0.0
 
 
 class Controller:
@@ -89,8 +61,8 @@ class Controller:
         own: the framework's order.
         knowledge: what is known of its units: nothing, or what a profile says.
         num_replicas: pipelines.
-        make_plan: called where the background runs it.
-        background: runs the planning.
+        planner: makes plans from that knowledge.
+        max_slowdown: share by which steps may last longer than the framework's own at full clock.
     """
 
     def __init__(
@@ -98,15 +70,13 @@ class Controller:
         own: Schedule,
         knowledge: Knowledge,
         num_replicas: int,
-        make_plan: MakePlan,
-        limits: Limits,
-        background: Background[_Plans],
+        planner: Planner,
+        max_slowdown: float,
     ) -> None:
         self.plan: Plan | None = None
         self._own, self._knowledge = own, knowledge
         self._everyone = range(num_replicas)
-        self._make_plan, self._limits = make_plan, limits
-        self._background = background
+        self._planner, self._max_slowdown = planner, max_slowdown
         self._followers = Followers(num_replicas)
         top_mhz = int(knowledge.clocks_mhz[-1])
         shape = (own.num_stages, own.units_per_stage)
@@ -139,7 +109,7 @@ class Controller:
         if not self._knowledge.profiled:
             yield from self._probe()
         self._replan(reorder=True)
-        while (plans := self._background.take()) is None:
+        while (plans := self._planner.take()) is None:
             window = yield self._command(Phase.PROFILE, self._top, 1)
             self._learn(self._top, window)
         self._adopt(plans[0])
@@ -178,11 +148,11 @@ class Controller:
                 yield from self._out_of_harm(window, why, reorder=False)
                 continue
             self._replan(reorder=False)
-            while (plans := self._background.take()) is None:
+            while (plans := self._planner.take()) is None:
                 window = yield self._plan_command(Phase.RECONFIGURE)
                 self._learn_plan(window)
             time, better = self._prediction_error(), self._better(plans[0])
-            energy = self._repriced(self.plan).cost.energy_j / self.plan.cost.energy_j - 1
+            energy = self._planner.repriced(self.plan).cost.energy_j / self.plan.cost.energy_j - 1
             # One that stays is kept with what it is known to cost by now.
             self._adopt(plans[0] if better else self.plan)
             self._note(
@@ -206,7 +176,7 @@ class Controller:
         if self._harmed():
             why = self._what_drifted(drift, window)
             yield from self._out_of_harm(window, why, reorder=reorder)
-        elif drifted and not self._background.busy:
+        elif drifted and not self._planner.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
             self._replan(reorder=reorder)
         elif self._since_baseline >= BASELINE_EVERY:
@@ -217,14 +187,14 @@ class Controller:
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
         try:
-            plans = self._background.take()
+            plans = self._planner.take()
         except EnvPipeError as error:
             self._note(f"nothing better is planned: {error}")
             return
         if plans is None:
             return
         if 0 not in plans:
-            self._followers.extend({level: self._parked(p) for level, p in plans.items()})
+            self._followers.extend({level: self._ready(p) for level, p in plans.items()})
         elif self._better(plans[0]):
             self._adopt(plans[0])
 
@@ -255,7 +225,7 @@ class Controller:
         for _ in range(stretches):
             yield from self._at_baseline()
         self._replan(reorder=reorder)
-        while (plans := self._background.take()) is None:
+        while (plans := self._planner.take()) is None:
             window = yield self._command(Phase.BASELINE, self._top, 1)
             self._learn(self._top, window)
         self._adopt(plans[0])
@@ -331,7 +301,7 @@ class Controller:
     def _harmed(self) -> bool:
         """Whether steps of the plan last longer than they may, by more than noise."""
         assert self._baseline is not None
-        allowed_s = self._own_today_s() * (1 + self._limits.max_slowdown)
+        allowed_s = self._own_today_s() * (1 + self._max_slowdown)
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
@@ -341,57 +311,28 @@ class Controller:
 
     def _prediction_error(self) -> float:
         assert self.plan is not None
-        plan = self._repriced(self.plan)
+        plan = self._planner.repriced(self.plan)
         predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
         return self._latest_s / self._own_today_s() / predicted - 1
 
     # --- plans ----------------------------------------------------------------------------------
 
     def _replan(self, *, reorder: bool) -> None:
-        profile = self._knowledge.profile(careful=True)
         order = None if reorder or self.plan is None else self.plan.schedule
-        factor = self._limits.deadline_factor
+        self._planner.begin(order, self._slower)
 
-        def made() -> _Plans:
-            for within in (factor - self._slower, factor):
-                with suppress(LinearProgramError):
-                    return {0: self._make_plan(profile, order, within)}
-            return {0: self._make_plan(profile, None, factor)}
-
-        self._background.start(made)
-
-    def _repriced(self, plan: Plan) -> Plan:
-        profile = self._knowledge.profile(careful=False)
-        plain = replace(
-            plan,
-            profile=profile,
-            conditions=known_conditions(profile),
-            park_mhz=None,
-            energy_lower_bound_j=None,
-        )
-        return still_parked(plain, plan.park_mhz)
-
-    def _parked(self, plan: Plan) -> Plan:
-        """A plan that does not park, repriced; parked, if no harm that is not understood came."""
-        plan = self._repriced(plan)
-        if self._harms > _UNDERSTOOD and self._windows - self._harmed_at < _CALM:
-            return plan
-        return parked(plan, self._knowledge, self._limits.min_dwell_s, _WORTH)
+    def _ready(self, plan: Plan) -> Plan:
+        """As it would run; it does not park if harm that is not understood has come lately."""
+        unclear = self._harms > _UNDERSTOOD and self._windows - self._harmed_at < _CALM
+        return self._planner.ready(plan, parks=not unclear)
 
     def _better(self, plan: Plan) -> bool:
-        """Whether a plan saves more than the one that runs, or that one is too slow or late."""
         assert self.plan is not None
-        today = self._repriced(self.plan)
-        if comes_late(self.plan, today):
-            return True
-        now, new = today.cost, self._parked(plan).cost
-        own_s = self._own_predicted_s() / self._followers.slowest * self._limits.deadline_factor
-        if now.iteration_time_s > own_s * (1 + self._limits.max_slowdown):
-            return new.iteration_time_s < now.iteration_time_s
-        return new.energy_j < now.energy_j * (1 - _WORTH)
+        own_s = self._own_predicted_s() / self._followers.slowest
+        return self._planner.better(self._ready(plan), self.plan, own_s)
 
     def _adopt(self, plan: Plan) -> None:
-        self.plan = self._adopted = self._parked(plan)
+        self.plan = self._adopted = self._ready(plan)
         self._followers.lead(self.plan)
         self._steps = Steps()
 
@@ -402,15 +343,8 @@ class Controller:
         if note:
             self._note(note)
             self._steps = Steps()
-        if followers.missing and not self._background.busy:
-            profile, order = self._knowledge.profile(careful=True), self.plan.schedule
-            levels, factor = list(followers.missing), self._limits.deadline_factor
-            self._background.start(
-                lambda: {
-                    level: self._make_plan(profile, order, factor * level_factor(level))
-                    for level in levels
-                }
-            )
+        if followers.missing and not self._planner.busy:
+            self._planner.begin_levels(self.plan.schedule, followers.missing)
 
     # --- commands -------------------------------------------------------------------------------
 

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.online.emulated_job import Faults
+from benchmarks.online.emulated_job import EmulatedJob, Faults, Pipelines
 from benchmarks.online.long import footprints
-from benchmarks.online.runs import Ran, best_saving, restarts, run_job, scripted
+from benchmarks.online.runs import (
+    Ran,
+    best_saving,
+    exact_profile,
+    restarts,
+    run_job,
+    scripted,
+)
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 
 STAGES, MICROBATCHES = 3, 12
 #: Faults begin here, when the loop is steady, and end there.
@@ -116,9 +123,22 @@ def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(scatter):
 
 
 def test_a_long_job_holds_no_more_than_a_shorter_one():
-    _, middle, last = footprints(1500, every=500)
-    assert last["changes that were answered"] >= 2  # plans were made and kept meanwhile
+    _, middle, last = footprints(900, every=300)
+    assert last["changes that were answered"] >= 1  # plans were made and kept meanwhile
     assert last["objects"] < middle["objects"] + 1000
     for name in ("open files", "threads", "files in the folder"):
         assert last[name] == middle[name]
     assert last["their size (KiB)"] < 1.2 * middle["their size (KiB)"]
+
+
+def test_a_profile_of_other_gpus_is_refused(tmp_path):
+    """Clocks that a GPU lacks would end the control of its clock."""
+    preset, forward_s = load_preset("a100-sxm"), [0.03] * STAGES
+    exact = exact_profile(load_preset("h200"), forward_s, {})
+    (tmp_path / "profile.csv").write_text(exact.to_csv())
+    config = SessionConfig(REQUEST, closed_loop=True, profile_file=tmp_path / "profile.csv")
+    with (
+        EmulatedJob(Pipelines(preset, forward_s), config) as job,
+        pytest.raises(SessionError, match="lacks the highest clock"),
+    ):
+        job.run(10)

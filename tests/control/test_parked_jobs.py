@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.online.emulated_job import EmulatedJob, Pipelines
 from benchmarks.online.runs import Ran, exact_profile, slower
-from envpipe_megatron.control import controller
+from envpipe_megatron.control import planner
 from envpipe_megatron.control.command import Parking
 from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.parking import parked
@@ -66,26 +66,24 @@ def run(
     with EmulatedJob(made, SessionConfig(request, closed_loop=True), kept_order) as job:
         job.run(iterations)
         assert job.planner is not None
-        plan = job.planner.state.plan
+        plan, notes = job.planner.state.plan, job.planner.state.notes
     assert plan is not None
     order = builders.one_f_one_b(len(forward_s), MICROBATCHES)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, TOP_MHZ, TOP_MHZ)] * replicas)
-    return Ran(made.iterations, own.iterations, job.said), made, plan
+    return Ran(made.iterations, own.iterations, job.said, notes), made, plan
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        {},
-        {"scatter": 0.01},
         {"scatter": 0.02},
         {"hiccups": 0.02},
         {"replicas": 2, "scatter": 0.01},
         {"kept_order": builders.one_f_one_b(3, MICROBATCHES)},
         {"min_dwell_s": 0.1},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypatch, what):
     ran, gpus, plan = run(**what)
@@ -93,7 +91,7 @@ def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypa
     assert (plan.park_mhz[:, 0] == 0).all()  # the optimizer is in that wait
     assert gpus.parked[True] > 20
     assert not gpus.parked[False]
-    monkeypatch.setattr(controller, "parked", lambda plan, *known: plan)
+    monkeypatch.setattr(planner, "parked", lambda plan, *known: plan)
     plain, never, _ = run(**what)
     assert not never.parked
     assert ran.saved(STEADY, 70) > plain.saved(STEADY, 70) + 1e-3

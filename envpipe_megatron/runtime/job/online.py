@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from envpipe_megatron.control.command import Command
-from envpipe_megatron.control.controller import Controller, Limits, Run
+from envpipe_megatron.control.controller import Controller, Run
 from envpipe_megatron.control.knowledge import Knowledge, power_nodes_mhz
+from envpipe_megatron.control.planner import Limits, Planner
 from envpipe_megatron.control.window import Report, Window, merged
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
@@ -118,18 +119,14 @@ def _controller(
     if profile is not None:
         knowledge.take_profile(profile)
     config = job.config
-    return Controller(
-        schedule,
-        knowledge,
-        job.collectives.num_replicas,
-        partial(plan_online, job),
-        Limits(
-            config.max_slowdown_percent / 100,
-            config.request.deadline_factor or 1.0,
-            config.request.min_dwell_s,
-        ),
-        job.background(),
+    limits = Limits(
+        config.max_slowdown_percent / 100,
+        config.request.deadline_factor or 1.0,
+        config.request.min_dwell_s,
     )
+    planner = Planner(knowledge, partial(plan_online, job), limits, job.background())
+    replicas = job.collectives.num_replicas
+    return Controller(schedule, knowledge, replicas, planner, limits.max_slowdown)
 
 
 def _adopt(job: PhaseParts, plan: Plan) -> None:

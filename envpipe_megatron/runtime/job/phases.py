@@ -19,7 +19,7 @@ from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, on_every_rank
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.online import run_online
@@ -78,14 +78,22 @@ def _closed_loop(
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
     profile = known_profile(job, schedule, records)
     if profile is not None:
-        common = set.intersection(*map(profile.clocks_mhz, range(job.num_stages)))
-        yield from run_online(job, schedule, sorted(common), profile.sidecar, profile, records)
-    clocks = _swept_clocks(job)
+        clocks = set.intersection(
+            *map(profile.clocks_mhz, range(job.num_stages)), *_clocks_of_stages(job)
+        )
+        if max(job.gpu.supported_frequencies_mhz) not in clocks:
+            raise SessionError(
+                "The profile lacks the highest clock (MHz) of the job's GPUs",
+                value=max(job.gpu.supported_frequencies_mhz),
+                remedy="Use a profile of these GPUs, or let the job measure one.",
+            )
+        yield from run_online(job, schedule, sorted(clocks), profile.sidecar, profile, records)
+    swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
     job.memory.learn(schedule, job.specs)
     job.memory.watch = Watch.NOTHING
-    yield from run_online(job, schedule, clocks, _facts(job), None, records)
+    yield from run_online(job, schedule, swept, _facts(job), None, records)
 
 
 def _save_energy(
@@ -103,8 +111,7 @@ def _save_energy(
     if profile is None:
         profile = yield from _profile(job, schedule)
     state.profile = profile
-    own = set(job.gpu.supported_frequencies_mhz)
-    clocks_mhz = job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
+    clocks_mhz = _clocks_of_stages(job)
     adopted = adopt_plan(job, profile, clocks_mhz)
     plan = state.plan = adopted.plan
     _note(job, *adopted.notes)
@@ -204,6 +211,12 @@ def _facts(job: PhaseParts) -> Sidecar:
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
     return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
+
+
+def _clocks_of_stages(job: PhaseParts) -> list[set[int]]:
+    """For each stage, the clocks that all its GPUs have."""
+    own = set(job.gpu.supported_frequencies_mhz)
+    return job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
