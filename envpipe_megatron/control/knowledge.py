@@ -182,9 +182,6 @@ class Knowledge:
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked_s = _asked_s(frequency_mhz, timeline, parking)
-        known = all(times.points for times in self._times)
-        if known:
-            self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked_s)
         clean = self._at_their_clock(asked_s, timeline)
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
@@ -202,6 +199,7 @@ class Knowledge:
             if not times.points:
                 raise KnowledgeError("A unit of the framework's order was not measured", value=key)
             times.fit()
+        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked_s)
         for stage, report in enumerate(window.stages):
             if report.metered:  # else nothing new replaces what is known
                 self.sums[stage] = self.sums[stage].faded(fades) + report.meter
@@ -315,7 +313,10 @@ class Knowledge:
         timeline: Timeline,
         asked_s: FloatArray,
     ) -> None:
-        """How late changes are, from units that began at the clock of the unit before."""
+        """How late changes are, from units that began at the clock of the unit before.
+
+        Both clocks must have been measured: a model of one errs by as much as it tells.
+        """
         own_s = self.durations_s(schedule, frequency_mhz)
         before = np.roll(frequency_mhz, 1, axis=1)
         old_s = self.durations_s(schedule, before)
@@ -328,6 +329,10 @@ class Knowledge:
         telling &= np.roll(self._at_their_clock(asked_s, timeline), 1, axis=1)
         telling[:, 1:] &= asked_s[:, 1:] <= timeline.end_s[:, :-1]
         telling[:, 0] = False
+        keys = self.keys(schedule)
+        for at in np.argwhere(telling):
+            points = self._times[keys[*at]].points
+            telling[*at] = frequency_mhz[*at] in points and before[*at] in points
         if not telling.any():
             return
         late_s = (own_s - measured_s)[telling] / (own_s / old_s - 1)[telling]
