@@ -331,6 +331,8 @@ class Pipelines:
         cross = schedule.cross_dependency.tolist()
         clocks = order.frequency_mhz.tolist()
         parked = [order.parked(stage) for stage in range(len(gpus))]
+        for gpu, own in zip(gpus, clocks, strict=True):
+            gpu.request(own[0])
         late = self._random.random(schedule.num_units) < self._hiccups
         scattered = 1 + self._scatter * self._random.standard_normal(schedule.num_units)
         for node in schedule.topological_order:

@@ -9,8 +9,8 @@ import numpy as np
 from envpipe_megatron.control.window import median_error
 from envpipe_megatron.core.arrays import FloatArray
 
-#: So many latest steps of a plan, or of the baseline, are kept.
-_KEPT_STEPS = 64
+#: So many latest steps of a plan are kept, and of the baseline.
+_KEPT_STEPS, _KEPT_BASELINE = 64, 16
 
 
 class Steps:
@@ -41,19 +41,24 @@ class Steps:
 class Baseline:
     """The framework's own order at the highest clocks: measured now and then, predicted between.
 
-    Args:
-        steps: what was measured.
-        predicted_s: what was known of units then predicts.
+    Of each step is kept how it compares with what was predicted when it ran, so that steps from
+    before and after a change tell the same.
     """
 
-    def __init__(self, steps: Steps, predicted_s: float) -> None:
-        self._steps = steps
-        self._predicted_s = predicted_s
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=_KEPT_BASELINE)
+
+    def add(self, steps_s: FloatArray, predicted_s: float) -> None:
+        """Add steps, of which so much was predicted by what was known then."""
+        self._ratios.extend((steps_s / predicted_s).tolist())
 
     def today_s(self, predicted_s: float) -> float:
         """What it would take now, if what is known of units today predicts so much."""
-        return self._steps.median_s * predicted_s / self._predicted_s
+        return float(np.median(self._ratios)) * predicted_s
 
     def error(self, others: Steps) -> float:
         """Standard error, as a share: of few steps no less than others of the job would tell."""
-        return max(self._steps.error(), others.error(len(self._steps)))
+        ratios = np.array(self._ratios)
+        middle = np.median(ratios)
+        deviation = float(np.median(np.abs(ratios / middle - 1)))
+        return max(median_error(deviation, len(ratios)), others.error(len(ratios)))

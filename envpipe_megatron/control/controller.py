@@ -15,7 +15,7 @@ import numpy as np
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.control.command import Clocked, Command
 from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.planner import Planner
+from envpipe_megatron.control.planner import Planner, Plans
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers
 from envpipe_megatron.control.troubles import Harm, Silence
@@ -46,10 +46,15 @@ _LOOKS_AT_TOP = 2
 #: Harm within so many windows of the last is the same harm, which is understood if it does not
 #: come back more often than this.
 _CALM, _UNDERSTOOD = 10, 2
+#: So many times the iterations of a baseline pass at most before another plan is tried.
+_MOST_STRETCHES = 1024
 #: Plans are made faster than what is asked by this share at most.
 _MOST_SLOWER = 0.02
-#: What meters said counts this much less with each window, and after something has changed.
-_FADES, _FORGETS = 0.98, 0.1
+#: A stage whose units have changed by more than this share is not the one that was looked at: its
+#: clock follows no more, or again.
+_UPSETS = 0.1
+#: What meters said counts this much less with each window.
+_FADES = 0.98
 
 Run: TypeAlias = Generator[Command | None, Window, None]
 
@@ -62,27 +67,21 @@ class Controller:
         knowledge: what is known of its units: nothing, or what a profile says.
         num_replicas: pipelines.
         planner: makes plans from that knowledge.
-        max_slowdown: share by which steps may last longer than the framework's own at full clock.
     """
 
     def __init__(
-        self,
-        own: Schedule,
-        knowledge: Knowledge,
-        num_replicas: int,
-        planner: Planner,
-        max_slowdown: float,
+        self, own: Schedule, knowledge: Knowledge, num_replicas: int, planner: Planner
     ) -> None:
         self.plan: Plan | None = None
         self._own, self._knowledge = own, knowledge
         self._everyone = range(num_replicas)
-        self._planner, self._max_slowdown = planner, max_slowdown
+        self._planner = planner
         self._followers = Followers(num_replicas)
         top_mhz = int(knowledge.clocks_mhz[-1])
         shape = (own.num_stages, own.units_per_stage)
         self._top = Clocked(own, np.full(shape, top_mhz, dtype=np.int64))
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
-        self._baseline: Baseline | None = None
+        self._baseline = Baseline()
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
         self._latest_s = 0.0
@@ -95,6 +94,10 @@ class Controller:
         #: What the bill is to say of steps that were too slow, and what it does not say yet.
         self._harm, self._billed = Harm(), ""
         self._silence = Silence(own.num_stages)
+        #: By which share stages changed since the last plan was begun.
+        self._drift: FloatArray = np.zeros(own.num_stages)
+        #: Whether the order of the last command began with it.
+        self._fresh = False
         #: By which share plans must be faster than what is asked, for they turned out slower.
         self._slower = 0.0
 
@@ -105,7 +108,10 @@ class Controller:
         """
         first = yield None
         self._learn(self._top, first)
-        self._measured_baseline(first)
+        if first.followed:
+            self._measured_baseline(first)
+        else:
+            yield from self._at_baseline()
         if not self._knowledge.profiled:
             yield from self._probe()
         self._replan(reorder=True)
@@ -119,11 +125,12 @@ class Controller:
 
     # --- phases ---------------------------------------------------------------------------------
 
-    def _probe(self) -> Run:
+    def _probe(self, *, again: bool = False) -> Run:
+        """Look at one clock after the other; again only where that takes no time."""
         knowledge, below, below_all = self._knowledge, 0, 0
         for clock_mhz in probe_clocks_mhz(knowledge.clocks_mhz.astype(int).tolist()):
             # Below its own valley, a unit without slack never pays.
-            at_cost = below <= _BELOW_VALLEY
+            at_cost = not again and below <= _BELOW_VALLEY
             clocks_mhz = probe(self._own, knowledge, clock_mhz, at_cost=at_cost)
             clocked = Clocked(self._own, clocks_mhz)
             count = repeats(self._own, knowledge, clocks_mhz, clock_mhz)
@@ -142,19 +149,20 @@ class Controller:
         assert self.plan is not None
         for correction in range(_MOST_CORRECTIONS):
             window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
-            self._learn_plan(window)
+            drift = self._learn_plan(window)
             if self._harmed():
                 why = "the plan is slower than expected"
-                yield from self._out_of_harm(window, why, reorder=False)
+                yield from self._out_of_harm(window, why, drift)
                 continue
             self._replan(reorder=False)
-            while (plans := self._planner.take()) is None:
+            while (plans := self._take()) is None:
                 window = yield self._plan_command(Phase.RECONFIGURE)
                 self._learn_plan(window)
-            time, better = self._prediction_error(), self._better(plans[0])
+            new, time = plans.get(0, self.plan), self._prediction_error()
             energy = self._planner.repriced(self.plan).cost.energy_j / self.plan.cost.energy_j - 1
+            better = self._better(new)
             # One that stays is kept with what it is known to cost by now.
-            self._adopt(plans[0] if better else self.plan)
+            self._adopt(new if better else self.plan)
             self._note(
                 f"correction {correction + 1}: time {100 * time:+.2f} %, energy "
                 f"{100 * energy:+.2f} % off what was predicted, "
@@ -171,28 +179,32 @@ class Controller:
         if (drifted or self._windows % _LOOKS_AT_TOP == 0) and not self._harmed():
             at_top = yield from self._look_at_the_top()
             drift = np.where(np.abs(at_top) > np.abs(drift), at_top, drift)
-            drifted = np.abs(drift).max() > _DRIFT
-        reorder = bool(np.abs(drift).max() > _REORDERS)
+        # What came while a plan was being made is not in that plan.
+        drift = self._drift = np.where(np.abs(drift) > np.abs(self._drift), drift, self._drift)
         if self._harmed():
-            why = self._what_drifted(drift, window)
-            yield from self._out_of_harm(window, why, reorder=reorder)
-        elif drifted and not self._planner.busy:
+            yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
+        elif np.abs(drift).max() > _DRIFT and not self._planner.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
-            self._replan(reorder=reorder)
+            yield from self._plan_anew(drift)
         elif self._since_baseline >= BASELINE_EVERY:
             yield from self._at_baseline()
+            self._slower /= 2
+            if self._knowledge.upset.any() and not self._planner.busy:
+                yield from self._plan_anew(np.array([np.inf]))
         self._take_plans()
         self._follow()
 
-    def _take_plans(self) -> None:
-        """Turn to what was planned meanwhile, if it is better."""
+    def _take(self) -> Plans | None:
+        """What was planned, if that has ended: nothing if it failed."""
         try:
-            plans = self._planner.take()
+            return self._planner.take()
         except EnvPipeError as error:
             self._note(f"nothing better is planned: {error}")
-            return
-        if plans is None:
-            return
+            return {}
+
+    def _take_plans(self) -> None:
+        """Turn to what was planned meanwhile, if it is better."""
+        plans = self._take() or {}
         if 0 not in plans:
             self._followers.extend({level: self._ready(p) for level, p in plans.items()})
         elif self._better(plans[0]):
@@ -208,7 +220,7 @@ class Controller:
         window = yield self._made(Phase.STEADY, 1, 0, looking, which)
         return self._learn_usual(looking, which, window)
 
-    def _out_of_harm(self, window: Window, why: str, *, reorder: bool) -> Run:
+    def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run:
         """The framework's order at the highest clocks, until there is another plan."""
         own_s = self._own_today_s()
         self._billed = self._harm.add(window, own_s, why)
@@ -217,17 +229,20 @@ class Controller:
         # A plan that fails again and again is not understood: each time it is left for longer.
         self._harms = self._harms + 1 if self._windows - self._harmed_at < _CALM else 1
         self._harmed_at = self._windows
-        stretches = 1 if self._harms <= _UNDERSTOOD else 2 ** min(self._harms, 10)
+        stretches = 1 if self._harms <= _UNDERSTOOD else min(2**self._harms, _MOST_STRETCHES)
         self._note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {stretches * (BASELINE_ITERATIONS + 1)} iterations or more"
         )
-        for _ in range(stretches):
-            yield from self._at_baseline()
-        self._replan(reorder=reorder)
-        while (plans := self._planner.take()) is None:
-            window = yield self._command(Phase.BASELINE, self._top, 1)
-            self._learn(self._top, window)
+        plans: Plans | None = None
+        while not plans:
+            for _ in range(stretches):
+                yield from self._at_baseline()
+            stretches = min(2 * stretches, _MOST_STRETCHES)
+            yield from self._plan_anew(drift)
+            while (plans := self._take()) is None:
+                window = yield self._command(Phase.BASELINE, self._top, 1)
+                self._learn(self._top, window)
         self._adopt(plans[0])
 
     def _at_baseline(self) -> Run:
@@ -252,6 +267,7 @@ class Controller:
             clocked.frequency_mhz,
             window,
             parking=clocked.parking,
+            fresh=self._fresh,
             replicas=replicas or self._everyone,
             fades=fades,
         )
@@ -262,7 +278,7 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
-            self._knowledge.forget_power(_FORGETS)
+            self._knowledge.forget(np.abs(drift) > _UPSETS)
             self._steps = Steps()
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
@@ -283,10 +299,8 @@ class Controller:
         self._followers.compare(window.own_s(tail_s), window.own_error(tail_s), alike=alike)
 
     def _measured_baseline(self, window: Window) -> None:
-        steps = Steps()
-        steps.add(window.steps_s)
         self._compare(window, alike=True)
-        self._baseline = Baseline(steps, self._own_predicted_s())
+        self._baseline.add(window.steps_s, self._own_predicted_s())
         self._since_baseline = 0
 
     def _own_predicted_s(self) -> float:
@@ -295,13 +309,11 @@ class Controller:
         return own_s * self._followers.slowest
 
     def _own_today_s(self) -> float:
-        assert self._baseline is not None
         return self._baseline.today_s(self._own_predicted_s())
 
     def _harmed(self) -> bool:
         """Whether steps of the plan last longer than they may, by more than noise."""
-        assert self._baseline is not None
-        allowed_s = self._own_today_s() * (1 + self._max_slowdown)
+        allowed_s = self._own_today_s() * self._planner.limits.allowed
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
@@ -316,6 +328,14 @@ class Controller:
         return self._latest_s / self._own_today_s() / predicted - 1
 
     # --- plans ----------------------------------------------------------------------------------
+
+    def _plan_anew(self, drift: FloatArray) -> Run:
+        """Begin a plan after stages drifted; what was upset is looked at first."""
+        most, self._drift = np.abs(drift).max(), np.zeros(self._own.num_stages)
+        if most > _UPSETS:
+            self._knowledge.forget(self._knowledge.upset)
+            yield from self._probe(again=True)
+        self._replan(reorder=bool(most > _REORDERS))
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
@@ -344,7 +364,7 @@ class Controller:
             self._note(note)
             self._steps = Steps()
         if followers.missing and not self._planner.busy:
-            self._planner.begin_levels(self.plan.schedule, followers.missing)
+            self._planner.begin_levels(self.plan.schedule, followers.asked())
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -365,6 +385,7 @@ class Controller:
         running = (orders, which)
         same = self._running == running
         self._running = running
+        self._fresh = not same and not settle
         note, self._notes = "; ".join(self._notes), []
         billed, self._billed = self._billed, ""
         adopted, self._adopted = self._adopted, None

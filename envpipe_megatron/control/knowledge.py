@@ -8,6 +8,7 @@ limit at the high ones alone, which the clocks measured by then tell.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,6 +43,12 @@ _WHOLLY = 0.95
 #: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
 #: of one refresh of a counter.
 _SEEN_S2 = 0.01
+#: What meters said counts this much less after something has changed, and where all has.
+_KEEPS, _KEEPS_UPSET = 0.1, 1e-4
+#: A clock at which units last no longer than this many times as long as at the highest slows none.
+_NO_SLOWER = 1.01
+#: So many iterations of one order tell how they differ as a whole, and so many windows are kept.
+_TELLS_COMMON, _KEPT_COMMON = 3, 9
 #: A row of a profile stands for so many units.
 _UNITS_OF_PROFILE = 100.0
 #: How much it counts that all kinds of units draw the same power, until each draws some.
@@ -78,6 +85,11 @@ class Knowledge:
         #: How late changes of the clock are; None until one was seen, and then no less than this.
         self.change_s: float | None = None
         self._least_change_s = 0.0
+        #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
+        #: nothing are left out of profiles: some day they may mean something again.
+        self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
+        #: By which share iterations differ as a whole, in the latest windows.
+        self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
         keys = num_stages * num_chunks * len(self.kinds)
@@ -101,12 +113,19 @@ class Knowledge:
         return all(len(times.points) > 1 for times in self._times)
 
     def take_profile(self, profile: Profile) -> None:
-        """Begin with a profile, of the same kinds and chunks, as if it had been measured here."""
+        """Begin with a profile, as if it had been measured here; kinds that it lacks stay unknown.
+
+        Raises ProfileError if it was measured with another number of chunks.
+        """
+        profile = profile.for_chunks(self._num_chunks)
         conditions = known_conditions(profile)
         self.tail_s, self.change_s = conditions.tail_by_stage_s, conditions.change_time_s
-        for part, kinds in enumerate(profile.rows):
+        for part in range(self._num_stages * self._num_chunks):
             stage = part // self._num_chunks
+            kinds = profile.rows[stage if profile.listed_chunks == 1 else part]
             for place, kind in enumerate(self.kinds):
+                if kind not in kinds:
+                    continue
                 times = self._times[part * len(self.kinds) + place]
                 for row in kinds[kind]:
                     times.points[row.frequency_mhz] = Point(row.time_s, _UNITS_OF_PROFILE)
@@ -150,9 +169,14 @@ class Knowledge:
         latency_s = self._facts.p2p_latency_s or 0.0
         return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
 
-    def forget_power(self, kept: float) -> None:
-        """Let what meters said so far count for this share of what it did."""
-        self.sums = [sums.faded(kept) for sums in self.sums]
+    def forget(self, upset: BoolArray) -> None:
+        """Something has changed, [num_stages] where so much that it must be looked at again.
+
+        What meters said counts for little from now on, and of upset stages for next to nothing.
+        """
+        self.upset = self.upset | upset
+        kept = np.where(upset, _KEEPS_UPSET, _KEEPS).tolist()
+        self.sums = [sums.faded(share) for sums, share in zip(self.sums, kept, strict=True)]
 
     def learn(
         self,
@@ -161,6 +185,7 @@ class Knowledge:
         window: Window,
         *,
         parking: Parking | None = None,
+        fresh: bool = False,
         replicas: Sequence[int],
         fades: float = 1.0,
     ) -> FloatArray:
@@ -171,6 +196,7 @@ class Knowledge:
             frequency_mhz: [num_stages, units_per_stage] at these clocks.
             window: what came of it.
             parking: which waits it spent at other clocks than those of the units after them.
+            fresh: whether another order ran before the first iteration.
             replicas: those that ran this.
             fades: share of the weight that what meters said before keeps.
 
@@ -181,7 +207,8 @@ class Knowledge:
         measured_s = window.unit_s(replicas)
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        asked_s = _asked_s(frequency_mhz, timeline, parking)
+        asked_s = _asked_s(frequency_mhz, timeline, parking, fresh)
+        common = self._common_error(window)
         clean = self._at_their_clock(asked_s, timeline)
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
@@ -192,7 +219,7 @@ class Knowledge:
                 int(clock): measured_s[stage][of_key & (frequency_mhz[stage] == clock)]
                 for clock in np.unique(frequency_mhz[stage][of_key])
             }
-            change = self._times[key].learn(new, window.num_iterations)
+            change = self._times[key].learn(new, window.num_iterations, common)
             if abs(change) > abs(drifted[stage]):
                 drifted[stage] = change
         for key, times in enumerate(self._times):
@@ -209,7 +236,8 @@ class Knowledge:
         """The profile of what is known, of each unit from its lowest measured clock upwards.
 
         Args:
-            careful: whether units below the highest clock take as long as they might.
+            careful: for a new plan: units below the highest clock take as long as they might, and
+                clocks of upset stages that slow nothing are left out.
 
         Raises KnowledgeError if meters said too little.
         """
@@ -227,6 +255,9 @@ class Knowledge:
                 for place, kind in enumerate(self.kinds):
                     times = self._times[part * len(self.kinds) + place]
                     used = self.clocks_mhz >= times.lowest_mhz
+                    if careful and self.upset[stage]:
+                        used &= times.time_s > _NO_SLOWER * times.time_s[-1]
+                        used[-1] = True
                     clocks, times_s = self.clocks_mhz[used], times.time_s[used]
                     joules = times_s * np.interp(clocks, self.nodes_mhz, power_w[place])
                     if careful:
@@ -294,6 +325,14 @@ class Knowledge:
             self.nodes_mhz[np.diagonal(sums.products)[waiting] > _SEEN_S2] for sums in self.sums
         ]
 
+    def _common_error(self, window: Window) -> float:
+        """By which share all units of a window may be off together: heat, hosts, the network."""
+        count = window.num_iterations
+        if count >= _TELLS_COMMON:
+            self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
+        # A window in which something changed differs in itself, and tells nothing.
+        return float(np.median(self._common or 0.0) / np.sqrt(count))
+
     def _learn_tails(self, window: Window) -> None:
         ends_s, gaps_s = window.ends_s, window.gaps_s
         followed = np.isfinite(gaps_s).all(axis=0)
@@ -330,6 +369,7 @@ class Knowledge:
         telling[:, 1:] &= asked_s[:, 1:] <= timeline.end_s[:, :-1]
         telling[:, 0] = False
         keys = self.keys(schedule)
+        telling &= keys >= 0
         for at in np.argwhere(telling):
             points = self._times[keys[*at]].points
             telling[*at] = frequency_mhz[*at] in points and before[*at] in points
@@ -346,14 +386,15 @@ class Knowledge:
         self.change_s = seen_s if self.change_s is None else (self.change_s + seen_s) / 2
 
 
-def _asked_s(frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None) -> FloatArray:
+def _asked_s(
+    frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None, fresh: bool
+) -> FloatArray:
     """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already."""
     changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
-    changes[:, 0] = True  # where the order was changed, the first unit ran at the old one's
     asked_s = np.full(frequency_mhz.shape, -np.inf)
     asked_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)
-    # The first unit's clock was asked for at the end of the iteration before.
-    first = frequency_mhz[:, 0] != frequency_mhz[:, -1]
+    # The first unit's clock was asked for at the end of the iteration before, or when it began.
+    first = (frequency_mhz[:, 0] != frequency_mhz[:, -1]) | fresh
     asked_s[:, 0] = np.where(first, timeline.start_s[:, 0], -np.inf)
     if parking is not None:
         in_wait_s = timeline.start_s - timeline.wait_s + parking.own_after_s

@@ -41,6 +41,11 @@ class Limits:
     deadline_factor: float = 1.0
     min_dwell_s: float = 0.0
 
+    @property
+    def allowed(self) -> float:
+        """How many times as long as the framework's own order steps may last."""
+        return self.deadline_factor * (1 + self.max_slowdown)
+
 
 class Planner:
     """Makes plans for one job, and says what they take by what is known now.
@@ -60,7 +65,7 @@ class Planner:
         background: Background[Plans],
     ) -> None:
         self._knowledge, self._make_plan = knowledge, make_plan
-        self._limits, self._background = limits, background
+        self.limits, self._background = limits, background
 
     @property
     def busy(self) -> bool:
@@ -73,7 +78,7 @@ class Planner:
 
     def begin(self, order: Schedule | None, faster: float) -> None:
         """Make a plan for an order, or the best there is, if possible faster by a share."""
-        profile, factor = self._knowledge.profile(careful=True), self._limits.deadline_factor
+        profile, factor = self._knowledge.profile(careful=True), self.limits.deadline_factor
 
         def made() -> Plans:
             for within in (factor - faster, factor):
@@ -85,7 +90,7 @@ class Planner:
 
     def begin_levels(self, order: Schedule, levels: Sequence[int]) -> None:
         """Make plans of an order for levels of the frontier."""
-        profile, factor = self._knowledge.profile(careful=True), self._limits.deadline_factor
+        profile, factor = self._knowledge.profile(careful=True), self.limits.deadline_factor
         self._background.start(
             lambda: {
                 level: self._make_plan(profile, order, factor * level_factor(level))
@@ -110,7 +115,7 @@ class Planner:
         plan = self.repriced(plan)
         if not parks:
             return replace(plan, park_mhz=None)
-        return parked(plan, self._knowledge, self._limits.min_dwell_s, _WORTH)
+        return parked(plan, self._knowledge, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """Whether a ready plan saves more than one that runs, or that one is too slow or late.
@@ -120,7 +125,6 @@ class Planner:
         today = self.repriced(running)
         if comes_late(running, today):
             return True
-        allowed_s = own_s * self._limits.deadline_factor * (1 + self._limits.max_slowdown)
-        if today.cost.iteration_time_s > allowed_s:
+        if today.cost.iteration_time_s > own_s * self.limits.allowed:
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         return new.cost.energy_j < today.cost.energy_j * (1 - _WORTH)

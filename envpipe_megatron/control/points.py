@@ -72,12 +72,15 @@ class Times:
         #: Sum of squares of what one unit differs from its like by, as a share, and their number.
         self._squares, self._degrees = 0.0, 0.0
 
-    def learn(self, measured_s: Mapping[int, FloatArray], iterations: int) -> float:
+    def learn(
+        self, measured_s: Mapping[int, FloatArray], iterations: int, common: float = 0.0
+    ) -> float:
         """Take in what units took; the share by which they changed most, 0 if that is scatter.
 
         Args:
             measured_s: for each clock, each unit's median over iterations.
             iterations: how many.
+            common: standard error, as a share, that all these times have in common.
         """
         new = {}
         for clock, times_s in measured_s.items():
@@ -88,7 +91,7 @@ class Times:
                 apart = float(np.median(np.abs(times_s / median_s - 1))) * count / (count - 0.8)
                 self._squares += (count - 1) * iterations * (_FROM_MEDIAN * apart) ** 2
                 self._degrees += count - 1
-        change = self._take_in(new)
+        change = self._take_in(new, common)
         self._squares, self._degrees = _FADES * self._squares, _FADES * self._degrees
         return change
 
@@ -111,7 +114,7 @@ class Times:
         of_one = _OF_MEDIAN * self._squares / max(self._degrees, 1.0)
         return max(float(np.sqrt(of_one * sum(1 / point.units for point in points))), _EXACT)
 
-    def _take_in(self, new: Mapping[int, Point]) -> float:
+    def _take_in(self, new: Mapping[int, Point], off: float) -> float:
         """Average, replace and move points; the share by which they changed most."""
         points = self.points
         # A clock that was never measured may differ from its model: that is no change.
@@ -125,7 +128,7 @@ class Times:
         common = float((weights * ratios).sum() / weights.sum())
         alone = np.abs(ratios - common) > np.maximum(_ALIKE, _SURELY * errors)
         if not alone.any():
-            changed = abs(common - 1) > _SURELY / np.sqrt(weights.sum())
+            changed = abs(common - 1) > _SURELY * np.hypot(1 / np.sqrt(weights.sum()), off)
             ratios = np.full(len(seen), common if changed else 1.0)
         elif not alone.all():
             ratios[~alone] = (weights * ratios)[~alone].sum() / weights[~alone].sum()
@@ -134,7 +137,7 @@ class Times:
             known = points.get(clock)
             if known is not None:
                 apart = abs(point.time_s / known.time_s - 1)
-                if apart <= _SURELY * self._error(point, known):
+                if apart <= _SURELY * np.hypot(self._error(point, known), off):
                     point = known.averaged(point)
             points[clock] = point
         return float(max(ratios - 1, key=abs))

@@ -34,8 +34,9 @@ class Followers:
     def __init__(self, num_replicas: int) -> None:
         #: [replicas] the level that each runs.
         self.levels: list[int] = [0] * num_replicas
-        #: Levels that replicas would run if they were planned.
+        #: Levels that replicas would run if they were planned, and those that were asked for.
         self.missing: list[int] = []
+        self._asked: set[int] = set()
         #: How many times as long as a usual replica the slowest takes by the same plan.
         self.slowest = 1.0
         #: A replica that is as fast as the median, or the next faster one.
@@ -57,6 +58,7 @@ class Followers:
         """All replicas run this plan from now on; the frontier of the one before is forgotten."""
         self._orders, self._times_s = {}, {}
         self.levels, self.missing = [0] * len(self.levels), []
+        self._asked = set()
         self.extend({0: plan})
 
     def extend(self, plans: Mapping[int, Plan]) -> None:
@@ -64,6 +66,12 @@ class Followers:
         for level, plan in plans.items():
             self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz, timed(plan))
             self._times_s[level] = plan.cost.iteration_time_s
+
+    def asked(self) -> list[int]:
+        """The missing levels, once: what could not be planned is not asked for again."""
+        asked, self.missing = self.missing, []
+        self._asked |= set(asked)
+        return asked
 
     def compare(self, own_s: FloatArray, error: float, *, alike: bool = False) -> None:
         """Take in how long each pipeline took by itself, at its level or all `alike`.
@@ -89,7 +97,8 @@ class Followers:
         levels = [
             self._nearest(int(level), now) for level, now in zip(wanted, self.levels, strict=True)
         ]
-        self.missing = sorted(set(wanted.astype(int).tolist()) - set(self._orders))
+        known = set(self._orders) | self._asked
+        self.missing = sorted(set(wanted.astype(int).tolist()) - known)
         if levels == self.levels:
             return ""
         self.levels = levels

@@ -26,8 +26,8 @@ class Harm:
             why: what is known of it.
         """
         steps_s = window.steps_s
-        self._steps += window.num_iterations
-        self._lost_s += window.num_iterations * float(steps_s.mean() - own_s)
+        self._steps += len(steps_s)
+        self._lost_s += max(float((steps_s - own_s).sum()), 0.0)
         self._worst = max(self._worst, float(steps_s.max()) / own_s - 1)
         return (
             f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than in the "

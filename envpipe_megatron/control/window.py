@@ -143,10 +143,19 @@ class Window:
 
     @property
     def steps_s(self) -> FloatArray:
-        """[steps] from begin to begin; without two that followed each other, of units alone."""
-        steps = np.median(np.concatenate([stage.steps_s for stage in self.stages]), axis=0)
-        known = np.isfinite(steps)
-        return np.asarray(steps[known] if known.any() else self.ends_s.max(axis=0))
+        """[steps] from begin to begin; where none followed another, of units alone."""
+        known = np.isfinite(self._steps_s)
+        return np.asarray(self._steps_s[known] if known.any() else self.ends_s.max(axis=0))
+
+    @property
+    def followed(self) -> bool:
+        """Whether any iteration followed another."""
+        return bool(np.isfinite(self._steps_s).any())
+
+    @property
+    def _steps_s(self) -> FloatArray:
+        steps = np.concatenate([stage.steps_s for stage in self.stages])
+        return np.asarray(np.median(steps, axis=0))
 
     def own_s(self, tail_s: FloatArray) -> FloatArray:
         """[replicas] how long each pipeline takes by itself, up to the end of its last tail."""

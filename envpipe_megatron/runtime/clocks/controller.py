@@ -131,7 +131,7 @@ class ClockController:
         """Return when every request made so far has been applied, held back, or given up."""
         served: SimpleQueue[None] = SimpleQueue()
         self._queue.put(served)
-        while self.error is None and self._thread.is_alive():
+        while self.error is None and self._thread.is_alive() and not self._closing:
             with suppress(Empty):
                 served.get(timeout=_LOOK_S)
                 return

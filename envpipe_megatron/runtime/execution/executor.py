@@ -42,6 +42,8 @@ class StageRecord:
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
         wall_time_s: on the host's clock, until the times were read.
+        number: of the iteration; None if nobody counts them.
+        followed: whether the next iteration follows at once: False before what is no training.
     """
 
     start_s: FloatArray
@@ -50,6 +52,8 @@ class StageRecord:
     begin_s: float
     iteration_time_s: float
     wall_time_s: float
+    number: int | None = None
+    followed: bool = True
 
     @property
     def unit_time_s(self) -> FloatArray:

@@ -57,9 +57,13 @@ def run_online(
     order = constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz)
     command = Command(Phase.WARMUP, 0, 0, 0.0, (0.0,) * job.num_stages)
     controller: Run | None = None
-    if job.collectives.is_planner:
+
+    def begin() -> None:
+        nonlocal controller
         controller = _controller(job, schedule, kinds, clocks_mhz, facts, profile).run()
         next(controller)
+
+    by_planner(job.collectives, begin)
     records, billed = list(records), ""
     while True:
         report = make_report(
@@ -88,7 +92,7 @@ def run_online(
         if command.note:
             job.say(command.note)
         if command.billed:
-            kept = (note for note in job.state.notes if note != billed)
+            kept = [note for note in job.state.notes if note != billed]
             billed = f"{job.batch}: {command.billed}" if job.batch else command.billed
             job.state.notes = (*kept, billed)
         # The step of a window's last iteration is known once another has begun.
@@ -125,8 +129,7 @@ def _controller(
         config.request.min_dwell_s,
     )
     planner = Planner(knowledge, partial(plan_online, job), limits, job.background())
-    replicas = job.collectives.num_replicas
-    return Controller(schedule, knowledge, replicas, planner, limits.max_slowdown)
+    return Controller(schedule, knowledge, job.collectives.num_replicas, planner)
 
 
 def _adopt(job: PhaseParts, plan: Plan) -> None:

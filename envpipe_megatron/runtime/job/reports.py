@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
-#: A step that lasts this many times as long as its units holds something that is no training.
+#: A step that lasts this many times as long as its like holds something that is no training.
 _PAUSED = 2.0
 
 
@@ -45,7 +46,9 @@ def make_report(
     begins_s = np.array([record.begin_s for record in records])
     ends_s = np.array([record.end_s[-1] for record in records])
     steps_s = np.append(np.diff(begins_s), np.nan)
-    steps_s[steps_s > _PAUSED * ends_s] = np.nan
+    steps_s[:-1][[not _follows(*both) for both in pairwise(records)]] = np.nan
+    if np.isfinite(steps_s).any():
+        steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
     stretches: list[Stretch] = []
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
         until_s = record.begin_s + step_s
@@ -63,6 +66,11 @@ def make_report(
         int(sums.time_s > 0),
         problems,
     )
+
+
+def _follows(record: StageRecord, after: StageRecord) -> bool:
+    """Whether one iteration came right after another: none of another batch, and no pause."""
+    return record.followed and (record.number is None or after.number in (None, record.number + 1))
 
 
 def _stretches(

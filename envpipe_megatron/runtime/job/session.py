@@ -239,7 +239,7 @@ class Session:
         if run is None or run.next_unit is not None:
             return
         self._unread = None
-        record = self.last_record = run.end()
+        record = self.last_record = replace(run.end(), number=self.state.iteration)
         self._broken = False
         assert self._batches.now is not None
         phase = phase_in_batch(run.order.phase, self._batches.now.name)
@@ -274,6 +274,8 @@ class Session:
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self.close_iteration()
+        if self.last_record is not None:
+            self.last_record = replace(self.last_record, followed=False)
         self._energy.pause()
         self.highest_clock()
 
