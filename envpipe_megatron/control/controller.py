@@ -94,6 +94,8 @@ class Controller:
         #: What the bill is to say of steps that were too slow, and what it does not say yet.
         self._harm, self._billed = Harm(), ""
         self._silence = Silence(own.num_stages)
+        #: How often planning failed, and the window after which it is tried again.
+        self._failures, self._again_at = 0, -1
         #: By which share stages changed since the last plan was begun.
         self._drift: FloatArray = np.zeros(own.num_stages)
         #: Whether the order of the last command began with it.
@@ -186,6 +188,8 @@ class Controller:
         elif np.abs(drift).max() > _DRIFT and not self._planner.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
+        elif self._windows == self._again_at and not self._planner.busy:
+            self._replan(reorder=True)
         elif self._since_baseline >= BASELINE_EVERY:
             yield from self._at_baseline()
             self._slower /= 2
@@ -200,6 +204,8 @@ class Controller:
             return self._planner.take()
         except EnvPipeError as error:
             self._note(f"nothing better is planned: {error}")
+            self._failures += 1
+            self._again_at = self._windows + 2**self._failures
             return {}
 
     def _take_plans(self) -> None:

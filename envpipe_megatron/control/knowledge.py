@@ -38,6 +38,8 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
+#: So many units tell how late it is, and of so many the latest are kept.
+_TELL_LATENESS, _KEPT_LATENESS = 10, 64
 #: From this share of a unit's time on, all of it passed before the change.
 _WHOLLY = 0.95
 #: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
@@ -85,6 +87,7 @@ class Knowledge:
         #: How late changes of the clock are; None until one was seen, and then no less than this.
         self.change_s: float | None = None
         self._least_change_s = 0.0
+        self._late_s: deque[float] = deque(maxlen=_KEPT_LATENESS)
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
         #: nothing are left out of profiles: some day they may mean something again.
         self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
@@ -375,15 +378,18 @@ class Knowledge:
             telling[*at] = frequency_mhz[*at] in points and before[*at] in points
         if not telling.any():
             return
-        late_s = (own_s - measured_s)[telling] / (own_s / old_s - 1)[telling]
+        own_s, long_s, waited_s = own_s[telling], long_s[telling], waited_s[telling]
+        late_s = (own_s - measured_s[telling]) / (own_s / old_s[telling] - 1)
         # A unit that ran at the old clock until its end tells no more than that.
-        ended = late_s > _WHOLLY * long_s[telling]
-        late_s = np.clip(late_s, 0.0, long_s[telling]) + waited_s[telling]
+        ended = late_s > _WHOLLY * long_s
+        late_s = np.clip(late_s, 0.0, long_s) + waited_s
         if ended.all():
             self._least_change_s = max(self._least_change_s, float(late_s.max()))
             return
-        seen_s = float(np.median(late_s[~ended]))
-        self.change_s = seen_s if self.change_s is None else (self.change_s + seen_s) / 2
+        self._late_s.extend(late_s[~ended].tolist())
+        self.change_s = float(np.median(self._late_s))
+        if len(self._late_s) < _TELL_LATENESS:
+            self.change_s = max(self.change_s, _LATE_S)
 
 
 def _asked_s(

@@ -11,7 +11,7 @@ from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import MeterSums, Report, Window
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions
-from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -109,3 +109,26 @@ def test_how_late_changes_are_is_not_told_by_units_that_are_shorter(late_s, chan
         assert known_conditions(knowledge.profile(careful=True)).change_time_s == knowledge.late_s()
     else:
         assert knowledge.change_s == pytest.approx(seen_s, rel=0.02)
+
+
+def test_units_that_run_as_one_tell_nothing_of_late_changes():
+    """The first of each pair takes no time of its own."""
+    order = builders.interleaved(2, 8, 2, 2, combined=True)
+    kinds = [*WHOLE, Kind.COMBINED]
+    knowledge = Knowledge(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
+    none = MeterSums.none(len(knowledge.sums[0].weighted))
+    unknown = np.array([[np.nan]])
+    clocks = np.full((2, order.units_per_stage), TOP_MHZ)
+    for low_mhz in (TOP_MHZ, 990):
+        clocks[:, 10:20] = low_mhz
+        clocks = order.pair_clocks(clocks)
+        unit_s = np.where(order.combined, 0.0, FORWARD_S * TOP_MHZ / clocks)
+        window = Window(
+            tuple(
+                Report(row[np.newaxis], np.array([[row.sum()]]), unknown, unknown, none, 0)
+                for row in unit_s
+            )
+        )
+        knowledge.learn(order, clocks, window, replicas=[0])
+    assert knowledge.change_s is None or np.isfinite(knowledge.change_s)
+    assert np.isfinite(knowledge.time_s).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,21 @@ def test_times_are_medians_and_steps_those_that_follow_each_other():
     np.testing.assert_allclose(made.ends_s, [[0.9] * 4])
     np.testing.assert_allclose(made.steps_s, [[1.0, 1.5, np.nan, np.nan]])  # a pause is no step
     np.testing.assert_allclose(made.gaps_s, [[0.1, 0.6, np.nan, np.nan]])
+
+
+def test_what_lies_between_iterations_that_do_not_follow_each_other_is_no_tail():
+    """A pause, or an iteration of another batch, however short."""
+    first, paused, *others = (
+        replace(record(begin_s), number=number)
+        for begin_s, number in ((0.0, 4), (1.0, 5), (2.5, 6), (4.0, 8), (5.0, 9))
+    )
+    made = report([first, replace(paused, followed=False), *others])
+    np.testing.assert_allclose(made.steps_s, [[1.0, np.nan, np.nan, 1.0, np.nan]])
+
+
+def test_a_stage_that_ends_long_before_others_has_steps():
+    made = report([record(begin_s) for begin_s in (0.0, 4.0, 8.0)])
+    np.testing.assert_allclose(made.steps_s, [[4.0, 4.0, np.nan]])
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.25])

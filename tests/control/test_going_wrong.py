@@ -1,0 +1,79 @@
+"""What a closed loop does when parts of it fail, and what it must not take for harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.online.runs import Ran, run_job, slower
+from envpipe_megatron.control.baseline import Baseline, Steps
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.job import online
+from envpipe_megatron.runtime.job.config import SessionConfig
+
+STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
+
+
+def run(iterations: int, faults: Any, **asked: Any) -> Ran:
+    request = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal", **asked)
+    config = SessionConfig(request, closed_loop=True)
+    preset, forward_s = load_preset("a100-sxm"), [0.03] * STAGES
+    return run_job(config, preset, forward_s, iterations=iterations, faults=faults)
+
+
+def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
+    inner, failures = online.plan_online, iter(range(3))
+    begun = []
+
+    def plan_online(*arguments: Any) -> Any:
+        if begun and next(failures, None) is not None:
+            raise LinearProgramError("The solver has failed")
+        return inner(*arguments)
+
+    def faults(iteration: int) -> Any:
+        if iteration >= 45:
+            begun.append(iteration)
+        return {(0, 1): slower(1.1)} if iteration >= 45 else {}
+
+    monkeypatch.setattr(online, "plan_online", plan_online)
+    ran = run(110, faults)
+    assert any("The solver has failed" in text for _, text in ran.said)
+    assert ran.job[-1].phase == "steady"
+    assert ran.saved(90, 110) > ran.saved(35, 45)
+    assert ran.slower(55, 110) < 0.005
+
+
+def test_the_bill_has_one_line_of_all_steps_that_were_too_slow():
+    """A GPU is slow now and then: after each time, plans for a slow one are too slow."""
+    ran = run(170, lambda at: {(0, 1): slower(1.1)} if at // 30 % 2 else {})
+    told = [note for note in ran.notes if note.startswith(TOO_SLOW)]
+    assert len(told) == 1
+    assert sum("the framework's order" in text for _, text in ran.said) >= 2
+
+
+def test_time_that_is_allowed_is_no_harm():
+    ran = run(60, lambda at: {}, deadline_factor=1.05)
+    assert not any(note.startswith(TOO_SLOW) for note in ran.notes)
+    assert ran.longer(40, 60) == pytest.approx(0.05, abs=0.01)
+    assert ran.saved(40, 60) > run(60, lambda at: {}).saved(40, 60) + 0.02
+
+
+def test_what_all_units_of_an_iteration_share_is_no_drift():
+    common = 1 + 0.02 * np.random.default_rng(3).standard_normal(160)
+    ran = run(160, lambda at: {(0, s): slower(float(common[at])) for s in range(STAGES)})
+    planned = [at for at, text in ran.said if at >= 60 and "planning again" in text]
+    assert len(planned) <= 1
+    assert ran.longer(60, 160) < 0.005
+
+
+def test_a_pause_in_a_baseline_does_not_blind():
+    baseline, steps = Baseline(), Steps()
+    baseline.add(np.array([1.0, 1.0]), 1.0)
+    baseline.add(np.array([1.1, 1.43]), 1.1)  # units have become slower; one step was held up
+    steps.add(np.full(8, 1.1))
+    assert baseline.today_s(1.1) == pytest.approx(1.1)
+    assert baseline.error(steps) < 0.01
