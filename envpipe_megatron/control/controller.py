@@ -399,7 +399,7 @@ class Controller:
             phase,
             iterations,
             settle,
-            self._knowledge.late_s(),
+            self._knowledge.lateness.late_s,
             tuple(self._knowledge.tail_s.tolist()),
             () if same else running[0],
             running[1],

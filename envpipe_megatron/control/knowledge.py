@@ -16,9 +16,16 @@ import numpy as np
 
 from envpipe_megatron.control.command import Parking
 from envpipe_megatron.control.curves import PowerModel
+from envpipe_megatron.control.lateness import Lateness, asked_s
 from envpipe_megatron.control.points import Point, Times
-from envpipe_megatron.control.tail import tail_times_s
-from envpipe_megatron.control.window import WAITING, MeterSums, Stretch, Window, meter_sums
+from envpipe_megatron.control.window import (
+    WAITING,
+    MeterSums,
+    Stretch,
+    Window,
+    meter_sums,
+    tail_times_s,
+)
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
@@ -32,16 +39,6 @@ from envpipe_megatron.errors import EnvPipeError
 #: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it.
 NUM_NODES, _LOWEST_NODE = 23, 0.45
-#: How late a change of clock is taken to be until one was seen, s.
-_LATE_S = 0.01
-#: Units that start this many times later than changes are late ran at their own clock.
-_SURELY = 2.0
-#: Times at two clocks must differ by this share for a late change to be seen between them.
-_TELLING = 0.05
-#: So many units tell how late it is, and of so many the latest are kept.
-_TELL_LATENESS, _KEPT_LATENESS = 10, 64
-#: From this share of a unit's time on, all of it passed before the change.
-_WHOLLY = 0.95
 #: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
 #: of one refresh of a counter.
 _SEEN_S2 = 0.01
@@ -84,10 +81,7 @@ class Knowledge:
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
         self.nodes_mhz = power_nodes_mhz(clocks_mhz)
         self.tail_s: FloatArray = np.zeros(num_stages)
-        #: How late changes of the clock are; None until one was seen, and then no less than this.
-        self.change_s: float | None = None
-        self._least_change_s = 0.0
-        self._late_s: deque[float] = deque(maxlen=_KEPT_LATENESS)
+        self.lateness = Lateness()
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
         #: nothing are left out of profiles: some day they may mean something again.
         self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
@@ -122,7 +116,8 @@ class Knowledge:
         """
         profile = profile.for_chunks(self._num_chunks)
         conditions = known_conditions(profile)
-        self.tail_s, self.change_s = conditions.tail_by_stage_s, conditions.change_time_s
+        self.tail_s = conditions.tail_by_stage_s
+        self.lateness.change_s = conditions.change_time_s
         for part in range(self._num_stages * self._num_chunks):
             stage = part // self._num_chunks
             kinds = profile.rows[stage if profile.listed_chunks == 1 else part]
@@ -149,10 +144,6 @@ class Knowledge:
         self.sums[stage] += meter_sums(
             0.0, second, np.array([0.0, 1.0]), energies_j, self.nodes_mhz, len(self.kinds)
         )
-
-    def late_s(self) -> float:
-        """How late a change is, or is taken to be."""
-        return max(_LATE_S, self._least_change_s) if self.change_s is None else self.change_s
 
     def keys(self, schedule: Schedule) -> IntArray:
         """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
@@ -210,9 +201,9 @@ class Knowledge:
         measured_s = window.unit_s(replicas)
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        asked_s = _asked_s(frequency_mhz, timeline, parking, fresh)
+        asked = asked_s(frequency_mhz, timeline, parking, fresh)
         common = self._common_error(window)
-        clean = self._at_their_clock(asked_s, timeline)
+        clean = self.lateness.at_their_clock(asked, timeline)
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
         for key in np.unique(keys[keys >= 0]).tolist():
@@ -229,7 +220,7 @@ class Knowledge:
             if not times.points:
                 raise KnowledgeError("A unit of the framework's order was not measured", value=key)
             times.fit()
-        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked_s)
+        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked)
         for stage, report in enumerate(window.stages):
             if report.metered:  # else nothing new replaces what is known
                 self.sums[stage] = self.sums[stage].faded(fades) + report.meter
@@ -273,8 +264,7 @@ class Knowledge:
             self._facts,
             wait_power_w=tuple(waits),
             tail_time_s=tuple(self.tail_s.tolist()),
-            # Where no clock makes a difference, as in a dry run, no change is late.
-            frequency_change_s=self.late_s() if self.change_s or self._least_change_s else 0.0,
+            frequency_change_s=self.lateness.planned_s,
         )
         return make_profile(
             rows, source="what was measured", sidecar=sidecar, listed_chunks=self._num_chunks
@@ -342,70 +332,25 @@ class Knowledge:
         if followed.any():
             self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
 
-    def _at_their_clock(self, asked_s: FloatArray, timeline: Timeline) -> BoolArray:
-        """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
-        arrives_s = np.maximum.accumulate(asked_s + _SURELY * self.late_s(), axis=1)
-        return np.asarray(arrives_s <= timeline.start_s + 1e-9)
-
     def _learn_lateness(
         self,
         schedule: Schedule,
         frequency_mhz: IntArray,
         measured_s: FloatArray,
         timeline: Timeline,
-        asked_s: FloatArray,
+        asked: FloatArray,
     ) -> None:
-        """How late changes are, from units that began at the clock of the unit before.
-
-        Both clocks must have been measured: a model of one errs by as much as it tells.
-        """
-        own_s = self.durations_s(schedule, frequency_mhz)
+        """Both clocks must have been measured: a model of one errs by as much as it tells."""
         before = np.roll(frequency_mhz, 1, axis=1)
+        own_s = self.durations_s(schedule, frequency_mhz)
         old_s = self.durations_s(schedule, before)
-        waited_s = timeline.wait_s
-        long_s = np.minimum(own_s, old_s)
-        telling = (np.abs(old_s / np.where(own_s > 0, own_s, 1.0) - 1) > _TELLING) & (
-            waited_s < _LATE_S
-        )
-        # The unit before surely ran at its own clock when it ended, and nothing was parked since.
-        telling &= np.roll(self._at_their_clock(asked_s, timeline), 1, axis=1)
-        telling[:, 1:] &= asked_s[:, 1:] <= timeline.end_s[:, :-1]
-        telling[:, 0] = False
-        keys = self.keys(schedule)
-        telling &= keys >= 0
+        keys, telling = self.keys(schedule), self.lateness.telling(own_s, old_s, timeline, asked)
         for at in np.argwhere(telling):
             points = self._times[keys[*at]].points
             telling[*at] = frequency_mhz[*at] in points and before[*at] in points
-        if not telling.any():
-            return
-        own_s, long_s, waited_s = own_s[telling], long_s[telling], waited_s[telling]
-        late_s = (own_s - measured_s[telling]) / (own_s / old_s[telling] - 1)
-        # A unit that ran at the old clock until its end tells no more than that.
-        ended = late_s > _WHOLLY * long_s
-        late_s = np.clip(late_s, 0.0, long_s) + waited_s
-        if ended.all():
-            self._least_change_s = max(self._least_change_s, float(late_s.max()))
-            return
-        self._late_s.extend(late_s[~ended].tolist())
-        self.change_s = float(np.median(self._late_s))
-        if len(self._late_s) < _TELL_LATENESS:
-            self.change_s = max(self.change_s, _LATE_S)
-
-
-def _asked_s(
-    frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None, fresh: bool
-) -> FloatArray:
-    """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already."""
-    changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
-    asked_s = np.full(frequency_mhz.shape, -np.inf)
-    asked_s[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)
-    # The first unit's clock was asked for at the end of the iteration before, or when it began.
-    first = (frequency_mhz[:, 0] != frequency_mhz[:, -1]) | fresh
-    asked_s[:, 0] = np.where(first, timeline.start_s[:, 0], -np.inf)
-    if parking is not None:
-        in_wait_s = timeline.start_s - timeline.wait_s + parking.own_after_s
-        asked_s = np.where(parking.park_mhz, np.minimum(in_wait_s, timeline.start_s), asked_s)
-    return asked_s
+        self.lateness.learn(
+            own_s[telling], old_s[telling], measured_s[telling], timeline.wait_s[telling]
+        )
 
 
 def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:

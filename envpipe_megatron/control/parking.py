@@ -51,7 +51,7 @@ def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -
         min_dwell_s: least time between two changes of a clock.
         worth: share of the energy that parking must save.
     """
-    change_s, shortest_s = knowledge.change_s or 0.0, float(knowledge.time_s.min())
+    change_s, shortest_s = knowledge.lateness.change_s or 0.0, float(knowledge.time_s.min())
     if not 0 < change_s < _TOLD * shortest_s:
         return plan
     apart_mhz = _APART * (knowledge.nodes_mhz[1] - knowledge.nodes_mhz[0])

@@ -101,14 +101,17 @@ def test_how_late_changes_are_is_not_told_by_units_that_are_shorter(late_s, chan
         times_s.append(at_old_s + rest * seconds(Conditions(), kind, clock))
         left_s -= at_old_s
     knowledge = known()
-    knowledge.change_s = None  # the profile knows none
+    knowledge.lateness.change_s = None  # the profile knows none
     take(knowledge, clocks, np.array(times_s))
     if seen_s is None:
-        assert knowledge.change_s is None
-        assert knowledge.late_s() == pytest.approx(FORWARD_S)
-        assert known_conditions(knowledge.profile(careful=True)).change_time_s == knowledge.late_s()
+        assert knowledge.lateness.change_s is None
+        assert knowledge.lateness.late_s == pytest.approx(FORWARD_S)
+        assert (
+            known_conditions(knowledge.profile(careful=True)).change_time_s
+            == knowledge.lateness.late_s
+        )
     else:
-        assert knowledge.change_s == pytest.approx(seen_s, rel=0.02)
+        assert knowledge.lateness.change_s == pytest.approx(seen_s, rel=0.02)
 
 
 def test_units_that_run_as_one_tell_nothing_of_late_changes():
@@ -130,5 +133,5 @@ def test_units_that_run_as_one_tell_nothing_of_late_changes():
             )
         )
         knowledge.learn(order, clocks, window, replicas=[0])
-    assert knowledge.change_s is None or np.isfinite(knowledge.change_s)
+    assert knowledge.lateness.change_s is None or np.isfinite(knowledge.lateness.change_s)
     assert np.isfinite(knowledge.time_s).all()

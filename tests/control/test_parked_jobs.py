@@ -157,7 +157,7 @@ def test_a_plan_parks_by_what_was_seen_alone():
     dwell_s = longest_s - 2 * PRESET.frequency_change_s  # leaves no room for the margin
     assert park(plan, dwell_s).park_mhz is not None
     assert parked(plan, knowledge, dwell_s, 0.0).park_mhz is None
-    knowledge.change_s = None
+    knowledge.lateness.change_s = None
     assert parked(plan, knowledge, 0.0, 5e-4).park_mhz is None
 
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from envpipe_megatron.control.tail import tail_times_s
+from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile

@@ -1,4 +1,4 @@
-"""What a stage measures of its tail: what it does after its last unit; see `control.tail`."""
+"""What a stage measures of its tail, after its last unit; see `control.window.tail_times_s`."""
 
 from __future__ import annotations
 

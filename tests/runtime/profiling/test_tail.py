@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envpipe_megatron.control.tail import tail_times_s
+from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s
 

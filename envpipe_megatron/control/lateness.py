@@ -1,0 +1,112 @@
+"""How late a change of the clock is, and which units ran at the clock that was asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from envpipe_megatron.control.command import Parking
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.timeline import Timeline
+
+#: How late a change of clock is taken to be until one was seen, s.
+_LATE_S = 0.01
+#: Units that start this many times later than changes are late ran at their own clock.
+_SURELY = 2.0
+#: Times at two clocks must differ by this share for a late change to be seen between them.
+_TELLING = 0.05
+#: So many units tell how late it is, and of so many the latest are kept.
+_ENOUGH, _KEPT = 10, 64
+#: From this share of a unit's time on, all of it passed before the change.
+_WHOLLY = 0.95
+
+
+def asked_s(
+    frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None, fresh: bool
+) -> FloatArray:
+    """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already.
+
+    Args:
+        frequency_mhz: [num_stages, units_per_stage] clocks.
+        timeline: of what units took.
+        parking: which waits were spent at other clocks than those of the units after them.
+        fresh: whether another order ran before.
+    """
+    changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
+    asked = np.full(frequency_mhz.shape, -np.inf)
+    asked[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)
+    # The first unit's clock was asked for at the end of the iteration before, or when it began.
+    first = (frequency_mhz[:, 0] != frequency_mhz[:, -1]) | fresh
+    asked[:, 0] = np.where(first, timeline.start_s[:, 0], -np.inf)
+    if parking is not None:
+        in_wait_s = timeline.start_s - timeline.wait_s + parking.own_after_s
+        asked = np.where(parking.park_mhz, np.minimum(in_wait_s, timeline.start_s), asked)
+    return asked
+
+
+class Lateness:
+    """How late changes of the clock are, on all GPUs of a job alike.
+
+    Attributes:
+        change_s: None until it was seen.
+    """
+
+    def __init__(self) -> None:
+        self.change_s: float | None = None
+        #: No less than this.
+        self._least_s = 0.0
+        self._seen_s: deque[float] = deque(maxlen=_KEPT)
+
+    @property
+    def late_s(self) -> float:
+        """How late a change is, or is taken to be."""
+        return max(_LATE_S, self._least_s) if self.change_s is None else self.change_s
+
+    @property
+    def planned_s(self) -> float:
+        """The same for plans: 0 where no clock makes a difference, as in a dry run."""
+        return self.late_s if self.change_s or self._least_s else 0.0
+
+    def at_their_clock(self, asked: FloatArray, timeline: Timeline) -> BoolArray:
+        """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
+        arrives_s = np.maximum.accumulate(asked + _SURELY * self.late_s, axis=1)
+        return np.asarray(arrives_s <= timeline.start_s + 1e-9)
+
+    def telling(
+        self, own_s: FloatArray, old_s: FloatArray, timeline: Timeline, asked: FloatArray
+    ) -> BoolArray:
+        """[num_stages, units_per_stage] units that began at the clock of the unit before.
+
+        Args:
+            own_s: what units take at their clock, [num_stages, units_per_stage].
+            old_s: and at that of the unit before.
+            timeline: of what they took.
+            asked: as `asked_s` gives it.
+        """
+        differ = np.abs(old_s - own_s) > _TELLING * own_s
+        tell = differ & (timeline.wait_s < _LATE_S)
+        # The unit before surely ran at its own clock when it ended, and nothing was parked since.
+        tell &= np.roll(self.at_their_clock(asked, timeline), 1, axis=1)
+        tell[:, 1:] &= asked[:, 1:] <= timeline.end_s[:, :-1]
+        tell[:, 0] = False
+        return np.asarray(tell)
+
+    def learn(
+        self, own_s: FloatArray, old_s: FloatArray, took_s: FloatArray, waited_s: FloatArray
+    ) -> None:
+        """Take in units that tell, [units]; times as in `telling`, and the waits before them."""
+        if not own_s.size:
+            return
+        longest_s = np.minimum(own_s, old_s)
+        late_s = (own_s - took_s) / (own_s / old_s - 1)
+        # A unit that ran at the old clock until its end tells no more than that.
+        ended = late_s > _WHOLLY * longest_s
+        late_s = np.clip(late_s, 0.0, longest_s) + waited_s
+        if ended.all():
+            self._least_s = max(self._least_s, float(late_s.max()))
+            return
+        self._seen_s.extend(late_s[~ended].tolist())
+        self.change_s = float(np.median(self._seen_s))
+        if len(self._seen_s) < _ENOUGH:
+            self.change_s = max(self.change_s, _LATE_S)
