@@ -20,7 +20,7 @@ from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, re
 from envpipe_megatron.control.replicas import Followers
 from envpipe_megatron.control.troubles import Harm, Silence
 from envpipe_megatron.control.window import Window
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
@@ -51,8 +51,9 @@ _MOST_STRETCHES = 1024
 #: Plans are made faster than what is asked by this share at most.
 _MOST_SLOWER = 0.02
 #: A stage whose units have changed by more than this share is not the one that was looked at: its
-#: clock follows no more, or again.
-_UPSETS = 0.1
+#: clock follows no more, or again. But where all stages changed as much, within the second share,
+#: it is the work that has.
+_UPSETS, _ALIKE = 0.1, 0.05
 #: What meters said counts this much less with each window.
 _FADES = 0.98
 
@@ -194,7 +195,8 @@ class Controller:
             yield from self._at_baseline()
             self._slower /= 2
             if self._knowledge.upset.any() and not self._planner.busy:
-                yield from self._plan_anew(np.array([np.inf]))
+                yield from self._look_again()
+                self._replan(reorder=True)
         self._take_plans()
         self._follow()
 
@@ -284,7 +286,7 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
-            self._knowledge.forget(np.abs(drift) > _UPSETS)
+            self._knowledge.forget(_upset(drift))
             self._steps = Steps()
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
@@ -337,11 +339,15 @@ class Controller:
 
     def _plan_anew(self, drift: FloatArray) -> Run:
         """Begin a plan after stages drifted; what was upset is looked at first."""
-        most, self._drift = np.abs(drift).max(), np.zeros(self._own.num_stages)
-        if most > _UPSETS:
-            self._knowledge.forget(self._knowledge.upset)
-            yield from self._probe(again=True)
-        self._replan(reorder=bool(most > _REORDERS))
+        self._drift = np.zeros(self._own.num_stages)
+        if _upset(drift).any():
+            yield from self._look_again()
+        self._replan(reorder=bool(np.abs(drift).max() > _REORDERS))
+
+    def _look_again(self) -> Run:
+        """See what clocks mean to upset stages today, where that takes no time."""
+        self._knowledge.forget(self._knowledge.upset)
+        yield from self._probe(again=True)
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
@@ -417,3 +423,8 @@ class Controller:
         if np.abs(drift).max() <= _DRIFT:
             text = "steps last longer than they may, and no stage's units tell why"
         return "; ".join([text, *window.problems])
+
+
+def _upset(drift: FloatArray) -> BoolArray:
+    """[num_stages] whether clocks mean something else to a stage, by how much its units drifted."""
+    return np.asarray((np.abs(drift) > _UPSETS) & (np.ptp(drift) > _ALIKE))
