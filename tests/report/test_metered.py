@@ -153,6 +153,14 @@ def test_the_last_iteration_is_one_that_all_stages_recorded():
     assert (again.start_s == drawn.start_s).all()
 
 
+def test_an_iteration_that_looks_at_other_clocks_is_not_drawn():
+    made = run_made.iterations(phases=("steady",) * 3)
+    *before, looks = made
+    looking = replace(looks, frequency_mhz=looks.frequency_mhz + 15)
+    assert last_iteration(made, "", "steady", 3).iteration == looks.iteration
+    assert last_iteration([*before, looking], "", "steady", 3).iteration == looks.iteration - 1
+
+
 def test_a_pipeline_without_one_of_its_stages_is_not_drawn():
     made = run_made.iterations()
     without = [one for one in made if one.labels.stage != 1]

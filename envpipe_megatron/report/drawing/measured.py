@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,11 +43,21 @@ class MeasuredIteration:
         return float(self.end_s.max())
 
 
+#: So many of the latest iterations tell what is usual.
+_LATEST = 16
+
+
+def _what_ran(read: RankIteration) -> tuple[str, bytes]:
+    clocks = read.frequency_mhz
+    return read.order, b"" if clocks is None else clocks.tobytes()
+
+
 def last_iteration(
     recorded: Iterable[RankIteration], run: str, phase: str, num_stages: int
 ) -> MeasuredIteration | None:
     """The last iteration of a phase that all stages of a pipeline of `num_stages` recorded.
 
+    One that is like most of the latest: now and then a closed loop looks at other clocks.
     Of replicas and tensor-parallel peers, the lowest rank of each stage is taken. None if there
     is none, or what was recorded is no order of a whole pipeline.
     """
@@ -60,7 +71,13 @@ def last_iteration(
     whole = [key for key, stages in by_iteration.items() if len(stages) == num_stages]
     if not whole:
         return None
-    last = max(whole)
+    latest = [key for key in sorted(whole)[-_LATEST:] if key[0] == max(whole)[0]]
+    ran = {
+        key: tuple(_what_ran(by_iteration[key][stage]) for stage in range(num_stages))
+        for key in latest
+    }
+    usual, _ = Counter(ran.values()).most_common(1)[0]
+    last = max(key for key in latest if ran[key] == usual)
     stages = [by_iteration[last][stage] for stage in range(num_stages)]
     units = [read.units for read in stages]
     try:
