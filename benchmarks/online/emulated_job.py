@@ -13,156 +13,23 @@ so that clocks come late, waits cost their power and counters refresh as for a r
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
+from benchmarks.online.pipelines import Iteration, Pipelines, VirtualMeter
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.base import ClockState, GpuAddress
-from envpipe_megatron.gpu.emulated.presets import GpuPreset
-from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
-from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.memory.peak import JobMemory
-
-
-@dataclass
-class Conditions:
-    """What is the matter with one GPU in an iteration, by kind where it says so.
-
-    `slower` multiplies times of units, `hungrier` their power; no clock above `limit_mhz` is
-    reached; a counter that is `silent` does not refresh; a clock that is `stuck` follows no
-    request.
-    """
-
-    slower: dict[Kind, float] = field(default_factory=dict)
-    hungrier: float = 1.0
-    limit_mhz: float | None = None
-    silent: bool = False
-    stuck: bool = False
-
-    def unit_time_s(
-        self, preset: GpuPreset, kind: Kind, clock_mhz: float, at_max_s: float
-    ) -> float:
-        """What a unit takes at a clock that is asked for."""
-        work_s = at_max_s * self.slower.get(kind, 1.0)
-        return preset.unit_time_s(kind.value, self._reached_mhz(clock_mhz), work_s)
-
-    def busy_power_w(self, preset: GpuPreset, kind: Kind, clock_mhz: float) -> float:
-        """What it draws meanwhile."""
-        return self.hungrier * preset.busy_power_w(kind.value, self._reached_mhz(clock_mhz))
-
-    def _reached_mhz(self, clock_mhz: float) -> float:
-        return clock_mhz if self.limit_mhz is None else min(clock_mhz, self.limit_mhz)
-
-
-#: What is the matter in an iteration, by (replica, stage).
-Faults = Callable[[int], dict[tuple[int, int], Conditions]]
-
-
-class MemoryGpu:
-    """An emulated GPU of this process alone; requests and counters as of any GPU."""
-
-    changes_clock, is_emulated, read_only, drives_hardware = True, True, False, False
-
-    def __init__(self, preset: GpuPreset, uid: str, wait_follows: float) -> None:
-        self.preset = preset
-        self._wait_follows = wait_follows
-        self.name = preset.gpu
-        self.address = GpuAddress("emulated", uid)
-        self.supported_frequencies_mhz = preset.supported_frequencies_mhz
-        self.state = EmulatedState(preset.name, preset.max_frequency_mhz)
-        self.conditions = Conditions()
-
-    def clock_state(self) -> ClockState:
-        """As of a GPU that tells nothing but its clock."""
-        return ClockState(self.state.requested_mhz, self.state.clock_mhz)
-
-    def request(self, frequency_mhz: int) -> None:
-        """Ask for a clock, at the end of what was committed."""
-        if not self.conditions.stuck:
-            change_s = self.preset.frequency_change_s
-            self.state.request(frequency_mhz, frequency_mhz, change_s)
-
-    def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
-        """As `EmulatedGpu.run_unit`; start and end, s."""
-        state, preset, now = self.state, self.preset, self.conditions
-        self.advance_to(ready_s)
-        start_s, left = state.end_s, 1.0
-        if state.pending is not None:
-            settle_s, mhz = state.pending[1], state.clock_mhz
-            whole_s = now.unit_time_s(preset, kind, mhz, time_at_max_s)
-            if settle_s < start_s + whole_s:
-                left -= (settle_s - start_s) / whole_s
-                state.commit(settle_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
-                state.settle()
-        mhz = state.clock_mhz
-        end_s = state.end_s + left * now.unit_time_s(preset, kind, mhz, time_at_max_s)
-        state.commit(end_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
-        state.settle()
-        return start_s, end_s
-
-    def advance_to(self, time_s: float) -> None:
-        """Wait until then, at the power of the clocks that run meanwhile."""
-        state, refresh_s = self.state, self.preset.refresh_s
-        state.settle()
-        if state.pending is not None and state.pending[1] < time_s:
-            state.wait_until(state.pending[1], self._waiting_w, refresh_s)
-        state.wait_until(time_s, self._waiting_w, refresh_s)
-
-    @property
-    def _waiting_w(self) -> float:
-        below = 1 - self.state.clock_mhz / self.preset.max_frequency_mhz
-        return self.preset.wait_power_w * (1 - self._wait_follows * below)
-
-
-#: More than a window of iterations has.
-_KEPT_REFRESHES = 10_000
-
-
-class VirtualMeter(EnergyMeter):
-    """A meter that sees each refresh of a counter, when it is told that time has passed."""
-
-    def __init__(self, gpu: MemoryGpu) -> None:
-        self.gpu = gpu
-        self._sampled = 0
-        super().__init__(gpu)  # type: ignore[arg-type]
-        super().close()
-
-    def catch_up(self) -> None:
-        """See all refreshes up to now."""
-        state, period_s = self.gpu.state, self.gpu.preset.refresh_s
-        last = tick_number(state.end_s, period_s)
-        for number in range(self._sampled + 1, last + 1):
-            at, energy_j = state.energy_at_tick(number)
-            if at == number and not self.gpu.conditions.silent:
-                self._times_s.append(number * period_s)
-                self._energies_j.append(energy_j)
-                self._time_uncertainties_s.append(0.0)
-        kept = (self._times_s, self._energies_j, self._time_uncertainties_s)
-        for values in kept:
-            del values[:-_KEPT_REFRESHES]
-        self._sampled = last
-
-    def _run(self) -> None:
-        """No thread reads."""
-
-    def _await_look(self, look: int) -> None:
-        """Nobody waits."""
 
 
 class MemoryGroup:
@@ -212,149 +79,6 @@ class Immediate(Background[Any]):
         super().start(make)
         assert self._thread is not None
         self._thread.join()
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What one iteration took.
-
-    Attributes:
-        phase: what it was for.
-        time_s: of the job: that of its slowest replica.
-        replicas_s: of each pipeline by itself.
-        energy_j: of all GPUs.
-        order: name of the first replica's.
-    """
-
-    phase: str
-    time_s: float
-    replicas_s: tuple[float, ...]
-    energy_j: float
-    order: str
-
-
-class Pipelines:
-    """The GPUs of all replicas of a pipeline, and how an iteration runs on them.
-
-    Args:
-        forward_s: of each stage, at the highest clock; a backward takes `backward_ratio` as long.
-        faults: what is the matter in which iteration.
-        hiccups: share of units that take `hiccup_s` longer.
-        scatter: standard deviation of the time of a unit, as a share of it.
-        wait_follows: share of the power of waiting at the highest clock that follows the clock.
-    """
-
-    def __init__(
-        self,
-        preset: GpuPreset,
-        forward_s: Sequence[float],
-        num_replicas: int = 1,
-        *,
-        backward_ratio: float = 2.0,
-        faults: Faults = lambda iteration: {},
-        hiccups: float = 0.0,
-        hiccup_s: float = 0.01,
-        scatter: float = 0.0,
-        wait_follows: float = 0.0,
-    ) -> None:
-        self.gpus = [
-            [
-                MemoryGpu(preset, f"{replica}/{stage}", wait_follows)
-                for stage in range(len(forward_s))
-            ]
-            for replica in range(num_replicas)
-        ]
-        self._unit_s = [
-            {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
-        ]
-        self._faults, self._hiccups, self._hiccup_s = faults, hiccups, hiccup_s
-        self._scatter = scatter
-        self._random = np.random.default_rng(7)
-        self.iterations: list[Iteration] = []
-        #: After how many waits that were parked in a unit began at its own clock, and did not.
-        self.parked: Counter[bool] = Counter()
-        #: So many iterations have begun, whether or not `iterations` still has them.
-        self.begun = 0
-
-    @property
-    def energy_j(self) -> float:
-        """Of all GPUs so far."""
-        return sum(gpu.state.energy_j for replica in self.gpus for gpu in replica)
-
-    def run(self, orders: Sequence[IterationOrder]) -> list[list[StageRecord]]:
-        """Run an iteration, an order for each replica; the records of [replicas][stages]."""
-        now = self._faults(self.begun)
-        self.begun += 1
-        before_j, begin_s = self.energy_j, self.gpus[0][0].state.end_s
-        made, ends_s = [], []
-        for replica, (gpus, order) in enumerate(zip(self.gpus, orders, strict=True)):
-            for stage, gpu in enumerate(gpus):
-                gpu.conditions = now.get((replica, stage), Conditions())
-            starts, ends = self._run_replica(gpus, order, begin_s)
-            made.append((starts, ends))
-            ends_s.append(max(end for of_stage in ends for end in of_stage))
-        latest_s = max(ends_s)
-        for gpus in self.gpus:
-            for gpu in gpus:
-                gpu.advance_to(latest_s)
-        time_s = latest_s - begin_s
-        self.iterations.append(
-            Iteration(
-                orders[0].phase.value,
-                time_s,
-                tuple(end_s - begin_s for end_s in ends_s),
-                self.energy_j - before_j,
-                orders[0].schedule.name,
-            )
-        )
-        return [
-            [
-                make_record(
-                    [start - begin_s for start in starts],
-                    [end - begin_s for end in ends],
-                    begin_s,
-                    time_s,
-                    time_s,
-                )
-                for starts, ends in zip(*times, strict=True)
-            ]
-            for times in made
-        ]
-
-    def _run_replica(
-        self, gpus: Sequence[MemoryGpu], order: IterationOrder, begin_s: float
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        schedule = order.schedule
-        width = schedule.units_per_stage
-        starts: list[list[float]] = [[] for _ in gpus]
-        ends: list[list[float]] = [[] for _ in gpus]
-        cross = schedule.cross_dependency.tolist()
-        clocks = order.frequency_mhz.tolist()
-        parked = [order.parked(stage) for stage in range(len(gpus))]
-        for gpu, own in zip(gpus, clocks, strict=True):
-            gpu.request(own[0])
-        late = self._random.random(schedule.num_units) < self._hiccups
-        scattered = 1 + self._scatter * self._random.standard_normal(schedule.num_units)
-        for node in schedule.topological_order:
-            stage, position = divmod(node, width)
-            source, gpu = cross[node], gpus[stage]
-            ready_s = begin_s if source < 0 else ends[source // width][source % width]
-            kind = schedule.stages[stage][position].kind
-            at_max_s = self._unit_s[stage][kind] * scattered[node]
-            if position in parked[stage]:
-                gpu.advance_to(min(ends[stage][-1] + parked[stage][position][1], ready_s))
-                gpu.request(clocks[stage][position])
-                gpu.advance_to(ready_s)
-                self.parked[gpu.state.clock_mhz == clocks[stage][position]] += 1
-            start_s, end_s = gpu.run_unit(kind, at_max_s, ready_s)
-            if late[node]:
-                end_s += self._hiccup_s
-                gpu.advance_to(end_s)
-            following = (position + 1) % width
-            gpu.request(parked[stage].get(following, (clocks[stage][following],))[0])
-            starts[stage].append(start_s)
-            ends[stage].append(end_s)
-        return starts, ends
 
 
 class EmulatedJob:

@@ -20,7 +20,8 @@ from typing import Any
 
 import click
 
-from benchmarks.online.emulated_job import EmulatedJob, Pipelines
+from benchmarks.online.emulated_job import EmulatedJob
+from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import slower
 from benchmarks.outputs import make_console, make_table, output_option, write_csv
 from envpipe_megatron.gpu.emulated.presets import load_preset

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.online.emulated_job import Conditions, EmulatedJob, Faults, Iteration, Pipelines
+from benchmarks.online.emulated_job import EmulatedJob
+from benchmarks.online.pipelines import Conditions, Faults, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders

@@ -31,13 +31,11 @@ class MeterSums:
     Attributes:
         products: [columns, columns] s^2.
         weighted: [columns] s J.
-        energy_j: in all.
         time_s: in all.
     """
 
     products: FloatArray
     weighted: FloatArray
-    energy_j: float = 0.0
     time_s: float = 0.0
 
     @classmethod
@@ -49,7 +47,6 @@ class MeterSums:
         return MeterSums(
             self.products + other.products,
             self.weighted + other.weighted,
-            self.energy_j + other.energy_j,
             self.time_s + other.time_s,
         )
 
@@ -241,7 +238,6 @@ def meter_sums(
     return MeterSums(
         equations.T @ equations,
         equations.T @ gained_j,
-        float(energy_j[-1] - energy_j[0]),
         float(times_s[-1] - times_s[0]),
     )
 

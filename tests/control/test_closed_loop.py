@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.online.emulated_job import EmulatedJob, Faults, Pipelines
+from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.long import footprints
+from benchmarks.online.pipelines import Faults, Pipelines
 from benchmarks.online.runs import (
     Ran,
     best_saving,
@@ -124,7 +125,7 @@ def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(scatter):
 
 
 def test_a_long_job_holds_no_more_than_a_shorter_one():
-    _, middle, last = footprints(900, every=300)
+    _, middle, last = footprints(600, every=200)
     assert last["changes that were answered"] >= 1  # plans were made and kept meanwhile
     assert last["objects"] < middle["objects"] + 1000
     for name in ("open files", "threads", "files in the folder"):

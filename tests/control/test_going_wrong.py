@@ -49,7 +49,7 @@ def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
 
 def test_the_bill_has_one_line_of_all_steps_that_were_too_slow():
     """A GPU is slow now and then: after each time, plans for a slow one are too slow."""
-    ran = run(170, lambda at: {(0, 1): slower(1.1)} if at // 30 % 2 else {})
+    ran = run(115, lambda at: {(0, 1): slower(1.1)} if at // 25 % 2 else {})
     told = [note for note in ran.notes if note.startswith(TOO_SLOW)]
     assert len(told) == 1
     assert sum("the framework's order" in text for _, text in ran.said) >= 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.online.emulated_job import Conditions
+from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
 from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import MeterSums, Report, Window

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.online.emulated_job import EmulatedJob, Pipelines
+from benchmarks.online.emulated_job import EmulatedJob
+from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, exact_profile, slower
 from envpipe_megatron.control import planner
 from envpipe_megatron.control.command import Parking
@@ -78,7 +79,6 @@ def run(
     "what",
     [
         {"scatter": 0.02},
-        {"hiccups": 0.02},
         {"replicas": 2, "scatter": 0.01},
         {"kept_order": builders.one_f_one_b(3, MICROBATCHES)},
         {"min_dwell_s": 0.1},

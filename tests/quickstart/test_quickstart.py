@@ -129,9 +129,11 @@ def test_shares_of_time_and_energy_add_up_to_what_was_metered(finished):
                 assert shares[part] == pytest.approx(sum(w[part] for w in steady), abs=1e-9)
             total_j = shares["compute_j"] + shares["blocking_j"] + shares["idle_j"]
             assert total_j == pytest.approx(facts["energy_by_gpu_j"][stage])
-            # Idle GPUs draw waiting power here, whatever they wait for; the error of so short a
-            # profile's energies falls to the rest as well.
-            assert shares["idle_j"] == pytest.approx(83.64 * shares["idle_s"], abs=0.15 * total_j)
+            # Idle GPUs draw waiting power here, whatever they wait for. Two iterations are metered
+            # to a refresh of the counter at best, and what is wrong falls to the rest.
+            total_s = shares["compute_s"] + shares["blocking_s"] + shares["idle_s"]
+            refresh_j = 0.1 * total_j / total_s
+            assert shares["idle_j"] == pytest.approx(83.64 * shares["idle_s"], abs=refresh_j)
         assert "energy in units (%)" in finished.screen
 
 
@@ -162,7 +164,8 @@ def test_the_profile_is_complete_with_its_sidecar(finished):
     assert powers is not None
     for curve in powers:
         assert max(curve) == 1410
-        assert list(curve.values()) == pytest.approx([83.64] * len(curve), rel=0.05)
+        # From a few seconds of training, a tenth of which was spent waiting.
+        assert list(curve.values()) == pytest.approx([83.64] * len(curve), rel=0.1)
     # Messages take no emulated time, and nothing is done after the last unit.
     assert profile.sidecar.p2p_latency_s == (0.0,)
 

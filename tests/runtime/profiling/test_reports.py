@@ -82,7 +82,6 @@ def test_what_a_meter_says_goes_to_the_clock_that_ran(late_s):
         assert BACKWARD + at_top not in spent
         assert WAITING + at_low in spent
     assert {FORWARD + at_top, BACKWARD + at_low, TAIL} <= set(spent)
-    assert made.meter.energy_j == pytest.approx(100.0 * made.meter.time_s)
 
 
 @pytest.mark.parametrize(
