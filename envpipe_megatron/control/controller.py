@@ -95,8 +95,8 @@ class Controller:
         #: What the bill is to say of steps that were too slow, and what it does not say yet.
         self._harm, self._billed = Harm(), ""
         self._silence = Silence(own.num_stages)
-        #: How often planning failed, and the window after which it is tried again.
-        self._failures, self._again_at = 0, -1
+        #: How often planning failed, and the window after which it is tried again, if it is.
+        self._failures, self._again_at = 0, 0
         #: By which share stages changed since the last plan was begun.
         self._drift: FloatArray = np.zeros(own.num_stages)
         #: Whether the order of the last command began with it.
@@ -161,8 +161,10 @@ class Controller:
             while (plans := self._take()) is None:
                 window = yield self._plan_command(Phase.RECONFIGURE)
                 self._learn_plan(window)
-            new, time = plans.get(0, self.plan), self._prediction_error()
-            energy = self._planner.repriced(self.plan).cost.energy_j / self.plan.cost.energy_j - 1
+            today = self._planner.repriced(self.plan)
+            time = self._prediction_error(today)
+            energy = today.cost.energy_j / self.plan.cost.energy_j - 1
+            new = plans.get(0, self.plan)
             better = self._better(new)
             # One that stays is kept with what it is known to cost by now.
             self._adopt(new if better else self.plan)
@@ -189,7 +191,7 @@ class Controller:
         elif np.abs(drift).max() > _DRIFT and not self._planner.busy:
             self._note(self._what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
-        elif self._windows == self._again_at and not self._planner.busy:
+        elif 0 < self._again_at <= self._windows and not self._planner.busy:
             self._replan(reorder=True)
         elif self._since_baseline >= BASELINE_EVERY:
             yield from self._at_baseline()
@@ -233,7 +235,9 @@ class Controller:
         own_s = self._own_today_s()
         self._billed = self._harm.add(window, own_s, why)
         late = self._latest_s / own_s - 1
-        self._slower = min(_MOST_SLOWER, self._slower + max(0.0, self._prediction_error()))
+        assert self.plan is not None
+        error = self._prediction_error(self._planner.repriced(self.plan))
+        self._slower = min(_MOST_SLOWER, self._slower + max(0.0, error))
         # A plan that fails again and again is not understood: each time it is left for longer.
         self._harms = self._harms + 1 if self._windows - self._harmed_at < _CALM else 1
         self._harmed_at = self._windows
@@ -329,9 +333,8 @@ class Controller:
                 return True
         return False
 
-    def _prediction_error(self) -> float:
-        assert self.plan is not None
-        plan = self._planner.repriced(self.plan)
+    def _prediction_error(self, plan: Plan) -> float:
+        """By which share steps last longer than the plan that runs would, at what it takes now."""
         predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
         return self._latest_s / self._own_today_s() / predicted - 1
 
@@ -350,6 +353,7 @@ class Controller:
         yield from self._probe(again=True)
 
     def _replan(self, *, reorder: bool) -> None:
+        self._again_at = 0
         order = None if reorder or self.plan is None else self.plan.schedule
         self._planner.begin(order, self._slower)
 
