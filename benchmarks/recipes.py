@@ -32,7 +32,7 @@ FUNCTIONAL_TEST = "model_config.yaml"
 #: In training the model tells its class; here the kind of recipe does, by an argument of our own.
 JOB_LIMITS = (
     *LIMITS,
-    Limit("a model other than GPTModel", on("other_model"), Level.UNITS, NOT_PROVEN),
+    Limit("a model other than GPTModel", on("other_model"), Level.ORDER, NOT_PROVEN),
 )
 
 #: A recipe's features as arguments. Where a number matters there is a field for it.

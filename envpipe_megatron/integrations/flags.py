@@ -20,6 +20,7 @@ SCHEDULINGS = tuple(
     if name not in ("gpipe", "interleaved", "interleaved-combined", "breadth-first")
     and not name.startswith("zb-")
 )
+SELF_CHECKS = ("off", "auto", "always")
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 
 #: Each option by its name without `--envpipe-`, as argparse takes it.
@@ -30,6 +31,14 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "observe: only measure; uniform: one clock for the whole job; units: a clock for "
         "each forward and backward, in the framework's order; order: EnvPipe's order too; auto "
         "(default): the highest of these that the job can have.",
+    },
+    "self-check": {
+        "choices": SELF_CHECKS,
+        "default": "auto",
+        "help": "Before level order, train one iteration by the framework's own order, that again, "
+        "and EnvPipe's, from the same state, and go on at level units if losses or gradients "
+        "differ; auto (default): for what no test of EnvPipe's has seen, which gets level units "
+        "with off; always: for every job.",
     },
     "type": {
         "choices": TYPES,

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -55,7 +55,8 @@ class Placement:
 
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
     another shape each time. With `keeps_order`, the framework runs units and sends messages, and
-    the channel only measures what those take.
+    the channel only measures what those take; else `num_chunks` and `group_size` are of its own
+    order (see `PlanRequest`).
     """
 
     pipeline_group: dist.ProcessGroup
@@ -63,6 +64,8 @@ class Placement:
     timeout: timedelta
     messages_vary: bool = False
     keeps_order: bool = False
+    num_chunks: int = 1
+    group_size: int | None = None
 
     @property
     def stage(self) -> int:
@@ -145,9 +148,14 @@ class Job:
                 timeout=placement.timeout,
                 # The framework's waits are NCCL's, which take more power than one-sided ones.
                 carrier="receives" if placement.keeps_order else options.channel,
+                num_chunks=placement.num_chunks,
                 vary=placement.messages_vary,
             )
-        request = options.request(num_microbatches)
+        request = replace(
+            options.request(num_microbatches),
+            num_chunks=placement.num_chunks,
+            group_size=placement.group_size,
+        )
         if one_clock:
             request = PlanRequest(num_microbatches, policy="uniform")
         # A profile that is asked for is measured, whatever an earlier start left.

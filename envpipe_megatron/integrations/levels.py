@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envpipe_megatron.errors import EnvPipeError
 
@@ -48,8 +48,8 @@ class Limit:
     Args:
         feature: its name, as users write it.
         asks: whether a job's arguments ask for it.
-        highest: below `Level.ORDER`.
-        reason: what stands against the levels above.
+        highest: `Level.ORDER` if a self-check of the job's own first iteration must hold for that.
+        reason: what stands against the levels above, or wants the check.
     """
 
     feature: str
@@ -63,14 +63,21 @@ class Limit:
 
 @dataclass(frozen=True)
 class Decision:
-    """The level of a job, and for each level above it what stands against that one."""
+    """The level of a job, and for each level above it what stands against that one.
+
+    `to_check` are the features for which level `order` depends on a self-check; none below it.
+    """
 
     level: Level
     against: Mapping[Level, tuple[Limit, ...]]
+    to_check: tuple[Limit, ...] = ()
 
     def __str__(self) -> str:
         """The level, and what stands against the next one."""
         said = [f"level {self.level}"]
+        if self.to_check:
+            features = ", ".join(limit.feature for limit in self.to_check)
+            said.append(f"if a self-check holds, for {features}")
         for above, limits in list(self.against.items())[:1]:
             against = _text(limits) or "it was not asked for"
             said.append(f"against {above}: {against}")
@@ -78,13 +85,21 @@ class Decision:
 
 
 def decide(
-    args: argparse.Namespace, limits: Iterable[Limit], asked: Level | None = None
+    args: argparse.Namespace,
+    limits: Iterable[Limit],
+    asked: Level | None = None,
+    *,
+    checks: bool = True,
 ) -> Decision:
     """Give a job the level that it asks for, or by default the highest that it can have.
 
-    Raises LevelError if it asks for more than that, with what stands against it by name.
+    Without `checks`, what wants a self-check stands against level `order`. Raises LevelError if the
+    job asks for more than it can have, with what stands against it by name.
     """
-    asked_for = [limit for limit in limits if limit.asks(args)]
+    most = Level.ORDER if checks else Level.UNITS
+    asked_for = [
+        replace(limit, highest=min(limit.highest, most)) for limit in limits if limit.asks(args)
+    ]
     highest = min((limit.highest for limit in asked_for), default=Level.ORDER)
     level = highest if asked is None else asked
     against = {
@@ -95,7 +110,11 @@ def decide(
             f"Level {level} cannot be had with: {_text(against[level])}",
             remedy=f"Leave these out, or give --envpipe-level {highest}.",
         )
-    return Decision(level, {above: found for above, found in against.items() if above > level})
+    return Decision(
+        level,
+        {above: found for above, found in against.items() if above > level},
+        tuple(asked_for) if level is Level.ORDER else (),
+    )
 
 
 def _text(limits: Iterable[Limit]) -> str:

@@ -48,6 +48,7 @@ class Options:
     """
 
     level: Level | None
+    self_check: str
     policy: str
     scheduling: str
     reconfigure: str
@@ -144,6 +145,7 @@ def read_options(
         output_dir = Path(save_folder) / "envpipe"
     options = Options(
         level=None if args.envpipe_level == AUTO else Level[args.envpipe_level.upper()],
+        self_check=args.envpipe_self_check,
         policy=policy,
         scheduling=scheduling,
         reconfigure=reconfigure or usual_reconfigure,

@@ -14,7 +14,7 @@ from envpipe_megatron.integrations.options import OptionError, Options, read_opt
 #: EnvPipe's names of what has a longer one here.
 _SHORT_NAMES = {"reconfig": "reconfigure"}
 #: What goes with frameworks that have more than one level.
-_OF_LEVELS = ("level",)
+_OF_LEVELS = ("level", "self-check")
 #: What goes with some types only.
 _OF_TYPE = ("scheduling", "reconfigure")
 _FLAG = re.compile(r"--envpipe-([a-z-]*[a-z])")

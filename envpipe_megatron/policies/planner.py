@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
@@ -22,11 +21,11 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
-from envpipe_megatron.policies.limits import envpipe_counts
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.auto import AutoSearch
+from envpipe_megatron.policies.orders.envpipe_rule import envpipe_order
 from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint, memory_frontier
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.policies.registry import Registry
@@ -36,7 +35,6 @@ from envpipe_megatron.policies.request import (
     PlanRequest,
     request_conditions,
     request_in_flight,
-    request_limits,
     request_planner,
     request_profile,
 )
@@ -109,7 +107,7 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
 )
 SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))
 _NO_GROUPS = ("breadth-first", "zb-v")
-_ONE_CHUNK = ("1f1b", "gpipe", "envpipe", "zb-h1", "zb-h2", *SCHEDULE_ALIASES)
+_ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 
 
 @dataclass(frozen=True)
@@ -290,7 +288,7 @@ def check_request(request: PlanRequest) -> None:
             remedy="Use --schedule auto, or leave the limits out.",
         )
     more = request.num_chunks > 1 or request.split is not None
-    if request.order_name == "auto" and more and request.of_envpipe:
+    if request.order_name in LIMITED_SCHEDULES and more and request.of_envpipe:
         raise PlannerError(
             "Limits of neighbours' extra forwards and of channels are of whole backwards in one "
             "chunk a stage",
@@ -329,7 +327,7 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
         _check_chunks(request)
     notes: tuple[str, ...] = ()
     if name == "envpipe":
-        schedule, notes = _envpipe(profile, request)
+        schedule, notes = envpipe_order(profile, request)
     else:
         schedule = request.order or BUILDERS[name](profile, request)
         job = (stages, microbatches, request.chunks)
@@ -347,24 +345,6 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     return schedule, notes
 
 
-def _envpipe(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
-    stages, microbatches = profile.num_stages, request.num_microbatches
-    limits = request_limits(profile, request)
-    unbounded = request_limits(profile, replace(request, channel_capacity=None))
-    wanted = unbounded.fit(envpipe_counts(profile, microbatches, limits.most))
-    extra = limits.fit(wanted)
-    lowered = ", ".join(
-        f"stage {stage} from {before} to {after}"
-        for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
-        if after < before
-    )
-    note = (
-        f"Extra forwards lowered on {lowered}: on a channel of capacity {request.channel_capacity} "
-        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
-    )
-    return builders.envpipe(stages, microbatches, extra), (note,) if lowered else ()
-
-
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
     name, chunks, group = request.schedule, request.num_chunks, request.group_size
@@ -372,7 +352,7 @@ def _check_chunks(request: PlanRequest) -> None:
         raise PlannerError(
             f"Schedule {name} has one chunk a stage",
             value=chunks,
-            remedy="Use --schedule interleaved or auto for chunks.",
+            remedy="Use --schedule interleaved, envpipe or auto for chunks.",
         )
     if name == "zb-v" and chunks != 2:
         raise PlannerError(
@@ -383,7 +363,8 @@ def _check_chunks(request: PlanRequest) -> None:
             f"Schedule {name} has no groups of microbatches"
             + (" where stages have one chunk" if chunks == 1 else ""),
             value=group,
-            remedy="Leave --group-size out, or use --schedule interleaved or auto with chunks.",
+            remedy="Leave --group-size out, or use --schedule interleaved, envpipe or auto with "
+            "chunks.",
         )
 
 

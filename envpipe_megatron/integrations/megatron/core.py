@@ -1,18 +1,18 @@
 """megatron-core's forward-backward function, executed from a schedule.
 
 `ForwardBackward` has the signature of megatron-core's forward-backward functions (0.16 to 0.19)
-and does what they do around the units (gradient synchronisation, finalising, timers, deallocation).
-The units run by megatron-core's own `forward_step` and `backward_step`; the
-schedule says which comes when. With chunks, two overlaps differ, not the result: gradients that a
-`grad_sync_func` reduces are reduced after the last unit, and parameters are gathered by the
-reducer's own hooks, without `param_sync_func`.
+and does what they do around the units (gathering parameters, synchronising gradients, finalising,
+timers, deallocation). The units run by megatron-core's own `forward_step` and `backward_step`; the
+schedule says which comes when.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 
@@ -55,6 +56,7 @@ class ForwardBackward:
         framework_iterations: training iterations that megatron-core's own function makes first. On
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
+        check: makes one of the iterations behind these by both, unless the job needs no such check.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class ForwardBackward:
         session: Session,
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
+        check: SelfCheck | None = None,
     ) -> None:
         self._session = session
+        self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
-            framework_iterations = 2 if torch.cuda.is_available() else 0
+            framework_iterations = 2 if torch.cuda.is_available() else int(check is not None)
         self._framework_iterations_left = framework_iterations
 
     def __call__(
@@ -93,9 +97,22 @@ class ForwardBackward:
         function reduced, one entry per microbatch. Raises UnsupportedModelError for a feature that
         EnvPipe does not run.
         """
-        chunks = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        config = get_model_config(chunks[0])
+        arguments = {
+            "forward_step_func": forward_step_func,
+            "data_iterator": data_iterator,
+            "model": model,
+            "num_microbatches": num_microbatches,
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "decoder_seq_length": decoder_seq_length,
+            "forward_only": forward_only,
+            "collect_non_loss_data": collect_non_loss_data,
+            "first_val_step": first_val_step,
+            "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn,
+            "p2p_communicator": p2p_communicator,
+            "pg_collection": pg_collection,
+            "force_all_reduce": force_all_reduce,
+        }
         if (p2p_communicator is None) != (pg_collection is None):
             raise UnsupportedModelError(
                 "p2p_communicator and pg_collection go together",
@@ -109,53 +126,29 @@ class ForwardBackward:
             # loaded while a posted receive spins hangs.
             self._session.pause()
         elif not alone:  # before the framework's own iterations, too
-            check_supported(config, len(chunks), groups.pp.size())
+            check_supported(get_model_config(_listed(model)[0]))
             self._check_ranks(groups)
+        own = self._framework_function or get_forward_backward_func()
         if alone or forward_only or self._framework_iterations_left:
             self._framework_iterations_left -= not (alone or forward_only)
-            framework_function = self._framework_function or get_forward_backward_func()
-            losses: list[Any] = framework_function(
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                model=model,
-                num_microbatches=num_microbatches,
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                forward_only=forward_only,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-                p2p_communicator=p2p_communicator,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
-            )
+            losses: list[Any] = own(**arguments)
             return losses
-        shapes = get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
-        if adjust_tensor_shapes_fn is not None:
-            shapes, sent_shapes = adjust_tensor_shapes_fn(shapes, shapes)
-            if sent_shapes != shapes:
-                raise UnsupportedModelError(
-                    "EnvPipe's channel needs messages of one shape through the pipeline",
-                    value=(shapes, sent_shapes),
-                    remedy="Run without --envpipe.",
-                )
-        spec = TensorSpec.of_one_type(
-            tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
-        )
+        if self._check is not None and not self._check.done:
+            return self._check(arguments, _specs(arguments, groups), own, self._interpret)
+        return self._interpret(arguments)
+
+    def _interpret(self, arguments: dict[str, Any], order: Schedule | None = None) -> list[Any]:
+        """Run an iteration by the interpreter: of the job's phases, or to check an order."""
+        chunks = _listed(arguments["model"])
+        iterators = _listed(arguments["data_iterator"])
+        config = get_model_config(chunks[0])
+        groups = arguments["pg_collection"] or _default_groups()
+        specs = _specs(arguments, groups)
         works: list[_MegatronWork] = []
 
         def make_work(schedule: Schedule) -> _MegatronWork:
-            works.append(
-                _MegatronWork(schedule, forward_step_func, iterators, chunks, config, groups)
-            )
+            step = arguments["forward_step_func"]
+            works.append(_MegatronWork(schedule, step, iterators, chunks, config, groups))
             return works[0]
 
         embedding_module = None
@@ -166,7 +159,10 @@ class ForwardBackward:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        self._session.run_iteration(num_microbatches, StageSpecs.alike(spec), make_work)
+        if order is None:
+            self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
+        else:
+            self._session.rehearse(order, specs, make_work)
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:
@@ -175,7 +171,7 @@ class ForwardBackward:
                 chunks,
                 work.num_tokens if config.calculate_per_token_loss else None,
                 pg_collection=groups,
-                force_all_reduce=force_all_reduce,
+                force_all_reduce=arguments["force_all_reduce"],
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -192,6 +188,11 @@ class ForwardBackward:
         """
         if skipped and not self._session.executed:
             self._framework_iterations_left += 1
+
+    @property
+    def failed(self) -> str | None:
+        """What the check found to be different; None if it did not, or there is none."""
+        return None if self._check is None else self._check.failed
 
     def _check_ranks(self, groups: ProcessGroupCollection) -> None:
         ranks = dist.get_process_group_ranks(groups.pp)
@@ -229,8 +230,27 @@ class _MegatronWork:
                 f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
                 remedy="Plan for as many chunks as the model has.",
             )
-        backwards = {u.chunk: u for u in schedule.stages[self._stage] if u.kind is Kind.BACKWARD}
-        self._last_backwards = frozenset(backwards.values())
+        order = schedule.stages[self._stage]
+        forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
+        backwards = [unit for unit in order if unit.kind is Kind.BACKWARD]
+        self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
+        last_backwards = {unit.chunk: unit for unit in backwards}.values()
+        self._last_backwards = frozenset(last_backwards)
+        #: Chunks whose parameters, or gradients, are communicated from a unit on. Stages do it at
+        #: the same time, and those behind come to a chunk later (Megatron's own rule).
+        self._gathered_at = {
+            forwards[max(0, forwards.index(first) - self._stage)]: first.chunk + 1
+            for first in self._first_forwards
+            if 1 < first.chunk + 1 < len(chunks)
+        }
+        self._reduced_behind = {
+            backwards[at]: last.chunk
+            for last in last_backwards
+            if (at := backwards.index(last) + self._stage) < len(backwards)
+        }
+        self._not_reduced = set(range(len(chunks)))
+        self._places = {unit: place for place, unit in enumerate(forwards)}
+        self._warmup = order.index(backwards[0])
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._no_sync = contextlib.ExitStack()
@@ -238,11 +258,15 @@ class _MegatronWork:
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
         self._hold_sync()
+        for chunk in range(min(2, len(chunks)) if len(chunks) > 1 else 0):
+            self._gather_parameters(chunk)
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; what a backward needs is kept."""
         input_tensor: Tensors = list(inputs) if inputs is not None else [None]
         several = len(self._chunks) > 1
+        if unit in self._gathered_at:
+            self._gather_parameters(self._gathered_at[unit])
         output_tensor, num_tokens = forward_step(
             self._forward_step_func,
             self._iterators[unit.chunk],
@@ -252,7 +276,8 @@ class _MegatronWork:
             self.losses,
             self._config,
             cp_group_size=self._groups.cp.size(),
-            is_first_microbatch=unit.microbatch == 0,
+            checkpoint_activations_microbatch=self._checkpoints_all(unit),
+            is_first_microbatch=unit in self._first_forwards,
             current_microbatch=unit.microbatch,
             vp_stage=unit.chunk if several else None,
             is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
@@ -274,6 +299,9 @@ class _MegatronWork:
             self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
         )
         if len(self._chunks) > 1:
+            if self._config.grad_sync_func is not None and unit in self._reduced_behind:
+                self._release_sync()
+                self._reduce_gradients(self._reduced_behind[unit])
             self._hold_sync()  # another chunk's gradients are not complete yet
         sent: list[torch.Tensor] = result
         return sent
@@ -288,12 +316,26 @@ class _MegatronWork:
         """Launch the gradient reductions that no backward launched."""
         held = self._sync_held
         self._release_sync()
-        sync = self._config.grad_sync_func
-        if sync is None or not held:
-            return
-        per_chunk = sync if isinstance(sync, list) else [sync] * len(self._chunks)
-        for function, chunk in zip(per_chunk, self._chunks, strict=True):
-            function(chunk.parameters())
+        if self._config.grad_sync_func is not None and held:
+            for chunk in sorted(self._not_reduced):
+                self._reduce_gradients(chunk)
+
+    def _gather_parameters(self, chunk: int) -> None:
+        """Launch it, where Megatron aligns it over the pipeline."""
+        _for_chunk(self._config.param_sync_func, chunk, self._chunks)
+
+    def _reduce_gradients(self, chunk: int) -> None:
+        self._not_reduced.discard(chunk)
+        _for_chunk(self._config.grad_sync_func, chunk, self._chunks)
+
+    def _checkpoints_all(self, unit: Unit) -> bool | None:
+        """Whether all layers of a forward are computed again in its backward; None: as always.
+
+        Of each window of as many microbatches as are in flight, some keep more of them
+        (Korthikanti et al., 2022, appendix C).
+        """
+        most = self._config.num_microbatches_with_partial_activation_checkpoints
+        return None if most is None else self._places[unit] % (self._warmup + 1) >= most
 
     def _syncs_in_last_backward(self) -> bool:
         """Megatron's rule: with its own reducer always, with a grad_sync_func on stage 0 alone.
@@ -318,30 +360,60 @@ class _MegatronWork:
         self._sync_held = False
 
 
-def unsupported(config: Any, num_chunks: int, num_stages: int) -> list[str]:
+def _listed(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:
+    """Call Megatron's function for a chunk's parameters: one for all, one each, or none."""
+    if functions is not None:
+        function = functions[chunk] if isinstance(functions, list) else functions
+        function(chunks[chunk].parameters())
+
+
+def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
+    """What stages send each other, by Megatron's own rule; where lengths vary, the longest."""
+    config = get_model_config(_listed(arguments["model"])[0])
+    longest = copy.copy(config)
+    longest.variable_seq_lengths = False  # else no shape is said
+    shapes = get_tensor_shapes(
+        seq_length=arguments["seq_length"],
+        micro_batch_size=arguments["micro_batch_size"],
+        decoder_seq_length=arguments["decoder_seq_length"],
+        config=longest,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    adjust = arguments["adjust_tensor_shapes_fn"]
+    if adjust is not None:
+        shapes, sent_shapes = adjust(shapes, shapes)
+        if sent_shapes != shapes:
+            raise UnsupportedModelError(
+                "EnvPipe's channel needs messages of one shape through the pipeline",
+                value=(shapes, sent_shapes),
+                remedy="Run without --envpipe.",
+            )
+    spec = TensorSpec.of_one_type(
+        tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
+    )
+    return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)
+
+
+def unsupported(config: Any) -> list[str]:
     """What of a model's configuration EnvPipe's interpreter does not do."""
-    group = config.microbatch_group_size_per_vp_stage
     refused = {
-        "variable_seq_lengths": config.variable_seq_lengths,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         # From 0.18 on; megatron-core's own function resets the stash as it begins.
         "moe_paged_stash": getattr(config, "moe_paged_stash", False),
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
-        # What a unit costs then depends on the order that plans choose.
-        "num_microbatches_with_partial_activation_checkpoints": (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-        ),
-        "microbatch_group_size_per_vp_stage other than the pipeline's size": (
-            num_chunks > 1 and group not in (None, num_stages)
-        ),
         f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
     }
     return [feature for feature, used in refused.items() if used]
 
 
-def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
+def check_supported(config: Any) -> None:
     """Refuse by an UnsupportedModelError what EnvPipe's interpreter does not do."""
-    if features := unsupported(config, num_chunks, num_stages):
+    if features := unsupported(config):
         raise UnsupportedModelError(
             f"EnvPipe does not run {'; '.join(features)}",
             remedy="Switch it off, or run without --envpipe.",

@@ -23,6 +23,7 @@ from envpipe_megatron.integrations.levels import Decision, Level, Limit
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
+from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.options import Options
 
 #: What units cost rests on; another value of one of these makes a stored profile useless.
@@ -87,30 +88,42 @@ _SAME_JOB = (
 
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:
-    """What the model that was built has against EnvPipe's order, whatever the flags say."""
+    """What the model that was built has about EnvPipe's order, whatever the flags say."""
     config = get_model_config(model[0])
-    found = unsupported(config, len(model), config.pipeline_model_parallel_size)
-    if not isinstance(unwrap_model(model[0]), GPTModel):
-        found.append(f"models other than GPTModel: {type(unwrap_model(model[0])).__name__}")
-    return [Limit(feature, lambda args: True, Level.UNITS, NOT_PROVEN) for feature in found]
+    found = [
+        Limit(feature, lambda args: True, Level.UNITS, "the interpreter does not run it")
+        for feature in unsupported(config)
+    ]
+    own = type(unwrap_model(model[0]))
+    if not issubclass(own, GPTModel):
+        feature = f"models other than GPTModel: {own.__name__}"
+        found.append(Limit(feature, lambda args: True, Level.ORDER, NOT_PROVEN))
+    if config.variable_seq_lengths:
+        feature = "sequences of varying length"
+        found.append(Limit(feature, lambda args: True, Level.ORDER, NOT_PROVEN))
+    return found
 
 
 def make_job(
     args: argparse.Namespace,
     options: Options,
     level: Level,
+    model: Sequence[Any],
     pipeline_group: dist.ProcessGroup,
     say: Callable[[str], None],
 ) -> Job:
-    """Make the job of this rank, as `Job` says, from Megatron's arguments."""
+    """Make the job of this rank, as `Job` says, from Megatron's arguments and the rank's model."""
     if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
         raise JobError(
             "A profile is of units, and this job's level is below that",
             value=str(level),
             remedy="Leave out --envpipe-profile, -profile-only and -plan.",
         )
-    if level is not Level.ORDER:
+    config, orders = get_model_config(model[0]), level is Level.ORDER
+    if not orders:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)
+    elif options.scheduling == "1f1b":  # Megatron's own, whatever it is
+        options = replace(options, scheduling=_own_order(args))
     if level is Level.OBSERVE:
         control = "none" if torch.cuda.is_available() else options.gpu_control
         options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
@@ -118,7 +131,10 @@ def make_job(
         pipeline_group,
         _num_microbatches(args),
         timedelta(minutes=args.distributed_timeout_minutes),
-        keeps_order=level is not Level.ORDER,
+        messages_vary=orders and config.variable_seq_lengths,
+        keeps_order=not orders,
+        num_chunks=len(model) if orders else 1,
+        group_size=config.microbatch_group_size_per_vp_stage if orders and len(model) > 1 else None,
     )
     facts = JobFacts(
         Sidecar(
@@ -146,8 +162,6 @@ def make_stand_in(
     framework_function: Callable[..., Any],
 ) -> ForwardBackward | KeptOrder | WholeSteps:
     """What runs in place of Megatron's forward-backward function."""
-    if decision.level is Level.ORDER:
-        return ForwardBackward(job.session, framework_function=framework_function)
     stages, microbatches = args.pipeline_model_parallel_size, _num_microbatches(args)
     if decision.level is Level.UNIFORM or decision.against.get(Level.UNITS):
         return WholeSteps(
@@ -158,17 +172,24 @@ def make_stand_in(
         )
     config = get_model_config(model[0])
 
-    def order_of(count: int) -> Schedule:
+    def order_of(count: int, more: Sequence[int] = ()) -> Schedule:
+        """Megatron's, or with more forwards in the warm-up of each stage."""
         if len(model) == 1:
-            return builders.one_f_one_b(stages, count)
+            own = builders.one_f_one_b(stages, count)
+            return builders.envpipe(stages, count, more) if more else own
         return builders.interleaved(
             stages,
             count,
             len(model),
             config.microbatch_group_size_per_vp_stage,
             combined=config.overlap_moe_expert_parallel_comm,
+            extra_warmup=more,
         )
 
+    if decision.level is Level.ORDER:
+        wanted = decision.to_check or job.options.self_check == "always"
+        check = SelfCheck(order_of, job.collectives, job.say) if wanted else None
+        return ForwardBackward(job.session, framework_function=framework_function, check=check)
     return KeptOrder(
         job.session,
         framework_function,

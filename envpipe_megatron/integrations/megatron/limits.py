@@ -2,7 +2,8 @@
 
 It is free of Megatron. Level `units` needs that each iteration calls Megatron's `forward_step` and
 `backward_step` in one order that is known beforehand. Level `order` needs proof that another order
-gives the same result.
+gives the same result: by tests of each part that such jobs are made of (dense GPTs, virtual stages,
+Transformer Engine, FP8 by delayed scaling), or by a check of the job's own first iteration.
 """
 
 from __future__ import annotations
@@ -25,11 +26,22 @@ from envpipe_megatron.integrations.refusals import (
     frees_while_training,
 )
 
-#: What stands against EnvPipe's order if nothing else does.
-NOT_PROVEN = "not proven in another order than Megatron's"
+#: Why a job's own first iteration is to show that EnvPipe's order gives the same result.
+NOT_PROVEN = "not proven in every combination in another order than Megatron's"
+#: Why such features cannot have level `order` over some channels.
+POSTED_AHEAD = (
+    "may wait for the device within a unit, and with one hardware queue, or --envpipe-channel "
+    "posted, receives of NCCL are posted ahead: both would wait for ever"
+)
+#: As `NOT_PROVEN`, where a host waits for the device within a unit.
+WAITS = "waits for the device, where no receive may have been posted ahead"
 
 
-def _against_order(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
+def _to_check(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
+    return Limit(feature, asks, Level.ORDER, reason)
+
+
+def _against_order(feature: str, asks: Asks, reason: str) -> Limit:
     return Limit(feature, asks, Level.UNITS, reason)
 
 
@@ -68,24 +80,19 @@ def _other_than(default: str, name: str) -> Asks:
 
 
 _ONE_NUMBER = "messages and memory are made ready for one number of microbatches"
-_POSTED = "waits for the device, and so for a receive that is posted"
 
 #: Feature by feature; a job's arguments may ask for several.
 LIMITS: tuple[Limit, ...] = (
-    _against_order(
-        "virtual pipeline stages (interleaved schedule)",
-        above_one("virtual_pipeline_model_parallel_size"),
-    ),
-    _against_order("mixture of experts", on("num_experts")),
-    _against_order("expert parallelism", above_one("expert_model_parallel_size")),
-    _against_order("context parallelism", above_one("context_parallel_size")),
-    _against_order("multi-token prediction", on("mtp_num_layers")),
-    _against_order("multi-latent attention", on("multi_latent_attention")),
-    _against_order(
+    _to_check("mixture of experts", on("num_experts")),
+    _to_check("expert parallelism", above_one("expert_model_parallel_size")),
+    _to_check("context parallelism", above_one("context_parallel_size")),
+    _to_check("multi-token prediction", on("mtp_num_layers")),
+    _to_check("multi-latent attention", on("multi_latent_attention")),
+    _to_check(
         "experimental kinds of attention",
         on("experimental_attention_variant", "linear_attention_freq"),
     ),
-    _against_order(
+    _to_check(
         "FP4, and FP8 but for plain delayed scaling",
         any_of(
             _fp8_unproven,
@@ -97,93 +104,101 @@ LIMITS: tuple[Limit, ...] = (
             ),
         ),
     ),
-    _against_order(
+    _to_check(
         "hybrid (Mamba) models",
         on("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
     ),
-    _against_order(
+    _to_check(
         "heterogeneous layers",
         on("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    ),
+    _to_check("vision pretraining", on("vision_pretraining")),
+    _to_check("fine-tuning on packed sequences (--sft)", on("sft")),
+    _to_check(
+        "documents packed by the data loader (--dataloader-inter-document-masking)",
+        on("dataloader_inter_document_masking"),
+    ),
+    _to_check(
+        "distillation and ModelOpt",
+        on("export_kd_teacher_load", "modelopt_enabled", "logits_load_dir", "logits_save_dir"),
+    ),
+    _to_check(
+        "overlapped tensor-parallel communication (--tp-comm-overlap)", on("tp_comm_overlap")
+    ),
+    _to_check(
+        "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)",
+        on("defer_embedding_wgrad_compute"),
+    ),
+    _to_check(
+        "offloading of the optimizer", on("optimizer_cpu_offload", "offload_optimizer_states")
+    ),
+    _to_check(
+        "several instances of the distributed optimizer",
+        above_one("num_distributed_optimizer_instances"),
+    ),
+    _to_check(
+        "rematerialised weights (--gtp-weight-remat-size)", above_one("gtp_weight_remat_size")
+    ),
+    _to_check(
+        "timers inside of forwards and backwards (--timing-log-level 2)",
+        above_one("timing_log_level"),
+        f"each {WAITS}",
+    ),
+    _to_check(
+        "memory given back in each iteration (--empty-unused-memory-level)",
+        on("empty_unused_memory_level"),
+        f"allocating it again {WAITS}",
+    ),
+    _to_check(
+        FREES_WHILE_TRAINING, lambda _: frees_while_training(), f"giving memory back {WAITS}"
     ),
     _against_order(
         "T5 and other models of encoder and decoder",
         on("decoder_num_layers", "decoder_seq_length"),
+        "Megatron runs none in a pipeline",
     ),
-    _against_order("vision pretraining", on("vision_pretraining")),
-    _against_order("legacy models", on("use_legacy_models")),
-    _against_order("fine-tuning on packed sequences (--sft)", on("sft")),
-    _against_order(
-        "documents packed by the data loader (--dataloader-inter-document-masking)",
-        on("dataloader_inter_document_masking"),
-    ),
-    _against_order(
-        "distillation and ModelOpt",
-        on("export_kd_teacher_load", "modelopt_enabled", "logits_load_dir", "logits_save_dir"),
-    ),
+    _against_order("legacy models", on("use_legacy_models"), "Megatron has given them up"),
     _against_order(
         "CUDA graphs",
         any_of(
             on("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"),
             _other_than("none", "cuda_graph_impl"),
         ),
-        "captured in Megatron's order",
+        "captured in Megatron's order, in memory that is used again in that order",
     ),
     _against_order(
-        "overlapped tensor-parallel communication (--tp-comm-overlap)", on("tp_comm_overlap")
+        "delayed weight gradients (--delay-wgrad-compute)",
+        on("delay_wgrad_compute"),
+        "Megatron has them with overlapped expert communication alone",
     ),
     _against_order(
-        "delayed weight gradients", on("delay_wgrad_compute", "defer_embedding_wgrad_compute")
-    ),
-    _against_order(
-        "offloading of activations or of the optimizer",
-        on(
-            "cpu_offloading",
-            "fine_grained_activation_offloading",
-            "optimizer_cpu_offload",
-            "offload_optimizer_states",
-        ),
-    ),
-    _against_order(
-        "several instances of the distributed optimizer",
-        above_one("num_distributed_optimizer_instances"),
-    ),
-    _against_order(
-        "rematerialised weights (--gtp-weight-remat-size)", above_one("gtp_weight_remat_size")
+        "offloading of activations",
+        on("cpu_offloading", "fine_grained_activation_offloading"),
+        "what is brought back next depends on Megatron's order",
     ),
     # With a constant batch size, one number of microbatches for all iterations.
-    _against_order("--decrease-batch-size-if-needed", on("decrease_batch_size_if_needed")),
-    # Nothing of Megatron's step runs in such an iteration.
-    _against_order("--iterations-to-skip", on("iterations_to_skip")),
-    _against_order("the fault tolerance package (--enable-ft-package)", on("enable_ft_package")),
+    _against_order(
+        "--decrease-batch-size-if-needed", on("decrease_batch_size_if_needed"), _ONE_NUMBER
+    ),
+    _against_order(
+        "--iterations-to-skip",
+        on("iterations_to_skip"),
+        "nothing of Megatron's step runs in such an iteration",
+    ),
+    _against_order(
+        "the fault tolerance package (--enable-ft-package)",
+        on("enable_ft_package"),
+        "it times sections of Megatron's own loop",
+    ),
     _against_order(
         "--rerun-mode report_stats",
         lambda args: getattr(args, "rerun_mode", None) == "report_stats",
         "runs each iteration twice",
     ),
     _against_order(
-        "timers inside of forwards and backwards (--timing-log-level 2)",
-        above_one("timing_log_level"),
-        f"each {_POSTED}",
-    ),
-    _against_order(
-        "memory given back in each iteration (--empty-unused-memory-level)",
-        on("empty_unused_memory_level"),
-        f"allocating it again {_POSTED}",
-    ),
-    _against_order(
-        FREES_WHILE_TRAINING, lambda _: frees_while_training(), f"giving memory back {_POSTED}"
-    ),
-    _against_order(
-        "--num-microbatches-with-partial-activation-checkpoints",
-        lambda args: (
-            getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None
-        ),
-        "what a unit costs depends on the order",
-    ),
-    _against_order(
         "saving activations and gradients while training (--save-dgrads-interval and the like)",
         on("save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"),
-        "its kernels are first used in mid-training, beside a receive that is posted",
+        "they are saved in Megatron's order",
     ),
     _against_units(
         "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
@@ -199,7 +214,7 @@ LIMITS: tuple[Limit, ...] = (
         lambda args: os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0",
         "a message that is measured would stop its host for ever",
     ),
-    _against_order("--yaml-cfg", on("yaml_cfg")),
+    _against_order("--yaml-cfg", on("yaml_cfg"), "its arguments are not all known"),
     _against_units(
         "no pipeline",
         lambda args: not above_one("pipeline_model_parallel_size")(args),

@@ -9,11 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.integrations.hooking import check_profiled
-from envpipe_megatron.integrations.job import close_at_exit
-from envpipe_megatron.integrations.levels import Level, Limit, decide
+from envpipe_megatron.integrations.job import Job, close_at_exit
+from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import limits_of, make_job, make_stand_in
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
+from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
 
@@ -42,16 +43,18 @@ class Training:
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,
     ) -> None:
-        self._args = args
-        self._model = model
-        limits = *limits, *limits_of(model)
+        self._args, self._options, self._model = args, options, model
+        self._pipeline_group = pipeline_group
+        self._limits = *limits, *limits_of(model)
         # Stages may have models of different classes.
-        self._decision = decide(args, limits, _lowest(decide(args, limits, options.level).level))
-        self.job = make_job(args, options, self._decision.level, pipeline_group, say)
+        self._decision = self._decide(_lowest(self._decide(options.level).level))
+        self.job = self._make_job()
         close_at_exit(self.close)
         #: What runs in place of Megatron's own function, once there is one.
         self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
         self._replaced: Callable[..., Any] | None = None
+        if self._decision.to_check and self.job.channel.posts_ahead:  # alike on all ranks
+            self._lower(options.level, POSTED_AHEAD)
 
     def announce(self) -> None:
         """Say what the job does."""
@@ -68,10 +71,10 @@ class Training:
         """
         if self._stand_in is None:
             self._replaced = framework_function
-            self._stand_in = make_stand_in(
-                self._args, self._model, self._decision, self.job, framework_function
-            )
-        return self._stand_in if framework_function is self._replaced else framework_function
+            self._stand_in = self._make_stand_in(framework_function)
+        return (
+            self._forward_backward if framework_function is self._replaced else framework_function
+        )
 
     def begin_step(self, iteration: int) -> None:
         """The training step of this iteration begins; the first is 0."""
@@ -87,6 +90,9 @@ class Training:
         if self._stand_in is not None:
             self._stand_in.end_step(skipped=skipped)
         self.job.session.end_step()
+        if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
+            self._lower(None, f"its self-check: {self._stand_in.failed}")
+            self.announce()
         if self.job.has_its_profile():
             self.end()
             dist.barrier()  # the planner has written it
@@ -118,6 +124,37 @@ class Training:
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
         self.job.close()
+
+    def _decide(self, asked: Level | None, *more: Limit) -> Decision:
+        checks = self._options.self_check != "off"
+        return decide(self._args, (*self._limits, *more), asked, checks=checks)
+
+    def _lower(self, asked: Level | None, why: str) -> None:
+        """Go on at level `units`, with a job of that level; every rank does.
+
+        Raises LevelError if level `order` is asked for.
+        """
+        features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
+        limit = Limit(features, lambda args: True, Level.UNITS, why)
+        self._decision = self._decide(asked, limit)
+        self.job.close()
+        self.job = self._make_job()
+        if self._replaced is not None:
+            self._stand_in = self._make_stand_in(self._replaced)
+
+    def _make_job(self) -> Job:
+        level, group = self._decision.level, self._pipeline_group
+        return make_job(self._args, self._options, level, self._model, group, say)
+
+    def _make_stand_in(
+        self, framework_function: Callable[..., Any]
+    ) -> ForwardBackward | KeptOrder | WholeSteps:
+        return make_stand_in(self._args, self._model, self._decision, self.job, framework_function)
+
+    def _forward_backward(self, **arguments: Any) -> Any:
+        """What Megatron calls in each step; what it gets once may stand for another later."""
+        assert self._stand_in is not None
+        return self._stand_in(**arguments)
 
 
 def say(text: str) -> None:

@@ -55,7 +55,8 @@ def validate(args: argparse.Namespace) -> None:
     try:
         check_metered(args)
         _state.options = options_of(args)
-        decide(args, LIMITS, _state.options.level)
+        options = _state.options
+        decide(args, LIMITS, options.level, checks=options.self_check != "off")
         _hooked_schedules()
     except EnvPipeError as error:
         refuse(error)

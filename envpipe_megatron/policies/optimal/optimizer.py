@@ -228,5 +228,10 @@ def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Con
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
     """Iteration time of the framework's own order with every unit at the highest clock, s."""
     own = framework_schedule(schedule, conditions.group_size)
-    frequency = max_frequencies(own, profile)
-    return Plan("baseline", own, frequency, profile, conditions).cost.iteration_time_s
+    return order_at_maximum_s(own, profile, conditions)
+
+
+def order_at_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
+    """Iteration time of an order with every unit at the highest clock, s."""
+    frequency = max_frequencies(schedule, profile)
+    return Plan("baseline", schedule, frequency, profile, conditions).cost.iteration_time_s

@@ -117,8 +117,9 @@ class _Maker:
         # Where all boundaries of the job are one-sided, no pipeline's orders need be lowered.
         all_put = self._collectives.on_all(not obstacles)
         capacity = None if all_put else hardware_capacity(os.environ)
+        ahead = not all_put and (carrier == "posted" or capacity is not None)
         if not all_put:
-            self._transfers(carriers, obstacles, ahead=carrier == "posted" or capacity is not None)
+            self._transfers(carriers, obstacles, ahead=ahead)
         if side is not None:
             side.watch()
         by_nccl = [
@@ -136,6 +137,7 @@ class _Maker:
             capacity=capacity,
             # NCCL's watchdog ends a transfer whose neighbour is silent for too long.
             lets_go=not obstacles.keys().isdisjoint(self._own),
+            posts_ahead=ahead,
             about=about,
         )
 

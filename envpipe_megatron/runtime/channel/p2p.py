@@ -37,6 +37,8 @@ class P2PChannel:
         side: what all one-sided carriers of this rank share, if there are any.
         capacity: limit by which orders that need a deeper channel are refused or lowered.
         lets_go: whether a stream may go on behind a message that never came.
+        posts_ahead: whether a device may hold a receive whose sender has not got there: a unit that
+            waits for the device then waits for that sender too.
         about: what carries messages between which stages, and why, for the user.
     """
 
@@ -49,6 +51,7 @@ class P2PChannel:
         side: PutSide | None = None,
         capacity: int | None = None,
         lets_go: bool = False,
+        posts_ahead: bool = False,
         about: str = "",
     ) -> None:
         #: The global rank of each stage.
@@ -61,6 +64,7 @@ class P2PChannel:
         self.capacity = capacity
         #: Then a host waits for its last input before it hands over what follows the units.
         self.lets_go = lets_go
+        self.posts_ahead = posts_ahead
         self.about = about
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:

@@ -122,6 +122,11 @@ def make_online(
         conditions=known_conditions(profile),
         order=job.kept_order or request.order,
     )
+    if request.num_chunks > 1 and request.of_envpipe:
+        # No order but the framework's is known to keep what one hardware queue asks for.
+        request = replace(
+            request, schedule="interleaved", channel_capacity=None, max_in_flight=None
+        )
     if job.kept_order is None:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)

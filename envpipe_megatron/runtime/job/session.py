@@ -26,7 +26,7 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.batches import Batches
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -208,6 +208,19 @@ class Session:
         self._unread = run
         if not in_step:
             self.close_iteration()
+
+    def rehearse(
+        self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
+    ) -> None:
+        """Execute an order once, apart from the job's phases: no clock changes, nothing is kept.
+
+        Raises ChannelError if a neighbour is gone or silent.
+        """
+        clock_mhz = max(self._gpu.supported_frequencies_mhz)
+        at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
+        run = StageRun(at_top, self._stage, self.executor, lambda *_: None, self._channel, specs)
+        execute(order, self._stage, make_work(order), run)
+        run.end()
 
     def open_iteration(
         self, kept_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
