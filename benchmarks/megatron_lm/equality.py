@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.megatron_lm.models import (
+    ALL_ARMS,
     APEX,
     KEPT_ARMS,
     LOOP,
@@ -66,14 +67,15 @@ _DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 1e-4 --mtp-num-layers 1"
 )
+#: Of two virtual stages on each of two ranks; the last of them has the further token alone.
+_DEEPSEEK_LAYOUT = "Ett|ttt|ttt|mL"
 
 
 @dataclass(frozen=True)
 class Setting:
     """One job that all arms train; `checkpoints` is a format to save, end and load half-way.
 
-    `lifts` are limits of EnvPipe's order that do not count in arms that run it. A setting that
-    needs modules runs on GPUs alone, where these are installed.
+    A setting that needs modules runs on GPUs alone, where these are installed.
     """
 
     name: str
@@ -82,7 +84,6 @@ class Setting:
     arms: tuple[str, ...] = ORDER_ARMS
     checkpoints: str | None = None
     corpus: bool = False
-    lifts: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
     @property
@@ -121,24 +122,25 @@ def settings(num_ranks: int, cpu: bool) -> list[Setting]:
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
+        Setting("moe-pp2", PP2, (_BF16, _EXPERTS), ALL_ARMS),
+        Setting("moe-pp2ep2", PP2DP2, (_BF16, _EXPERTS, _EXPERT_PARALLEL), ALL_ARMS),
         Setting(
-            "moe-pp2",
-            PP2,
-            (_BF16, _EXPERTS),
-            arms=(*ORDER_ARMS, UNITS),
-            lifts=("mixture of experts",),
-        ),
-        Setting(
-            "moe-pp2ep2",
+            "moe8-gathered-pp2ep2",
             PP2DP2,
-            (_BF16, _EXPERTS, _EXPERT_PARALLEL),
-            arms=(*ORDER_ARMS, UNITS),
-            lifts=("mixture of experts", "expert parallelism"),
+            (
+                _BF16,
+                _EXPERTS,
+                "--num-experts 8 --moe-token-dispatcher-type allgather",
+                _EXPERT_PARALLEL,
+            ),
+            ALL_ARMS,
         ),
     ]
     for mapping, chunks in itertools.product((PP2, PP4), (2, 4)):
         split = replace(mapping, chunks=chunks)
-        made.append(Setting(f"gpt-{split.name}", split, arms=KEPT_ARMS))
+        made.append(Setting(f"gpt-{split.name}", split, arms=ALL_ARMS))
+    split = replace(PP2DP2, chunks=2)
+    made.append(Setting(f"gpt-{split.name}-distopt", split, (_BF16, overlapped), ALL_ARMS))
     if not cpu:
         made += _with_transformer_engine()
     return [setting for setting in made if setting.mapping.num_ranks <= num_ranks]
@@ -148,32 +150,43 @@ def _with_transformer_engine() -> list[Setting]:
     made = []
     for mapping in (PP2, PP4):
         made += [
-            Setting(f"te-bf16-{mapping.name}", mapping, arms=(*ORDER_ARMS, UNITS)),
-            Setting(
-                f"te-fp8-{mapping.name}",
-                mapping,
-                (_BF16, "--fp8-format hybrid"),
-                arms=(*ORDER_ARMS, UNITS),
-            ),
+            Setting(f"te-bf16-{mapping.name}", mapping, arms=ALL_ARMS),
+            Setting(f"te-fp8-{mapping.name}", mapping, (_BF16, "--fp8-format hybrid"), ALL_ARMS),
         ]
     experts = f"{_EXPERTS} --moe-grouped-gemm {_EXPERT_PARALLEL}"
-    kept = {
-        "te-fp8-pp2vp2": (replace(PP2, chunks=2), "--fp8-format hybrid"),
+    fp8 = "--fp8-format hybrid"
+    llama = f"{TINY.llama} --no-rope-fusion"
+    any_order = {
+        "te-fp8-pp2vp2": (replace(PP2, chunks=2), fp8),
+        "te-fp8-current-pp2": (PP2, f"{fp8} --fp8-recipe tensorwise"),
+        "te-fp8-blocks-pp2": (PP2, f"{fp8} --fp8-recipe blockwise"),
+        "te-llama-pp2vp2": (replace(PP2, chunks=2), llama),
+        "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),
         "te-deepseek-pp2": (PP2, _DEEPSEEK),
         "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {_EXPERT_PARALLEL}"),
+        "te-deepseek-pp2vp2": (replace(PP2, chunks=2, layout=_DEEPSEEK_LAYOUT), _DEEPSEEK),
         "te-experts-pp2": (PP2, f"{_EXPERTS} --moe-grouped-gemm"),
         "te-experts-pp2ep2": (PP2DP2, experts),
-        "te-overlapped-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2, combined=True), experts),
+        "te-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2), experts),
         "te-overlapped-tensors-pp2tp2": (PP2TP2, _OVERLAPPED_TENSORS),
+        "te-recompute-pp2": (
+            PP2,
+            "--recompute-granularity selective --recompute-modules core_attn mlp",
+        ),
+        "te-pp2cp2": (PP2CP2, ""),
+        "te-pp2vp2cp2": (replace(PP2CP2, chunks=2), ""),
+    }
+    kept = {
+        "te-overlapped-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2, combined=True), experts),
         "te-graphs-local-pp2": (PP2, "--cuda-graph-impl local"),
         "te-graphs-te-pp2": (PP2, "--cuda-graph-impl transformer_engine"),
-        "te-pp2cp2": (PP2CP2, ""),
     }
     made += [
-        Setting(name, mapping, (_BF16, features), arms=KEPT_ARMS)
-        for name, (mapping, features) in kept.items()
+        Setting(name, mapping, (_BF16, features), arms)
+        for arms, of_arms in ((ALL_ARMS, any_order), (KEPT_ARMS, kept))
+        for name, (mapping, features) in of_arms.items()
     ]
-    fused = Setting("te-apex-pp2", PP2, arms=(*ORDER_ARMS, UNITS), needs=(APEX,))
+    fused = Setting("te-apex-pp2", PP2, arms=ALL_ARMS, needs=(APEX,))
     return [
         replace(setting, needs=(TRANSFORMER_ENGINE, *setting.needs)) for setting in [*made, fused]
     ]
@@ -217,7 +230,6 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
         patched=arm != STOCK,
         environment=setting.environment,
         plan=plan,
-        lifts=setting.lifts if plan and arm != UNITS else (),
         mark_norms="--sequence-parallel" in setting.features,
     )
     if setting.checkpoints is None:
@@ -329,9 +341,9 @@ _FIVE = training(5)
 _RAMP_UP = "--train-samples 60 --lr 1e-3 --rampup-batch-size 2 2 10"
 #: Name, Megatron's flags besides a valid job's, what the log must say, and the training's length.
 _REFUSED = (
-    ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", _FIVE),
-    ("moe", "--num-experts 2", "mixture of experts", _FIVE),
-    ("mtp", "--mtp-num-layers 1 --position-embedding-type rope", "multi-token prediction", _FIVE),
+    ("skipped-iterations", "--iterations-to-skip 3", "--iterations-to-skip", _FIVE),
+    ("twice", "--rerun-mode report_stats", "runs each iteration twice", _FIVE),
+    ("unchecked", "--num-experts 2 --envpipe-self-check off", "mixture of experts", _FIVE),
     ("ramp-up", "", "ramp-up", _RAMP_UP),
     ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
     ("no-pipeline", "--pipeline-model-parallel-size 1", "no pipeline", _FIVE),

@@ -38,6 +38,8 @@ class Mapping:
     context: int = 1
     #: Virtual stages of a stage.
     chunks: int = 1
+    #: Which layers each has, as Megatron writes it; by default as many.
+    layout: str = ""
     #: Whether a forward runs as one with a backward, to overlap what experts send with computing.
     combined: bool = False
 
@@ -62,6 +64,8 @@ class Mapping:
     def arguments(self) -> str:
         """Megatron's."""
         chunks = f" --num-virtual-stages-per-pipeline-rank {self.chunks}" if self.chunks > 1 else ""
+        if self.layout:
+            chunks = f" --pipeline-model-parallel-layout {self.layout}"
         combined = " --overlap-moe-expert-parallel-comm" if self.combined else ""
         return (
             f"--pipeline-model-parallel-size {self.pipeline} "
@@ -200,6 +204,7 @@ STOCK, OFF, ONE_F_ONE_B, ENVPIPE, UNITS = "stock", "off", "1f1b", "envpipe", "un
 LOOP = "loop"
 #: Those of jobs that may run in another order than Megatron's, and of those that may not.
 ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
+ALL_ARMS = (*ORDER_ARMS, UNITS)
 
 
 @dataclass(frozen=True)
@@ -212,12 +217,17 @@ class Planned:
 
     @property
     def schedule(self) -> Schedule:
-        """Megatron's, or EnvPipe's with one extra forward more than the next stage's."""
-        p, m = self.mapping.pipeline, self.num_microbatches
+        """Megatron's, or EnvPipe's with one extra forward more than the next stage's.
+
+        With chunks, one extra forward of a chunk on all stages but the last.
+        """
+        p, m, chunks = self.mapping.pipeline, self.num_microbatches, self.mapping.chunks
+        if chunks > 1:
+            more = [1] * (p - 1) + [0] if self.arm == ENVPIPE else ()
+            combined = self.mapping.combined
+            return builders.interleaved(p, m, chunks, combined=combined, extra_warmup=more)
         if self.arm == ENVPIPE:
             return stepped_order(p, m, capacity=1 if self.mapping.environment else None)
-        if self.mapping.chunks > 1:
-            return builders.interleaved(p, m, self.mapping.chunks, combined=self.mapping.combined)
         return builders.one_f_one_b(p, m)
 
     def arguments(self, warmup_iterations: int) -> str:

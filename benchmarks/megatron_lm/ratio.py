@@ -139,7 +139,6 @@ def _job(
         turns=turns,
         environment=of.like.environment,
         plan=plan,
-        lifts=of.like.lifts if plan and arm != UNITS else (),
         limit_s=3600.0,
     )
 

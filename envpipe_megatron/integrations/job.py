@@ -27,6 +27,7 @@ from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
     all_pipelines,
@@ -335,5 +336,13 @@ def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> 
         "gpu": gpu,
         "gpu_preset": options.gpu_preset,
         "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # torch's
+        "cudnn": _cudnn_version(),
     }
+
+
+def _cudnn_version() -> object:
+    """What torch says of it: an error, where another one is loaded than torch was built with."""
+    try:
+        return torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    except RuntimeError as error:
+        return first_line(error)

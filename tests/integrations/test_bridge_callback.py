@@ -70,7 +70,7 @@ class FakeTraining:
     made: list[FakeTraining]
 
     def __init__(self, args: Any, options: Any, limits: Any, model: Any, group: Any) -> None:
-        decide(args, limits, options.level)
+        decide(args, limits, options.level, checks=options.self_check != "off")
         self.options, self.group = options, group
         self.told: list[str] = []
         self.job = SimpleNamespace(collectives=SimpleNamespace(is_planner=True))
@@ -242,8 +242,11 @@ def test_options_that_do_not_go_together_have_the_callbacks_names(
 def test_what_a_job_cannot_have_is_told_before_its_first_step(
     loop: Any, trainings: list[FakeTraining]
 ) -> None:
+    with pytest.raises(LevelError, match="CUDA graphs"):
+        begin(make(level="order"), loop, config(model__cuda_graph_impl="local"))
+    experts = config(model__num_moe_experts=8)
     with pytest.raises(LevelError, match="mixture of experts"):
-        begin(make(level="order"), loop, config(model__num_moe_experts=8))
+        begin(make(level="order", self_check="off"), loop, experts)
     restarting = config(inprocess_restart=SimpleNamespace(enabled=True))
     with pytest.raises(RefusedError, match="in-process restart"):
         begin(make(), loop, restarting)
@@ -262,21 +265,22 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "against"),
+    ("changes", "level", "said"),
     [
         ({}, "order", None),
-        ({"model__num_moe_experts": 8}, "units", "mixture of experts"),
-        ({"model__virtual_pipeline_model_parallel_size": 2}, "units", "virtual pipeline"),
-        ({"model__transformer": SimpleNamespace(mtp_num_layers=1)}, "units", "multi-token"),
-        ({"peft": object()}, "units", "--sft"),
-        ({"dataset__dataloader_type": "batch"}, "units", "--sft"),
-        ({"dataset__enable_in_batch_packing": True}, "units", "--sft"),
-        ({"model__restore_modelopt_state": True}, "units", "ModelOpt"),
-        ({"model__quant_recipe": object()}, "units", "FP4"),
-        ({"ft": SimpleNamespace(enable_ft_package=True)}, "units", "fault tolerance"),
-        ({"dist__use_decentralized_pg": True}, "units", "use_decentralized_pg"),
-        ({"tensor_inspect": SimpleNamespace(enabled=True)}, "units", "tensor inspection"),
+        ({"model__virtual_pipeline_model_parallel_size": 2}, "order", None),
         ({"tensor_inspect": SimpleNamespace(enabled=False)}, "order", None),
+        ({"model__num_moe_experts": 8}, "order", "mixture of experts"),
+        ({"model__transformer": SimpleNamespace(mtp_num_layers=1)}, "order", "multi-token"),
+        ({"peft": object()}, "order", "--sft"),
+        ({"dataset__dataloader_type": "batch"}, "order", "--sft"),
+        ({"dataset__enable_in_batch_packing": True}, "order", "--sft"),
+        ({"model__restore_modelopt_state": True}, "order", "ModelOpt"),
+        ({"model__quant_recipe": object()}, "order", "FP4"),
+        ({"dist__use_decentralized_pg": True}, "order", "use_decentralized_pg"),
+        ({"model__cuda_graph_impl": "local"}, "units", "CUDA graphs"),
+        ({"ft": SimpleNamespace(enable_ft_package=True)}, "units", "fault tolerance"),
+        ({"tensor_inspect": SimpleNamespace(enabled=True)}, "units", "tensor inspection"),
         ({"rerun_state_machine__rerun_mode": "report_stats"}, "units", "report_stats"),
         ({"train__rampup_batch_size": [4, 4, 8]}, "units", "ramp-up"),
         ({"model__pipeline_model_parallel_size": 1}, "uniform", "no pipeline"),
@@ -288,15 +292,18 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_level_is_that_of_the_same_arguments(
     changes: dict[str, Any],
     level: str,
-    against: str | None,
+    said: str | None,
     arguments: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    """What is said is what is to be checked, or stands against the next level."""
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(variable, raising=False)
     args = arguments.arguments_of(config(**changes), 2)
     decision = decide(args, arguments.BRIDGE_LIMITS)
     assert str(decision.level) == level
-    assert against is None or against in str(decision)
+    assert bool(decision.to_check) is (level == "order" and said is not None)
+    assert str(decision) == "level order" if said is None else said in str(decision)
 
 
 def test_arguments_have_megatron_lms_names(arguments: Any) -> None:

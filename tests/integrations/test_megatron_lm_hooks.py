@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
-from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,7 +171,21 @@ def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
             "Level units cannot be had with: no pipeline",
         ),
         (
-            {"pipeline_model_parallel_size": 2, "num_experts": 8, "envpipe_level": "order"},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_experts": 8,
+                "cuda_graph_impl": "local",
+                "envpipe_level": "order",
+            },
+            "Level order cannot be had with: CUDA graphs",
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_experts": 8,
+                "envpipe_level": "order",
+                "envpipe_self_check": "off",
+            },
             "Level order cannot be had with: mixture of exp",
         ),
     ],
@@ -250,31 +263,38 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
     monitor.resume()
 
 
-def test_a_model_that_flags_do_not_tell_keeps_megatrons_order(hooks: Any) -> None:
+def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(hooks: Any) -> None:
     from megatron.core.transformer import TransformerConfig
 
     from envpipe_megatron.integrations.megatron.job import limits_of
 
-    config = TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32
-    )
-    known, other = gpt(), torch.nn.Linear(1, 1)
-    vars(known)["config"] = config
-    vars(other)["config"] = varying = copy(config)
-    varying.variable_seq_lengths = True
-    assert limits_of([known]) == []
-    assert [str(limit.highest) for limit in limits_of([other])] == ["units", "units"]
-    text = " ".join(map(str, limits_of([other])))
-    assert "variable_seq_lengths" in text
-    assert "Linear" in text
+    def limits(model: Any, **changes: Any) -> dict[str, str]:
+        config = TransformerConfig(
+            num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32
+        )
+        for name, value in changes.items():
+            setattr(config, name, value)
+        vars(model)["config"] = config
+        return {limit.feature: str(limit.highest) for limit in limits_of([model])}
+
+    assert limits(gpt()) == {}
+    assert limits(gpt(), num_microbatches_with_partial_activation_checkpoints=0) == {}
+    assert limits(torch.nn.Linear(1, 1), variable_seq_lengths=True) == {
+        "models other than GPTModel: Linear": "order",
+        "sequences of varying length": "order",
+    }
+    assert limits(gpt(), moe_paged_stash=True, cuda_graph_impl="local") == {
+        "moe_paged_stash": "units",
+        "cuda_graph_impl 'local'": "units",
+    }
 
 
 @pytest.mark.parametrize(
     "feature",
     [
-        "variable_seq_lengths",
         "moe_paged_stash",
-        "num_microbatches_with_partial_activation_checkpoints",
+        "overlap_moe_expert_parallel_comm",
+        "fine_grained_activation_offloading",
     ],
 )
 def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> None:

@@ -19,9 +19,6 @@ Scope = enum.Enum("Scope", "full_iteration attn")
 
 #: For each row: arguments that ask for it.
 ASKING: dict[str, tuple[dict[str, Any], ...]] = {
-    "virtual pipeline stages (interleaved schedule)": (
-        {"virtual_pipeline_model_parallel_size": 2},
-    ),
     "mixture of experts": ({"num_experts": 8},),
     "expert parallelism": ({"expert_model_parallel_size": 2},),
     "context parallelism": ({"context_parallel_size": 2},),
@@ -73,15 +70,17 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"optimizer_cuda_graph": True},
     ),
     "overlapped tensor-parallel communication (--tp-comm-overlap)": ({"tp_comm_overlap": True},),
-    "delayed weight gradients": (
-        {"delay_wgrad_compute": True},
+    "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)": (
         {"defer_embedding_wgrad_compute": True},
     ),
-    "offloading of activations or of the optimizer": (
-        {"cpu_offloading": True},
-        {"fine_grained_activation_offloading": True},
+    "delayed weight gradients (--delay-wgrad-compute)": ({"delay_wgrad_compute": True},),
+    "offloading of the optimizer": (
         {"optimizer_cpu_offload": True},
         {"offload_optimizer_states": True},
+    ),
+    "offloading of activations": (
+        {"cpu_offloading": True},
+        {"fine_grained_activation_offloading": True},
     ),
     "several instances of the distributed optimizer": ({"num_distributed_optimizer_instances": 2},),
     "rematerialised weights (--gtp-weight-remat-size)": ({"gtp_weight_remat_size": 2},),
@@ -92,9 +91,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
     "timers inside of forwards and backwards (--timing-log-level 2)": ({"timing_log_level": 2},),
     "memory given back in each iteration (--empty-unused-memory-level)": (
         {"empty_unused_memory_level": 1},
-    ),
-    "--num-microbatches-with-partial-activation-checkpoints": (
-        {"num_microbatches_with_partial_activation_checkpoints": 0},
     ),
     "saving activations and gradients while training (--save-dgrads-interval and the like)": (
         {"save_activations_interval": 10},
@@ -164,9 +160,19 @@ def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_defaults_of_megatron_get_the_highest_level() -> None:
-    assert decide(job(), LIMITS).level is Level.ORDER
-    assert decide(job(**DEFAULTS), LIMITS).level is Level.ORDER
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        DEFAULTS,
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"num_microbatches_with_partial_activation_checkpoints": 0},
+    ],
+)
+def test_what_tests_have_proven_needs_no_check(asked: dict[str, Any]) -> None:
+    for checks in (True, False):
+        found = decide(job(**asked), LIMITS, checks=checks)
+        assert (found.level, found.to_check) == (Level.ORDER, ())
 
 
 def test_each_row_is_asked_for_and_leaves_its_level() -> None:
@@ -175,9 +181,17 @@ def test_each_row_is_asked_for_and_leaves_its_level() -> None:
     assert rows.keys() == ASKING.keys()
     for feature, several in ASKING.items():
         for asked in several:
-            found = decide(job(**{**DEFAULTS, **asked}), LIMITS)
-            assert found.level is rows[feature].highest, asked
-            assert rows[feature] in found.against[Level(found.level + 1)]
+            row, args = rows[feature], job(**{**DEFAULTS, **asked})
+            found, unchecked = (decide(args, LIMITS, checks=checks) for checks in (True, False))
+            assert found.level is row.highest, asked
+            assert unchecked.level is min(row.highest, Level.UNITS), asked
+            if found.level is Level.ORDER:
+                assert row in found.to_check
+                against = unchecked.against[Level.ORDER]
+                assert feature in [limit.feature for limit in against]
+            else:
+                assert found.to_check == ()
+                assert row in found.against[Level(found.level + 1)]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -185,11 +199,11 @@ def test_an_allocator_that_frees_while_training(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
-    assert decide(job(), LIMITS).level is Level.ORDER
+    assert decide(job(), LIMITS).to_check == ()
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
     found = decide(job(), LIMITS)
-    assert found.level is Level.UNITS
-    assert [limit.feature for limit in found.against[Level.ORDER]] == [FREES_WHILE_TRAINING]
+    assert found.level is Level.ORDER
+    assert [limit.feature for limit in found.to_check] == [FREES_WHILE_TRAINING]
 
 
 def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
@@ -201,18 +215,27 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
         for setting in draw.sample(settings, draw.randrange(12)):
             asked |= setting
         asked["pipeline_model_parallel_size"] = draw.choice((1, 2, 8))
-        found = decide(job(**asked), LIMITS)
+        args, checks = job(**asked), draw.random() < 0.7
+        found = decide(args, LIMITS, checks=checks)
         assert list(found.against) == [level for level in Level if level > found.level]
         assert all(found.against.values())
+        wanted = [limit for limit in LIMITS if limit.asks(args)]
+        # Level order with anything of the table at all has all of it checked.
+        assert list(found.to_check) == (wanted if found.level is Level.ORDER else [])
+        assert checks or not found.to_check
         added = {k: v for k, v in draw.choice(features).items() if k not in asked}
-        assert decide(job(**asked, **added), LIMITS).level <= found.level
+        assert decide(job(**asked, **added), LIMITS, checks=checks).level <= found.level
         level = draw.choice(list(Level))
         if level <= found.level:
-            assert decide(job(**asked), LIMITS, level).level is level
+            lower = decide(args, LIMITS, level, checks=checks)
+            assert lower.level is level
+            assert lower.to_check == (found.to_check if level is Level.ORDER else ())
             continue
         with pytest.raises(LevelError) as error:
-            decide(job(**asked), LIMITS, level)
-        assert all(str(limit) in str(error.value) for limit in found.against[level])
+            decide(args, LIMITS, level, checks=checks)
+        for limit in wanted:  # those against this level are named, and no others
+            highest = limit.highest if checks else min(limit.highest, Level.UNITS)
+            assert (str(limit) in str(error.value)) == (highest < level)
 
 
 def test_the_user_guide_has_the_table() -> None:

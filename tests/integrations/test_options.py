@@ -13,7 +13,7 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.flags import add_arguments
+from envpipe_megatron.integrations.flags import SELF_CHECKS, add_arguments
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import Options, prepare_files, read_options
 
@@ -74,6 +74,12 @@ def test_a_level_is_named_or_left_to_the_job() -> None:
     assert read("--envpipe-level", "auto").level is None
     for level in Level:
         assert read("--envpipe-level", str(level)).level is level
+
+
+def test_a_job_checks_itself_where_it_must_unless_told_otherwise() -> None:
+    assert read().self_check == "auto"
+    for word in SELF_CHECKS:
+        assert read("--envpipe-self-check", word).self_check == word
 
 
 def test_a_job_without_a_pipeline_has_one_clock() -> None:

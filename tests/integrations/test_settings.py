@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.integrations.options import OptionError
-from envpipe_megatron.integrations.settings import merged, read_settings
+from envpipe_megatron.integrations.settings import merged, parse_settings, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
     [
         ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, channel, gpu"),
         ({"level": "units"}, "No such option.*'level'"),
+        ({"self_check": "off"}, "No such option.*'self_check'"),
         ({"reconfig": "greedy", "reconfigure": "greedy"}, "given twice.*'reconfigure'"),
         ({"min_dwell_ms": 1, "min-dwell-ms": 1}, "given twice"),
         ({"type": "quick"}, "invalid choice: 'quick'"),
@@ -74,6 +75,14 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
     assert "Error" in type(error.value).__name__
     if "gpu" not in settings:
         assert isinstance(error.value, OptionError)
+
+
+def test_levels_and_their_check_are_named_where_a_framework_has_them() -> None:
+    named = {"level": "order", "self_check": "always"}
+    parsed = parse_settings(named, has_levels=True)
+    assert (parsed.envpipe_level, parsed.envpipe_self_check) == ("order", "always")
+    with pytest.raises(OptionError, match="invalid choice: 'never'"):
+        parse_settings({"self_check": "never"}, has_levels=True)
 
 
 def test_a_call_goes_before_a_file() -> None:

@@ -30,6 +30,8 @@ class Job:
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
             `align_grad_reduce` (a grad_sync_func); None trains untied replicas alone, by Adam.
+        partial_checkpoints: microbatches of a window whose layers are not all computed again.
+        noise: share by which losses differ from run to run, by chance.
         evaluate_after: the step after which forwards alone are run, on other data.
     """
 
@@ -46,6 +48,9 @@ class Job:
     deallocate: bool = True
     reducer: tuple[str, ...] | None = None
     recompute: bool = False
+    dropout: float = 0.0
+    partial_checkpoints: int | None = None
+    noise: float = 0.0
     per_token_loss: bool = False
     evaluate_after: int | None = None
 
@@ -63,6 +68,7 @@ class Ours:
         clocks_mhz: of the emulated GPUs; None for those of the preset.
         kept_orders: the orders that Megatron's own function is said to run, with hooks around
             units: one for each number of microbatches.
+        checked: the order of a self-check in the second iteration; None without one.
     """
 
     schedule: str = "1f1b"
@@ -75,6 +81,7 @@ class Ours:
     unit_s: float = 0.001
     clocks_mhz: tuple[int, ...] | None = None
     kept_orders: tuple[Schedule, ...] = ()
+    checked: Schedule | None = None
 
 
 Bits = dict[str, bytes]
@@ -93,6 +100,7 @@ class Result:
         locked_mhz: what this rank's GPU was told, in order.
         phases: of each training iteration.
         plan: what the session came to, with its profile and steps of reconfiguring.
+        said: by a self-check, on one rank, and on all what it found to be different.
     """
 
     stage: int
@@ -107,6 +115,8 @@ class Result:
     plan: Plan | None = None
     profile: Profile | None = None
     reconfigure_steps: int = 0
+    said: list[str] = field(default_factory=list)
+    failed: str | None = None
 
 
 def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:

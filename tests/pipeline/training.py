@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -38,11 +39,13 @@ from plain_stages import FastTime
 from torch.overrides import TorchFunctionMode
 
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -227,7 +230,8 @@ def _train(
     job: Job, ours: Ours | None, session: Session | None, result: Result, collectives: Collectives
 ) -> None:
     chunks, clear_grads, finish_step = _build(job)
-    stand_in = session and _stand_in(job, ours, session, collectives)
+    torch.manual_seed(dist.get_rank())  # for dropout
+    stand_in = session and _stand_in(job, ours, session, collectives, result)
     call = partial(
         stand_in or get_forward_backward_func(),
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -260,14 +264,23 @@ def _train(
         if last:
             break
         step += 1
+    if isinstance(stand_in, ForwardBackward):
+        result.failed = stand_in.failed
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 
+def _check(ours: Ours, collectives: Collectives, result: Result) -> SelfCheck | None:
+    if ours.checked is None:
+        return None
+    order: Schedule = ours.checked
+    return SelfCheck(lambda count, more: order, collectives, result.said.append)
+
+
 def _stand_in(
-    job: Job, ours: Ours, session: Session, collectives: Collectives
+    job: Job, ours: Ours, session: Session, collectives: Collectives, result: Result
 ) -> ForwardBackward | KeptOrder:
     if not ours.kept_orders:
-        return ForwardBackward(session)
+        return ForwardBackward(session, check=_check(ours, collectives, result))
     orders = {order.num_microbatches: order for order in ours.kept_orders}
     return KeptOrder(
         session,
@@ -306,8 +319,9 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         variable_seq_lengths=bool(job.lengths),
         moe_token_dispatcher_type="alltoall",  # varying lengths refuse the default, experts or not
         use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=job.dropout,
+        attention_dropout=job.dropout,
+        num_microbatches_with_partial_activation_checkpoints=job.partial_checkpoints,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -323,6 +337,7 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         recompute_num_layers=1 if job.recompute else None,
     )
     config.overlap_moe_expert_parallel_comm = job.combined  # it wants experts and CUDA
+    config.noise = job.noise
     made: Callable[..., Any] = partial(GPTModel, config, get_gpt_layer_local_spec())
     if job.bert:
         made = partial(BertModel, config, 0, bert_layer_local_spec, add_binary_head=False)
@@ -479,6 +494,7 @@ def _session(
                 policy=ours.policy,
                 reconfigure=ours.reconfigure,
                 num_chunks=job.chunks,
+                group_size=job.group,
             ),
             warmup_iterations=ours.warmup_iterations,
             profiler=ProfilerSettings(*ours.profiler, min_window_s=0.0),
@@ -513,7 +529,9 @@ def _data(job: Job, step: int, replica: int, count: int) -> Any:
 
 
 def _forward_step(
-    data_iterator: Iterator[torch.Tensor], model: torch.nn.Module
+    data_iterator: Iterator[torch.Tensor],
+    model: torch.nn.Module,
+    checkpoint_activations_microbatch: bool | None = None,
 ) -> tuple[torch.Tensor, Any]:
     config: Any = get_model_config(model)
     tokens = next(data_iterator)
@@ -530,6 +548,9 @@ def _forward_step(
     def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
         if non_loss_data:
             return losses.amax(dim=0)
+        if config.noise:
+            by_chance = torch.Generator().manual_seed(secrets.randbits(32))
+            losses = losses * (1 + config.noise * torch.randn(losses.shape, generator=by_chance))
         # Cloned, since megatron-core divides the loss in place.
         if config.calculate_per_token_loss:
             total = losses.sum()

@@ -217,7 +217,7 @@ def test_a_profile_of_chunks_plans_no_order_without():
         (PlanRequest(8, policy="uniform", reconfigure="greedy"), "greedy"),
         (PlanRequest(8, policy="baseline", reconfigure="balanced"), "balanced"),
         (PlanRequest(8, "1f1b", num_chunks=2), "2"),
-        (PlanRequest(8, "envpipe", num_chunks=2), "2"),
+        (PlanRequest(8, "gpipe", num_chunks=2), r"one chunk.*2.*interleaved, envpipe or auto"),
         (PlanRequest(8, "1f1b", group_size=5), "5"),
         (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
         (PlanRequest(8, "zero-bubble"), "Unknown schedule.*zero-bubble"),

@@ -187,13 +187,6 @@ def main() -> None:
             # The first turn is the warm-up.
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
-        if job["lifts"]:
-            from envpipe_megatron.integrations.megatron import limits
-
-            # The hooks, which take the table, are imported later, by the patch.
-            limits.LIMITS = tuple(
-                limit for limit in limits.LIMITS if limit.feature not in job["lifts"]
-            )
         if job["tells_units"]:
             from benchmarks.megatron_lm.stress import tell_units
 

@@ -89,8 +89,6 @@ class Job:
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
-        lifts: features that stand against EnvPipe's order, which is to run nevertheless, by their
-            names in LIMITS.
         refused: what the log must say of a job that must not start; else it must end well.
     """
 
@@ -107,7 +105,6 @@ class Job:
     lost: Mapping[str, Any] | None = None
     mark_norms: bool = False
     hide_package: bool = False
-    lifts: tuple[str, ...] = ()
     refused: str | None = None
     limit_s: float = 300.0
 
@@ -210,7 +207,6 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "keeps_steps": job.lost is not None,
         "tells_units": "unit" in (job.lost or {}),
         "hide_package": job.hide_package,
-        "lifts": job.lifts,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
     }

@@ -122,8 +122,10 @@ def make_job(
     config, orders = get_model_config(model[0]), level is Level.ORDER
     if not orders:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)
-    elif options.scheduling == "1f1b":  # Megatron's own, whatever it is
-        options = replace(options, scheduling=_own_order(args))
+    elif options.scheduling == "1f1b" or (
+        options.scheduling == "auto" and len(model) > 1 and _draws(config)
+    ):
+        options = replace(options, scheduling=_own_order(args))  # Megatron's, whatever it is
     if level is Level.OBSERVE:
         control = "none" if torch.cuda.is_available() else options.gpu_control
         options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
@@ -198,6 +200,15 @@ def make_stand_in(
         job.collectives.stage,
         job.collectives.on_all,
     )
+
+
+def _draws(config: Any) -> bool:
+    """Whether forwards draw random numbers, each stage one after another.
+
+    With chunks, a search finds orders in which forwards come otherwise, and get other numbers.
+    """
+    rates = "hidden_dropout", "attention_dropout", "moe_input_jitter_eps"
+    return any(getattr(config, rate, None) for rate in rates)
 
 
 def _own_order(args: argparse.Namespace) -> str:

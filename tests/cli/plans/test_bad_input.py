@@ -119,6 +119,10 @@ BASELINE = ("--policy", "baseline")
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
         (["--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
         (["--schedule", "1f1b", "--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
+        (
+            ["--schedule", "envpipe", "--num-chunks", 2, "--channel-capacity", 1],
+            ["channels", "'2 chunks'", "Leave out the limit"],
+        ),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
         (
             ["--schedule", "interleaved", "--num-chunks", 2, "--group-size", 1],

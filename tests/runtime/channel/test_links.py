@@ -171,6 +171,7 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     for stage, channel in enumerate(job.channels()):
         assert (channel.ranks, channel.capacity) == (list(range(stages)), None)
         assert not channel.lets_go
+        assert not channel.posts_ahead  # there is no device that a receive could hold
         assert channel.about == ""
         hops = {
             (way, kind, (stage + step) % stages)
@@ -239,6 +240,7 @@ def test_over_few_hardware_queues_one_receive_is_posted_ahead(
         assert channel.about.endswith(f"(asked for: {carrier})")
         (made,) = channel._carriers.values()
         assert (made._timeout, made._ahead) == (None, carrier == "posted" or capacity == 1)
+        assert channel.posts_ahead is made._ahead
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -250,6 +252,7 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     assert {(channel.about, channel.capacity, channel.lets_go) for channel in channels} == {
         ("one-sided copies", None, False)
     }
+    assert not any(channel.posts_ahead for channel in channels)
     assert not job.groups
     assert {id(channel._side) for channel in channels} == {id(side) for side in job.watched}
 
@@ -288,7 +291,7 @@ def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
     (about,) = {channel.about for channel in channels}
     assert about.startswith(f"NCCL between stages {boundary} and {boundary + 1}")
     assert about.endswith(f"({reason}); one-sided copies")
-    assert {channel.capacity for channel in channels} == {1}
+    assert {(channel.capacity, channel.posts_ahead) for channel in channels} == {(1, True)}
     for stage, channel in enumerate(channels):
         by_puts = {
             carrier._peers.neighbour  # type: ignore[attr-defined]
@@ -306,6 +309,7 @@ def test_a_channel_for_messages_that_vary_has_headers(monkeypatch):
     """Slots have one size."""
     for channel in MadeUpJob(monkeypatch, 2).channels(vary=True):
         assert channel.about.endswith("(messages vary in shape)")
+        assert not channel.posts_ahead
         assert not any(isinstance(c, PutCarrier) for c in channel._carriers.values())
 
 

@@ -287,6 +287,26 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
             job.adopt()
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("schedule", ["auto", "envpipe"])
+def test_chunks_keep_the_frameworks_order_over_one_hardware_queue(tmp_path, schedule, limit):
+    request = PlanRequest(6, schedule, "optimal", num_chunks=2, max_in_flight=limit)
+    job = Starting(tmp_path / "none", request=request, num_microbatches=6, capacity=1)
+    plan = job.adopt().plan
+    assert plan.schedule.stages == builders.interleaved(2, 6, 2).stages
+    assert plan.cost.energy_j < plan.baseline.cost.energy_j
+    assert job.predicted == ["interleaved"]
+
+
+def test_chunks_get_an_order_of_ours_elsewhere(tmp_path):
+    request = PlanRequest(6, "envpipe", "optimal", num_chunks=2)
+    job: Any = Starting(tmp_path / "none", request=request, num_microbatches=6)
+    times_s = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.4}
+    adopted = adopt_plan(job, preset_profile("a100-sxm", 2, times_s, (1200, 1005)), CLOCKS)
+    more = builders.interleaved(2, 6, 2, extra_warmup=(1, 0))
+    assert adopted.plan.schedule.stages == more.stages
+
+
 @pytest.mark.parametrize("limit", [None, (2, 1)])
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
     asked = []

@@ -308,6 +308,30 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
         assert world.calls[2][:3] == ("energy.add", Phase.STEADY, number)
 
 
+def test_an_order_is_rehearsed_without_a_trace(world):
+    """Its units run, over the channel; no clock changes, and no phase, bill or timeline has it."""
+    world.orders = [order(Phase.WARMUP, 1410)]
+    session, ran = world.session(), []
+    session.begin_step()
+    world.calls.clear()
+    work: Any = SimpleNamespace(
+        forward=lambda unit, inputs: ran.append(str(unit)) or [],
+        backward=lambda unit, inputs: ran.append(str(unit)) or [],
+        sent=lambda unit: None,
+    )
+    rehearsed = builders.gpipe(1, 2)
+    session.rehearse(rehearsed, SPECS, lambda schedule: work)
+    assert ran == ["F0", "F1", "B0", "B1"]
+    assert ("channel.begin_step", rehearsed, SPECS) in world.calls
+    assert world.calls[-2:] == [("channel.end_step",), ("executor.end_iteration",)]
+    assert world.taken() == []
+    assert (session.executed, session.last_record, world.records) == ([], None, [])
+    run(session)
+    session.end_step()
+    assert (session.state.iteration, session.executed) == (0, UNITS)
+    assert [call[0] for call in world.taken()].count("energy.add") == 1
+
+
 def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
     world.orders = [order(Phase.STEADY, 1410)] * 2
     session = world.session()
