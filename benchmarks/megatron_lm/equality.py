@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.megatron_lm.models import (
     ALL_ARMS,
     APEX,
+    EXPERT_PARALLEL,
+    EXPERTS,
     KEPT_ARMS,
     LOOP,
     MAPPINGS,
@@ -47,12 +49,6 @@ _FP16 = (
 )
 
 
-#: Experts of Megatron's own, one after another, which need no Transformer Engine.
-_EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
-)
-_EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 #: By Transformer Engine's buffers that ranks of a node share.
 _OVERLAPPED_TENSORS = "--sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 #: Of DeepSeek-V3's kind: latent attention, a dense layer before those of experts, a shared expert,
@@ -122,16 +118,16 @@ def settings(num_ranks: int, cpu: bool) -> list[Setting]:
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
-        Setting("moe-pp2", PP2, (_BF16, _EXPERTS), ALL_ARMS),
-        Setting("moe-pp2ep2", PP2DP2, (_BF16, _EXPERTS, _EXPERT_PARALLEL), ALL_ARMS),
+        Setting("moe-pp2", PP2, (_BF16, EXPERTS), ALL_ARMS),
+        Setting("moe-pp2ep2", PP2DP2, (_BF16, EXPERTS, EXPERT_PARALLEL), ALL_ARMS),
         Setting(
             "moe8-gathered-pp2ep2",
             PP2DP2,
             (
                 _BF16,
-                _EXPERTS,
+                EXPERTS,
                 "--num-experts 8 --moe-token-dispatcher-type allgather",
-                _EXPERT_PARALLEL,
+                EXPERT_PARALLEL,
             ),
             ALL_ARMS,
         ),
@@ -153,7 +149,7 @@ def _with_transformer_engine() -> list[Setting]:
             Setting(f"te-bf16-{mapping.name}", mapping, arms=ALL_ARMS),
             Setting(f"te-fp8-{mapping.name}", mapping, (_BF16, "--fp8-format hybrid"), ALL_ARMS),
         ]
-    experts = f"{_EXPERTS} --moe-grouped-gemm {_EXPERT_PARALLEL}"
+    experts = f"{EXPERTS} --moe-grouped-gemm {EXPERT_PARALLEL}"
     fp8 = "--fp8-format hybrid"
     llama = f"{TINY.llama} --no-rope-fusion"
     any_order = {
@@ -163,9 +159,9 @@ def _with_transformer_engine() -> list[Setting]:
         "te-llama-pp2vp2": (replace(PP2, chunks=2), llama),
         "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),
         "te-deepseek-pp2": (PP2, _DEEPSEEK),
-        "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {_EXPERT_PARALLEL}"),
+        "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {EXPERT_PARALLEL}"),
         "te-deepseek-pp2vp2": (replace(PP2, chunks=2, layout=_DEEPSEEK_LAYOUT), _DEEPSEEK),
-        "te-experts-pp2": (PP2, f"{_EXPERTS} --moe-grouped-gemm"),
+        "te-experts-pp2": (PP2, f"{EXPERTS} --moe-grouped-gemm"),
         "te-experts-pp2ep2": (PP2DP2, experts),
         "te-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2), experts),
         "te-overlapped-tensors-pp2tp2": (PP2TP2, _OVERLAPPED_TENSORS),

@@ -150,6 +150,14 @@ LEAST = Size(4, 64, 64, 1024, microbatch=1, microbatches=8)
 LEAST_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 
 
+#: Experts of Megatron's own, one after another, which need no Transformer Engine.
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
+)
+EXPERT_PARALLEL = "--expert-model-parallel-size 2"
+
+
 def training(iterations: int, *, log_interval: int = 1) -> str:
     """Megatron's arguments of optimizer and length."""
     return (

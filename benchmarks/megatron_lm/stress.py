@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks.megatron_lm.models import (
+    EXPERT_PARALLEL,
+    EXPERTS,
     LEAST,
     LEAST_ON_CPU,
     NO_EVALUATION,
@@ -28,9 +31,11 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -45,7 +50,10 @@ PART = "stress"
 
 @dataclass(frozen=True)
 class Setting:
-    """A mapping with its number of hardware queues; None leaves the driver's own."""
+    """A mapping with its number of hardware queues; None leaves the driver's own.
+
+    Jobs with experts check themselves first.
+    """
 
     name: str
     mapping: Mapping
@@ -60,6 +68,9 @@ SETTINGS = (
     Setting("pp4-1-connection", PP4, "1"),
     Setting("pp2tp2-1-connection", PP2TP2, "1"),
     Setting("pp2dp2-overlap", PP2DP2, None, PP2DP2.distributed_optimizer()),
+    Setting("pp2vp2", replace(PP2, chunks=2), None),
+    Setting("pp2ep2-experts", PP2DP2, None, f"{EXPERTS} {EXPERT_PARALLEL}"),
+    Setting("pp2vp2ep2-experts", replace(PP2DP2, chunks=2), None, f"{EXPERTS} {EXPERT_PARALLEL}"),
 )
 
 
@@ -134,6 +145,22 @@ def random_extra_forwards(
     return limits.fit(wanted)
 
 
+def random_interleaved(
+    source: random.Random, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[Schedule, tuple[int, ...]]:
+    """An interleaved order of random groups and longer warm-ups, and both as numbers."""
+    while True:
+        group = source.randint(num_stages, num_microbatches)
+        extra: list[int] = []
+        for _ in range(num_stages):
+            extra.append(source.randint(0, min([2 * num_stages, *extra[-1:]])))
+        job = num_stages, num_microbatches, num_chunks, group
+        with contextlib.suppress(EnvPipeError):  # stages would wait in circles
+            schedule = builders.interleaved(*job, extra_warmup=extra)
+            check_message_order(schedule)
+            return schedule, (group, *extra)
+
+
 def is_one_sided(channel: P2PChannel) -> bool:
     """Whether no receive is ever posted, so that a unit may wait for the whole device."""
     return channel.about == "one-sided copies"
@@ -155,11 +182,16 @@ def random_orders(
         source = random.Random(seed)
         clocks = sorted(job.gpu.supported_frequencies_mhz)
         while True:
-            extra = random_extra_forwards(
-                source, job.num_stages, job.num_microbatches, job.channel.capacity
-            )
+            if job.config.request.num_chunks > 1:
+                schedule, extra = random_interleaved(
+                    source, job.num_stages, job.num_microbatches, job.config.request.num_chunks
+                )
+            else:
+                extra = random_extra_forwards(
+                    source, job.num_stages, job.num_microbatches, job.channel.capacity
+                )
+                schedule = builders.envpipe(job.num_stages, job.num_microbatches, extra)
             told(extra, job.channel)
-            schedule = builders.envpipe(job.num_stages, job.num_microbatches, extra)
             forward_mhz, backward_mhz = source.choice(clocks), source.choice(clocks)
             yield constant_order(Phase.STEADY, schedule, forward_mhz, backward_mhz)
 

@@ -100,6 +100,8 @@ class Result:
         locked_mhz: what this rank's GPU was told, in order.
         phases: of each training iteration.
         plan: what the session came to, with its profile and steps of reconfiguring.
+        around: what Megatron or ours did between units: parameters gathered, gradients reduced, and
+            layers that are computed again, each with the number of units so far.
         said: by a self-check, on one rank, and on all what it found to be different.
     """
 
@@ -115,6 +117,7 @@ class Result:
     plan: Plan | None = None
     profile: Profile | None = None
     reconfigure_steps: int = 0
+    around: list[tuple[object, ...]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     failed: str | None = None
 

@@ -317,6 +317,36 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
         assert one.losses != other.losses or not one.losses[0]
 
 
+ALIGNED = (
+    "align_grad_reduce",
+    "overlap_grad_reduce",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
+)
+#: In Megatron's own order, what is done between units is Megatron's, and when it is done.
+AROUND = {
+    "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
+    "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
+    "some computed again": Job(4, 8, recompute=True, partial_checkpoints=2),
+    "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
+    "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
+    "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
+    "bert, two chunks": Job(2, 6, chunks=2, bert=True),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_done_between_units(stock, ours, tmp_path, name):
+    job = AROUND[name]
+    results = ours(job, by_plan(tmp_path, framework_order(job)))
+    references = stock(job)
+    assert_same_bits(results, references)
+    for result, reference in zip(results, references, strict=True):
+        assert result.around == reference.around
+    done = {what for what, _ in results[0].around}
+    assert done == {"forward"} | ({"param_sync_func", "grad_sync_func"} if job.reducer else set())
+
+
 FEATURES = {
     "full recomputation": Job(2, 6, recompute=True),
     "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),

@@ -49,6 +49,7 @@ from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -230,6 +231,7 @@ def _train(
     job: Job, ours: Ours | None, session: Session | None, result: Result, collectives: Collectives
 ) -> None:
     chunks, clear_grads, finish_step = _build(job)
+    _note_around(chunks, result.around)
     torch.manual_seed(dist.get_rank())  # for dropout
     stand_in = session and _stand_in(job, ours, session, collectives, result)
     call = partial(
@@ -269,11 +271,32 @@ def _train(
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 
+def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]) -> None:
+    """Note what is done between the forwards of a stage, and for which chunk."""
+    config: Any = get_model_config(chunks[0])
+    config.around = around
+    for name in ("param_sync_func", "grad_sync_func"):
+        functions = getattr(config, name)
+        if isinstance(functions, list):
+
+            def noted(parameters: Any, name: str, chunk: int, function: Any) -> None:
+                around.append((name, chunk))
+                function(parameters)
+
+            told = [
+                partial(noted, name=name, chunk=chunk, function=function)
+                for chunk, function in enumerate(functions)
+            ]
+            setattr(config, name, told)
+
+
 def _check(ours: Ours, collectives: Collectives, result: Result) -> SelfCheck | None:
     if ours.checked is None:
         return None
     order: Schedule = ours.checked
-    return SelfCheck(lambda count, more: order, collectives, result.said.append)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    channel = P2PChannel(dist.get_process_group_ranks(pipeline), _stage(), {})
+    return SelfCheck(lambda count, more: order, channel, collectives, result.said.append)
 
 
 def _stand_in(
@@ -386,6 +409,8 @@ def _with_reducer(
         config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
     if align:
         config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
+        if ddp_config.overlap_param_gather:
+            config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -535,6 +560,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Any]:
     config: Any = get_model_config(model)
     tokens = next(data_iterator)
+    config.around.append(("forward", checkpoint_activations_microbatch))
     length = tokens.shape[1] - 1
     positions = torch.arange(length).expand(MICROBATCH, length)
     mask = torch.ones(length, length).triu(1).bool()[None, None]

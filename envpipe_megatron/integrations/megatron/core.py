@@ -8,9 +8,7 @@ schedule says which comes when.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,33 +17,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
     clear_embedding_activation_buffer,
-    deallocate_output_tensor,
     finish_embedding_wgrad_compute,
-    forward_step,
     get_forward_backward_func,
     get_tensor_shapes,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_config
 
-from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+from envpipe_megatron.integrations.megatron.work import MegatronWork, UnsupportedModelError
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
-
-Tensors = list[torch.Tensor | None]
-
-#: In 0.16 alone; it mattered for models of encoders and decoders.
-_BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
-
-
-class UnsupportedModelError(EnvPipeError):
-    """A feature of Megatron that EnvPipe does not run."""
 
 
 class ForwardBackward:
@@ -144,11 +129,11 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         groups = arguments["pg_collection"] or _default_groups()
         specs = _specs(arguments, groups)
-        works: list[_MegatronWork] = []
+        works: list[MegatronWork] = []
 
-        def make_work(schedule: Schedule) -> _MegatronWork:
+        def make_work(schedule: Schedule) -> MegatronWork:
             step = arguments["forward_step_func"]
-            works.append(_MegatronWork(schedule, step, iterators, chunks, config, groups))
+            works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
             return works[0]
 
         embedding_module = None
@@ -204,171 +189,8 @@ class ForwardBackward:
             )
 
 
-class _MegatronWork:
-    """Units of one stage in one iteration, by megatron-core's own step functions."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        forward_step_func: Callable[..., Any],
-        iterators: list[Iterator[Any]],
-        chunks: list[torch.nn.Module],
-        config: Any,
-        groups: ProcessGroupCollection,
-    ) -> None:
-        self._forward_step_func = forward_step_func
-        self._iterators = iterators
-        self._chunks = chunks
-        self._config = config
-        self._groups = groups
-        self._num_microbatches = schedule.num_microbatches
-        self._model_type = get_model_type(chunks[0])
-        self._stage: int = groups.pp.rank()
-        self.last_stage: bool = self._stage == groups.pp.size() - 1
-        if schedule.num_chunks != len(chunks):
-            raise UnsupportedModelError(
-                f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
-                remedy="Plan for as many chunks as the model has.",
-            )
-        order = schedule.stages[self._stage]
-        forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
-        backwards = [unit for unit in order if unit.kind is Kind.BACKWARD]
-        self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
-        last_backwards = {unit.chunk: unit for unit in backwards}.values()
-        self._last_backwards = frozenset(last_backwards)
-        #: Chunks whose parameters, or gradients, are communicated from a unit on. Stages do it at
-        #: the same time, and those behind come to a chunk later (Megatron's own rule).
-        self._gathered_at = {
-            forwards[max(0, forwards.index(first) - self._stage)]: first.chunk + 1
-            for first in self._first_forwards
-            if 1 < first.chunk + 1 < len(chunks)
-        }
-        self._reduced_behind = {
-            backwards[at]: last.chunk
-            for last in last_backwards
-            if (at := backwards.index(last) + self._stage) < len(backwards)
-        }
-        self._not_reduced = set(range(len(chunks)))
-        self._places = {unit: place for place, unit in enumerate(forwards)}
-        self._warmup = order.index(backwards[0])
-        self._inputs: dict[tuple[int, int], Tensors] = {}
-        self._outputs: dict[tuple[int, int], Tensors] = {}
-        self._no_sync = contextlib.ExitStack()
-        self._sync_held = False
-        self.losses: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
-        self._hold_sync()
-        for chunk in range(min(2, len(chunks)) if len(chunks) > 1 else 0):
-            self._gather_parameters(chunk)
-
-    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run a forward; what a backward needs is kept."""
-        input_tensor: Tensors = list(inputs) if inputs is not None else [None]
-        several = len(self._chunks) > 1
-        if unit in self._gathered_at:
-            self._gather_parameters(self._gathered_at[unit])
-        output_tensor, num_tokens = forward_step(
-            self._forward_step_func,
-            self._iterators[unit.chunk],
-            self._chunks[unit.chunk],
-            self._num_microbatches,
-            input_tensor,
-            self.losses,
-            self._config,
-            cp_group_size=self._groups.cp.size(),
-            checkpoint_activations_microbatch=self._checkpoints_all(unit),
-            is_first_microbatch=unit in self._first_forwards,
-            current_microbatch=unit.microbatch,
-            vp_stage=unit.chunk if several else None,
-            is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
-        )
-        self.num_tokens += num_tokens
-        outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
-        key = (unit.microbatch, unit.chunk)
-        self._inputs[key], self._outputs[key] = input_tensor, outputs
-        return outputs
-
-    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run a backward, and let gradients synchronise in a chunk's last one."""
-        key = (unit.microbatch, unit.chunk)
-        if unit in self._last_backwards and self._syncs_in_last_backward():
-            self._release_sync()
-        gradient: Tensors = list(gradients) if gradients is not None else [None]
-        model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
-        result = backward_step(
-            self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
-        )
-        if len(self._chunks) > 1:
-            if self._config.grad_sync_func is not None and unit in self._reduced_behind:
-                self._release_sync()
-                self._reduce_gradients(self._reduced_behind[unit])
-            self._hold_sync()  # another chunk's gradients are not complete yet
-        sent: list[torch.Tensor] = result
-        return sent
-
-    def sent(self, unit: Unit) -> None:
-        """Free an output's data: the channel keeps what it still sends."""
-        outputs = self._outputs.get((unit.microbatch, unit.chunk))
-        if outputs is not None:
-            deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
-
-    def finish_grads(self) -> None:
-        """Launch the gradient reductions that no backward launched."""
-        held = self._sync_held
-        self._release_sync()
-        if self._config.grad_sync_func is not None and held:
-            for chunk in sorted(self._not_reduced):
-                self._reduce_gradients(chunk)
-
-    def _gather_parameters(self, chunk: int) -> None:
-        """Launch it, where Megatron aligns it over the pipeline."""
-        _for_chunk(self._config.param_sync_func, chunk, self._chunks)
-
-    def _reduce_gradients(self, chunk: int) -> None:
-        self._not_reduced.discard(chunk)
-        _for_chunk(self._config.grad_sync_func, chunk, self._chunks)
-
-    def _checkpoints_all(self, unit: Unit) -> bool | None:
-        """Whether all layers of a forward are computed again in its backward; None: as always.
-
-        Of each window of as many microbatches as are in flight, some keep more of them
-        (Korthikanti et al., 2022, appendix C).
-        """
-        most = self._config.num_microbatches_with_partial_activation_checkpoints
-        return None if most is None else self._places[unit] % (self._warmup + 1) >= most
-
-    def _syncs_in_last_backward(self) -> bool:
-        """Megatron's rule: with its own reducer always, with a grad_sync_func on stage 0 alone.
-
-        In all other cases, stages reduce after their units, in the bubble at the end.
-        """
-        if self._config.grad_sync_func is None:
-            return True
-        return self._stage == 0 and len(self._chunks) == 1
-
-    def _hold_sync(self) -> None:
-        if self._sync_held:
-            return
-        no_sync = self._config.no_sync_func
-        for function in no_sync if isinstance(no_sync, list) else [no_sync]:
-            if function is not None:
-                self._no_sync.enter_context(function())
-        self._sync_held = True
-
-    def _release_sync(self) -> None:
-        self._no_sync.close()
-        self._sync_held = False
-
-
 def _listed(one_or_more: Any) -> list[Any]:
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
-
-
-def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:
-    """Call Megatron's function for a chunk's parameters: one for all, one each, or none."""
-    if functions is not None:
-        function = functions[chunk] if isinstance(functions, list) else functions
-        function(chunks[chunk].parameters())
 
 
 def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:

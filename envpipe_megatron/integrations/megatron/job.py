@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
+from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -162,8 +164,10 @@ def make_stand_in(
     decision: Decision,
     job: Job,
     framework_function: Callable[..., Any],
+    *,
+    checked: bool,
 ) -> ForwardBackward | KeptOrder | WholeSteps:
-    """What runs in place of Megatron's forward-backward function."""
+    """What runs in place of Megatron's forward-backward function; level `order` may be checked."""
     stages, microbatches = args.pipeline_model_parallel_size, _num_microbatches(args)
     if decision.level is Level.UNIFORM or decision.against.get(Level.UNITS):
         return WholeSteps(
@@ -172,25 +176,9 @@ def make_stand_in(
             builders.whole_iteration(stages),
             lambda: get_num_microbatches() == microbatches,
         )
-    config = get_model_config(model[0])
-
-    def order_of(count: int, more: Sequence[int] = ()) -> Schedule:
-        """Megatron's, or with more forwards in the warm-up of each stage."""
-        if len(model) == 1:
-            own = builders.one_f_one_b(stages, count)
-            return builders.envpipe(stages, count, more) if more else own
-        return builders.interleaved(
-            stages,
-            count,
-            len(model),
-            config.microbatch_group_size_per_vp_stage,
-            combined=config.overlap_moe_expert_parallel_comm,
-            extra_warmup=more,
-        )
-
+    order_of = partial(megatron_order, args, model)
     if decision.level is Level.ORDER:
-        wanted = decision.to_check or job.options.self_check == "always"
-        check = SelfCheck(order_of, job.collectives, job.say) if wanted else None
+        check = SelfCheck(order_of, job.channel, job.collectives, job.say) if checked else None
         return ForwardBackward(job.session, framework_function=framework_function, check=check)
     return KeptOrder(
         job.session,
@@ -199,6 +187,32 @@ def make_stand_in(
         microbatches,
         job.collectives.stage,
         job.collectives.on_all,
+    )
+
+
+def what_stalls(args: argparse.Namespace, model: Sequence[Any], job: Job) -> str | None:
+    """Why not even Megatron's own order finishes over a job's channel; None if it does."""
+    stuck = find_stall(megatron_order(args, model, _num_microbatches(args)), job.channel.capacity)
+    if not stuck:
+        return None
+    return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
+
+
+def megatron_order(
+    args: argparse.Namespace, model: Sequence[Any], count: int, more: Sequence[int] = ()
+) -> Schedule:
+    """Megatron's order of a number of microbatches, or with more forwards in stages' warm-ups."""
+    stages, config = args.pipeline_model_parallel_size, get_model_config(model[0])
+    if len(model) == 1:
+        own = builders.one_f_one_b(stages, count)
+        return builders.envpipe(stages, count, more) if more else own
+    return builders.interleaved(
+        stages,
+        count,
+        len(model),
+        config.microbatch_group_size_per_vp_stage,
+        combined=config.overlap_moe_expert_parallel_comm,
+        extra_warmup=more,
     )
 
 

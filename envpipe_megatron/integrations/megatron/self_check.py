@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
 #: Megatron's two runs may differ from each other by chance less than others do.
 _TIMES_AS_MUCH = 4.0
@@ -44,6 +46,7 @@ class SelfCheck:
     Args:
         order_of: megatron-core's order of a number of microbatches, with this many forwards more on
             each stage before its first backward; ScheduleError if there is none.
+        channel: carries the interpreter's messages.
         collectives: of the job.
         say: prints a line, on one rank.
     """
@@ -51,10 +54,12 @@ class SelfCheck:
     def __init__(
         self,
         order_of: Callable[[int, Sequence[int]], Schedule],
+        channel: P2PChannel,
         collectives: Collectives,
         say: Callable[[str], None],
     ) -> None:
         self._order_of = order_of
+        self._channel = channel
         self._collectives = collectives
         self._say = say if collectives.is_planner else lambda text: None
         self._tries = 0
@@ -107,12 +112,14 @@ class SelfCheck:
         return losses
 
     def _order(self, num_microbatches: int, memory: _Memory) -> Schedule:
-        """An order unlike Megatron's if memory has room for one microbatch more, else that."""
+        """An order unlike Megatron's if there is room for one microbatch more, else that."""
         own = self._order_of(num_microbatches, ())
         has_room = memory.has_room(own.peak_in_flight[self._collectives.stage])
         if self._collectives.on_all(has_room):
             with contextlib.suppress(ScheduleError):
-                return self._order_of(num_microbatches, [1] * (own.num_stages - 1) + [0])
+                longer = self._order_of(num_microbatches, [1] * (own.num_stages - 1) + [0])
+                if not find_stall(longer, self._channel.capacity):
+                    return longer
         return own
 
     def _compared(self, first: Outcome, again: Outcome, ours: Outcome) -> str | None:

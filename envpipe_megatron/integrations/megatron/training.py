@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -12,11 +13,18 @@ from envpipe_megatron.integrations.hooking import check_profiled
 from envpipe_megatron.integrations.job import Job, close_at_exit
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.job import limits_of, make_job, make_stand_in
+from envpipe_megatron.integrations.megatron.job import (
+    limits_of,
+    make_job,
+    make_stand_in,
+    what_stalls,
+)
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
+
+T = TypeVar("T")
 
 
 class Training:
@@ -47,14 +55,17 @@ class Training:
         self._pipeline_group = pipeline_group
         self._limits = *limits, *limits_of(model)
         # Stages may have models of different classes.
-        self._decision = self._decide(_lowest(self._decide(options.level).level))
+        own = self._decide(options.level)
+        levels, wanted = zip(*_gathered((own.level, bool(own.to_check))), strict=True)
+        self._decision = self._decide(min(levels))
+        self._checked = any(wanted) or options.self_check == "always"
         self.job = self._make_job()
         close_at_exit(self.close)
         #: What runs in place of Megatron's own function, once there is one.
         self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
         self._replaced: Callable[..., Any] | None = None
-        if self._decision.to_check and self.job.channel.posts_ahead:  # alike on all ranks
-            self._lower(options.level, POSTED_AHEAD)
+        if self._decision.level is Level.ORDER and (why := self._against_order(any(wanted))):
+            self._lower(options.level, why)
 
     def announce(self) -> None:
         """Say what the job does."""
@@ -129,6 +140,12 @@ class Training:
         checks = self._options.self_check != "off"
         return decide(self._args, (*self._limits, *more), asked, checks=checks)
 
+    def _against_order(self, waits: bool) -> str | None:
+        """What the channel has against level `order`, alike on all ranks."""
+        if waits and self.job.channel.posts_ahead:
+            return POSTED_AHEAD
+        return what_stalls(self._args, self._model, self.job)
+
     def _lower(self, asked: Level | None, why: str) -> None:
         """Go on at level `units`, with a job of that level; every rank does.
 
@@ -137,6 +154,8 @@ class Training:
         features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
         limit = Limit(features, lambda args: True, Level.UNITS, why)
         self._decision = self._decide(asked, limit)
+        # It may be of another order; the profile holds.
+        self._options = replace(self._options, plan_file=None)
         self.job.close()
         self.job = self._make_job()
         if self._replaced is not None:
@@ -149,7 +168,14 @@ class Training:
     def _make_stand_in(
         self, framework_function: Callable[..., Any]
     ) -> ForwardBackward | KeptOrder | WholeSteps:
-        return make_stand_in(self._args, self._model, self._decision, self.job, framework_function)
+        return make_stand_in(
+            self._args,
+            self._model,
+            self._decision,
+            self.job,
+            framework_function,
+            checked=self._checked,
+        )
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """What Megatron calls in each step; what it gets once may stand for another later."""
@@ -162,8 +188,8 @@ def say(text: str) -> None:
     print(f" [envpipe] {text}", flush=True)
 
 
-def _lowest(level: Level) -> Level:
+def _gathered(value: T) -> list[T]:
     """Of all ranks."""
-    levels = [level] * dist.get_world_size()
-    dist.all_gather_object(levels, level)
-    return min(levels)
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
