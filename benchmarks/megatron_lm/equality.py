@@ -333,14 +333,11 @@ def _executed(run: dict[str, Any], plan: Planned) -> bool:
 
 FAULTS = "faults"
 _FIVE = training(5)
-#: Ramp-up is for training that is counted in samples.
-_RAMP_UP = "--train-samples 60 --lr 1e-3 --rampup-batch-size 2 2 10"
 #: Name, Megatron's flags besides a valid job's, what the log must say, and the training's length.
 _REFUSED = (
     ("skipped-iterations", "--iterations-to-skip 3", "--iterations-to-skip", _FIVE),
     ("twice", "--rerun-mode report_stats", "runs each iteration twice", _FIVE),
     ("unchecked", "--num-experts 2 --envpipe-self-check off", "mixture of experts", _FIVE),
-    ("ramp-up", "", "ramp-up", _RAMP_UP),
     ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
     ("no-pipeline", "--pipeline-model-parallel-size 1", "no pipeline", _FIVE),
     ("not-installed", "", "needs the package envpipe-megatron", _FIVE),

@@ -24,7 +24,6 @@ from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
-    MAPPINGS,
     NO_EVALUATION,
     OFF,
     ONE_F_ONE_B,
@@ -309,14 +308,13 @@ def rows_of_units(
     state: State, make: Callable[[dict[str, Any], dict[str, Schedule]], Rows]
 ) -> Rows:
     """What `unit_times` makes of each start whose arms all ended well."""
-    rows = []
+    rows, known = [], {s.name: s.mapping for s in equality.settings(10**6, cpu=False)}
     for start, runs in _starts(state).items():
         setting, _, microbatches = start.split()[0].rpartition("-m")
-        mapping = setting.split("-")[-1]
         times = {arm: run["times"] for arm, run in runs.items() if run.get("times")}
         if ONE_F_ONE_B in times and ENVPIPE in times:
-            (spread,) = (known for known in MAPPINGS if known.name == mapping)
-            schedules = {arm: Planned(spread, int(microbatches), arm).schedule for arm in times}
+            spread, count = known[setting], int(microbatches)
+            schedules = {arm: Planned(spread, count, arm).schedule for arm in times}
             rows += [{"start": start, **row} for row in make(times, schedules)]
     return rows
 

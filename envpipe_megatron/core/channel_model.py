@@ -98,7 +98,7 @@ def check_message_order(schedule: Schedule) -> None:
             f"{schedule.describe(senders[two])}, but their outputs are needed the other way round: "
             f"{schedule.describe(receivers[two])} comes before {schedule.describe(receivers[one])}",
             remedy="Messages arrive in the order they are sent: list the units of neighbouring "
-            "stages in the same order.",
+            "stages in the same order, or plan with --runnable.",
         )
 
 

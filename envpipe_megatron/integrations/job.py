@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +19,14 @@ import torch.distributed as dist
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest, framework_order
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
@@ -130,7 +130,10 @@ class Job:
         num_microbatches = placement.num_microbatches
         self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
-        check_in_flight(options.max_in_flight, len(pipeline), num_microbatches)
+        own = PlanRequest(
+            num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
+        )
+        check_in_flight(options.max_in_flight, len(pipeline), own)
         self.device = open_device(
             self.collectives,
             len(pipeline),
@@ -309,18 +312,21 @@ def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
 
 
 def check_in_flight(
-    limit: int | tuple[int, ...] | str | None, num_stages: int, num_microbatches: int
+    limit: int | tuple[int, ...] | str | None, num_stages: int, request: PlanRequest
 ) -> None:
-    """Refuse by a JobError a number of microbatches in flight with which not even 1F1B runs."""
+    """Refuse by a JobError a limit below what the framework's own order of a request holds."""
     if limit is None or isinstance(limit, str):
         return
     limits = limit if isinstance(limit, tuple) else (limit,) * num_stages
-    needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
-    if any(own < least for own, least in zip(limits, needed, strict=True)):
+    own = framework_order(num_stages, request)
+    needed = own.microbatches_in_flight
+    if any(most < least for most, least in zip(limits, needed, strict=True)):
+        held = ", ".join(f"{least:g}" for least in needed)
         raise JobError(
-            f"The limit of microbatches in flight is below what 1F1B holds, {plain(needed)}",
+            "The limit of microbatches in flight is below what the framework's own order "
+            f"({own.name}) holds, {held}",
             value=limit,
-            remedy=f"Give at least {needed[0]}, or one number for each stage.",
+            remedy=f"Give at least {math.ceil(max(needed))}, or one number for each stage.",
         )
 
 

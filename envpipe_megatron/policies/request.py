@@ -59,6 +59,8 @@ class PlanRequest:
         objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
             it, or with such rows in the profile, auto has orders that split backwards too.
+        runnable: auto has only orders that a training job runs: of whole backwards, of chunks that
+            are not laid in a V, and whose messages are taken as they are sent.
     """
 
     num_microbatches: int
@@ -80,6 +82,7 @@ class PlanRequest:
     order: Schedule | None = None
     objective: Objective = LEAST_ENERGY
     split: SplitBackward | None = None
+    runnable: bool = False
 
     @property
     def order_name(self) -> str:

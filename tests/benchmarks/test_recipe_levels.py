@@ -119,7 +119,7 @@ def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
         tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid\n  --fp8-recipe: blockwise"
     )
     functional_test(tmp_path, "bert", pipeline)
-    functional_test(tmp_path, "moe", f'{pipeline}\n  --step-batch-size-schedule: "0:8 64:16"')
+    functional_test(tmp_path, "moe", f"{pipeline}\n  --rerun-mode: report_stats")
     functional_test(tmp_path, "inference", pipeline, trains=False)
     jobs = list(read_jobs(tmp_path))
     assert [to_check(job) for job in jobs] == [
@@ -127,7 +127,7 @@ def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
         ["FP4, and FP8 but for plain delayed scaling"],
         [],
     ]
-    assert job_rows(jobs)[2]["against_the_next"] == ["--step-batch-size-schedule"]
+    assert job_rows(jobs)[2]["against_the_next"] == ["--rerun-mode report_stats"]
 
 
 def test_totals_and_tables(recipes: Path) -> None:

@@ -282,7 +282,7 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"ft": SimpleNamespace(enable_ft_package=True)}, "units", "fault tolerance"),
         ({"tensor_inspect": SimpleNamespace(enabled=True)}, "units", "tensor inspection"),
         ({"rerun_state_machine__rerun_mode": "report_stats"}, "units", "report_stats"),
-        ({"train__rampup_batch_size": [4, 4, 8]}, "units", "ramp-up"),
+        ({"train__rampup_batch_size": [4, 4, 8]}, "order", None),
         ({"model__pipeline_model_parallel_size": 1}, "uniform", "no pipeline"),
         ({"ddp__use_megatron_fsdp": True}, "uniform", "FSDP"),
         ({"model__cuda_graph_scope": ["full_iteration"]}, "uniform", "full iteration"),

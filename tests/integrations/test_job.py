@@ -19,6 +19,7 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_same_everywhere,
 )
+from envpipe_megatron.policies.request import PlanRequest
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:
@@ -59,17 +60,35 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
 
 @pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
 def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
-    check_in_flight(limit, 4, 8)
+    check_in_flight(limit, 4, PlanRequest(8))
 
 
 @pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
 def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
-    with pytest.raises(JobError, match=r"1F1B holds, 4, 3, 2, 1 .*at least 4"):
-        check_in_flight(limit, 4, 8)
+    with pytest.raises(JobError, match=r"own order \(1f1b\) holds, 4, 3, 2, 1 .*at least 4"):
+        check_in_flight(limit, 4, PlanRequest(8))
 
 
 def test_few_microbatches_need_no_more() -> None:
-    check_in_flight(2, 4, 2)
+    check_in_flight(2, 4, PlanRequest(2))
+
+
+@pytest.mark.parametrize(
+    ("group_size", "kept", "below", "holds"),
+    [
+        (None, (7, (6, 5, 4, 3)), (5, (6, 5, 4, 2)), "5.5, 4.5, 3.5, 2.5 .*at least 6"),
+        (8, (8, (8, 7, 6, 5)), (7, (8, 7, 6, 4)), "7.5, 6.5, 5.5, 4.5 .*at least 8"),
+    ],
+)
+def test_chunks_hold_what_the_interleaved_order_does(
+    group_size: Any, kept: Any, below: Any, holds: str
+) -> None:
+    request = PlanRequest(8, num_chunks=2, group_size=group_size)
+    for limit in (*kept, None, "memory"):
+        check_in_flight(limit, 4, request)
+    for limit in below:
+        with pytest.raises(JobError, match=rf"own order \(interleaved\) holds, {holds}"):
+            check_in_flight(limit, 4, request)
 
 
 def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:

@@ -84,7 +84,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "several instances of the distributed optimizer": ({"num_distributed_optimizer_instances": 2},),
     "rematerialised weights (--gtp-weight-remat-size)": ({"gtp_weight_remat_size": 2},),
-    "--decrease-batch-size-if-needed": ({"decrease_batch_size_if_needed": True},),
     "--iterations-to-skip": ({"iterations_to_skip": [7]},),
     "the fault tolerance package (--enable-ft-package)": ({"enable_ft_package": True},),
     "--rerun-mode report_stats": ({"rerun_mode": "report_stats"},),
@@ -118,8 +117,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"use_torch_fsdp2": True},
         {"use_custom_fsdp": True},
     ),
-    "batch-size ramp-up (--rampup-batch-size)": ({"rampup_batch_size": ["8", "8", "100"]},),
-    "--step-batch-size-schedule": ({"step_batch_size_schedule": "0:8"},),
     "hybrid or dynamic context parallelism": (
         {"hybrid_context_parallel": True},
         {"dynamic_context_parallel": True},

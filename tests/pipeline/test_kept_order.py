@@ -17,6 +17,7 @@ from test_bit_equality import (
     by_plan,
     ours,
     stock,
+    synthetic_profile,
 )
 
 from envpipe_megatron.core.kinds import Kind
@@ -122,6 +123,31 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
         locked = iter(result.locked_mhz)
         assert all(clock in locked for clock in changes)
         assert len(result.locked_mhz) <= len(changes) + 2 * len(counts)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_each_number_of_microbatches_has_its_order(stock, ours, tmp_path, name):
+    """The interpreter plans an order for each; the profile is by file."""
+    counts = (2, 2, 6, 6, 2, 4, 4, 6, 4)
+    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name == "1f1b")
+    profile = synthetic_profile(job.stages)
+    profile.write(tmp_path / "profile_in.csv")
+    results = ours(job, Ours("auto", "optimal", profile_file=tmp_path / "profile_in.csv"))
+    assert_same_bits(results, stock(job))
+    planned = {}
+    for count in set(counts):
+        request = PlanRequest(count, "auto", "optimal", num_chunks=job.chunks, runnable=True)
+        planned[count] = make_plan(profile, request).plan.schedule
+    if job.chunks == 1:
+        assert planned[6].stages != kept(job).stages
+    seen: Counter[int] = Counter()
+    wanted = []
+    for count in counts:
+        seen[count] += 1
+        own = kept(replace(job, microbatches=count))
+        wanted.append(own if seen[count] == 1 else planned[count])
+    for result in results:
+        assert result.executed == [order.labels()[result.stage] for order in wanted]
 
 
 @on_request("PIPELINE")

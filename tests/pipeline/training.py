@@ -303,7 +303,8 @@ def _stand_in(
     job: Job, ours: Ours, session: Session, collectives: Collectives, result: Result
 ) -> ForwardBackward | KeptOrder:
     if not ours.kept_orders:
-        return ForwardBackward(session, check=_check(ours, collectives, result))
+        check = _check(ours, collectives, result)
+        return ForwardBackward(session, check=check, full_microbatches=job.microbatches)
     orders = {order.num_microbatches: order for order in ours.kept_orders}
     return KeptOrder(
         session,
@@ -482,8 +483,8 @@ class _RecordingSession(Session):
         self._result.executed.append(run.executed)
         return run
 
-    def run_iteration(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
-        return super().run_iteration(num_microbatches, spec, self._recording(make_work))
+    def run_iteration(self, num_microbatches: int, specs: Any, make_work: Any, **how: Any) -> None:
+        super().run_iteration(num_microbatches, specs, self._recording(make_work), **how)
 
     def _recording(self, make_work: Any) -> Any:
         executed: list[str] = []

@@ -140,6 +140,11 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "profile's.",
 )  # fmt: skip
 @click.option(
+    "--runnable", is_flag=True,
+    help="With --schedule auto and chunks: only orders that a training job under EnvPipe runs, "
+    "of whole backwards, not in a V, and with messages in order.",
+)  # fmt: skip
+@click.option(
     "--split-overhead", type=Finite(min=0),
     help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
     "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
@@ -229,6 +234,8 @@ def plan(
         raise click.UsageError("--frontier-points goes with --frontier.")
     if memory_path is not None:
         check_memory_frontier(request)
+    if request.runnable and request.order_name != "auto":
+        raise click.UsageError("--runnable goes with --schedule auto.")
     if request.channel_capacity is not None and request.order_name not in LIMITED_SCHEDULES:
         raise EnvPipeError(
             f"Schedule {request.order_name} is not lowered to what a channel holds",

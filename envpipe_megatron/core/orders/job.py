@@ -37,6 +37,8 @@ class OrderJob:
             None: 1, so that microbatches x chunks are counted.
         weight_share: how much of it stays from the input gradient to the weight gradient.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
+        in_order: messages of a kind from one stage to another must be taken as they are sent.
+        group_size: microbatches that pass a looped chunk before the next comes first; None: p.
 
     ScheduleError: other kinds, shapes that differ, times below zero, or a limit that is too small
     for one microbatch.
@@ -49,6 +51,8 @@ class OrderJob:
     held: FloatArray | None = None
     weight_share: float = 1.0
     tail_s: float | Sequence[float] = 0.0
+    in_order: bool = False
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         shapes = [np.shape(times) for times in self.duration_s.values()]
@@ -63,6 +67,8 @@ class OrderJob:
                 "Durations of an order must be [num_stages, num_chunks, num_microbatches]",
                 value=shapes,
             )
+        if self.in_order and self.placement is not Placement.LOOPED:
+            raise ScheduleError("Messages are kept in order for looped chunks alone")
         if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
             raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
         least = np.reshape(self.part_held, shapes[0][:2]).sum(axis=1)

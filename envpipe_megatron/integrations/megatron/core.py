@@ -42,6 +42,7 @@ class ForwardBackward:
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
+        full_microbatches: number of a batch of full size; None if all are of one size.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class ForwardBackward:
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
+        full_microbatches: int | None = None,
     ) -> None:
         self._session = session
+        self._full_microbatches = full_microbatches
         self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
@@ -145,7 +148,9 @@ class ForwardBackward:
                 barrier=config.barrier_with_L1_time
             )
         if order is None:
-            self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
+            count = arguments["num_microbatches"]
+            full = self._full_microbatches in (None, count)
+            self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
             self._session.rehearse(order, specs, make_work)
         (work,) = works

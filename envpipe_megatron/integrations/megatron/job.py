@@ -179,7 +179,12 @@ def make_stand_in(
     order_of = partial(megatron_order, args, model)
     if decision.level is Level.ORDER:
         check = SelfCheck(order_of, job.channel, job.collectives, job.say) if checked else None
-        return ForwardBackward(job.session, framework_function=framework_function, check=check)
+        return ForwardBackward(
+            job.session,
+            framework_function=framework_function,
+            check=check,
+            full_microbatches=microbatches,
+        )
     return KeptOrder(
         job.session,
         framework_function,

@@ -79,8 +79,6 @@ def _other_than(default: str, name: str) -> Asks:
     return lambda args: (getattr(args, name, None) or default) != default
 
 
-_ONE_NUMBER = "messages and memory are made ready for one number of microbatches"
-
 #: Feature by feature; a job's arguments may ask for several.
 LIMITS: tuple[Limit, ...] = (
     _to_check("mixture of experts", on("num_experts")),
@@ -176,10 +174,6 @@ LIMITS: tuple[Limit, ...] = (
         on("cpu_offloading", "fine_grained_activation_offloading"),
         "what is brought back next depends on Megatron's order",
     ),
-    # With a constant batch size, one number of microbatches for all iterations.
-    _against_order(
-        "--decrease-batch-size-if-needed", on("decrease_batch_size_if_needed"), _ONE_NUMBER
-    ),
     _against_order(
         "--iterations-to-skip",
         on("iterations_to_skip"),
@@ -235,12 +229,6 @@ LIMITS: tuple[Limit, ...] = (
         on("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
         "weights are gathered ahead, across units",
     ),
-    _against_order(
-        "batch-size ramp-up (--rampup-batch-size)",
-        on("rampup_batch_size"),
-        _ONE_NUMBER,
-    ),
-    _against_order("--step-batch-size-schedule", on("step_batch_size_schedule"), _ONE_NUMBER),
     _against_units(
         "hybrid or dynamic context parallelism",
         on("hybrid_context_parallel", "dynamic_context_parallel"),

@@ -20,6 +20,9 @@ from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
 from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
+#: Of an iteration's time, beyond what is noticed and above what HiGHS loses along a path.
+_ROUNDING = 1e-6
+
 
 def solve_shared_clocks(
     schedule: Schedule,
@@ -86,26 +89,30 @@ def solve_shared_clocks(
     fastest_iteration_s = float((np.array(path.end_s)[last] + conditions.tail_by_stage_s).max())
     latest = max(deadline_s, fastest_iteration_s) / time_unit_s
     # Columns: ends of units, steps of runs, the iteration.
-    solved = linprog(
-        np.concatenate(
+    program = {
+        "c": np.concatenate(
             [
                 np.zeros(num_units),
                 np.concatenate([np.diff(cost_j) for _, cost_j in hulls]) / cost_unit_j,
                 [waiting_power_w * time_unit_s / cost_unit_j],
             ]
         ),
-        A_ub=bmat(
+        "A_ub": bmat(
             [
                 [sources - waits, waits @ longer, None],
                 [ends, None, -np.ones((num_stages, 1))],
             ],
             format="csr",
         ),
-        b_ub=np.concatenate([-least_s, -conditions.tail_by_stage_s]) / time_unit_s,
-        bounds=[(0, None)] * num_units + [(0, 1)] * num_steps + [(0, latest)],
-        method="highs",
-    )
-    if solved.status != 0:
+        "b_ub": np.concatenate([-least_s, -conditions.tail_by_stage_s]) / time_unit_s,
+    }
+    bounds = [(0, None)] * num_units + [(0, 1)] * num_steps
+    # Where only the fastest clocks are in time, HiGHS may see no solution for rounding.
+    for longer_by in (0.0, _ROUNDING):
+        solved = linprog(**program, bounds=[*bounds, (0, latest * (1 + longer_by))], method="highs")
+        if solved.status == 0:
+            break
+    else:
         raise LinearProgramError(f"The clocks of runs were not found: {solved.message}")
     duration_s = fastest + longer @ solved.x[num_units : num_units + num_steps] * time_unit_s
     price_w = np.zeros(num_units)

@@ -70,9 +70,11 @@ class AutoSearch:
         if request.num_chunks == 1:
             own = OrderSearch(profile, request.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        for family in families(profile, request.num_chunks) if not request.of_envpipe else ():
+        self._families = families(profile, request.num_chunks, runnable=request.runnable)
+        for family in self._families if not request.of_envpipe else ():
+            job, in_order = (family, self._own, profile), request.runnable
             try:
-                self._searches.append(FamilySearch(family, self._own, profile, *at, parking=park))
+                self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
@@ -182,7 +184,7 @@ class AutoSearch:
             f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
             "deadline."
         ]
-        if request.of_envpipe and families(self._profile, request.num_chunks):
+        if request.of_envpipe and self._families:
             notes.append("Orders that split backwards were left out: they have no such limits.")
         best = best_by_family(self.judged)
         if len(best) > 1:

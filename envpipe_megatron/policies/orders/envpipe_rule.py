@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean as mean
 
@@ -31,17 +31,13 @@ def envpipe_order(profile: Profile, request: PlanRequest) -> tuple[Schedule, tup
     The profile is that of the request's chunks.
     """
     if request.num_chunks > 1:
-        return _in_chunks(profile, request), ()
+        return _in_chunks(profile, request)
     stages, microbatches = profile.num_stages, request.num_microbatches
     limits = request_limits(profile, request)
     unbounded = request_limits(profile, replace(request, channel_capacity=None))
     wanted = unbounded.fit(envpipe_counts(profile, microbatches, limits.most))
     extra = limits.fit(wanted)
-    lowered = ", ".join(
-        f"stage {stage} from {before} to {after}"
-        for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
-        if after < before
-    )
+    lowered = _lowered(wanted, extra)
     note = (
         f"Extra forwards lowered on {lowered}: on a channel of capacity {request.channel_capacity} "
         f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
@@ -49,34 +45,54 @@ def envpipe_order(profile: Profile, request: PlanRequest) -> tuple[Schedule, tup
     return builders.envpipe(stages, microbatches, extra), (note,) if lowered else ()
 
 
-def _in_chunks(profile: Profile, request: PlanRequest) -> Schedule:
+def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
+    """The stages that have fewer extra forwards than wanted, with both counts; or nothing."""
+    return ", ".join(
+        f"stage {stage} from {before} to {after}"
+        for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
+        if after < before
+    )
+
+
+def _in_chunks(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
     """Megatron's interleaved order with as many more forwards in the warm-up as the rule has.
 
     Fewer on all stages where memory is short, where stages would wait in circles, or where that
-    order would take longer at the highest clocks.
+    order would take longer at the highest clocks; a note says so.
     """
     own = framework_order(profile.num_stages, request)
     conditions = request_conditions(profile, request)
     longest_s = order_at_maximum_s(own, profile, conditions) * (1 + RELATIVE_TOLERANCE)
     most = request_in_flight(profile, request)
-    rule = list(_counts_in_chunks(profile))
+    # More than the forwards that are left would change nothing, and be Megatron's own order.
+    left = [own.units_per_stage // 2 - int(first) for first in own.is_backward.argmax(axis=1)]
+    rule = list(map(min, _counts_in_chunks(profile), left))
     if request.max_extra_forwards is not None:
         rule = [min(count, request.num_chunks * request.max_extra_forwards) for count in rule]
+    order, extra, why = own, [0] * len(rule), ""
     for at_most in range(max(rule), 0, -1):
-        extra = [min(count, at_most) for count in rule]
+        tried = [min(count, at_most) for count in rule]
         try:
-            order = builders.interleaved(
+            longer = builders.interleaved(
                 profile.num_stages,
                 request.num_microbatches,
                 request.num_chunks,
                 request.group_size,
-                extra_warmup=extra,
+                extra_warmup=tried,
             )
         except ScheduleError:
+            why = "make stages wait in circles"
             continue
-        if within(order, most) and order_at_maximum_s(order, profile, conditions) <= longest_s:
-            return replace(order, name="envpipe-interleaved")
-    return own
+        if not within(longer, most):
+            why = "hold more microbatches than the limit"
+        elif order_at_maximum_s(longer, profile, conditions) > longest_s:
+            why = "take longer than Megatron's order at full clock"
+        else:
+            order, extra = replace(longer, name="envpipe-interleaved"), tried
+            break
+    lowered = _lowered(rule, extra)
+    note = f"Extra forwards of a chunk lowered on {lowered}: more would {why}."
+    return order, (note,) if lowered else ()
 
 
 def _counts_in_chunks(profile: Profile) -> Iterator[int]:

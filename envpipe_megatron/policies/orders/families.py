@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -27,13 +28,19 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.optimizer import (
+    Optimizer,
+    iteration_time_s,
+    order_at_maximum_s,
+)
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 
 #: Limits of activations held that are tried, as multiples of what the framework's own order holds.
 _MEMORY = (1.0, 1.5, 2.0)
+#: Groups of microbatches that are tried where messages are taken in order, as multiples of p.
+_GROUPS = (1.5, 2.0)
 #: Orders that the list scheduler looks at for each limit, and units of all of them.
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
@@ -58,12 +65,14 @@ _TWO_EVEN_CHUNKS = (
 )
 
 
-def families(profile: Profile, num_chunks: int) -> tuple[Family, ...]:
-    """The families of a job, less that of EnvPipe's order.
+def families(profile: Profile, num_chunks: int, *, runnable: bool = False) -> tuple[Family, ...]:
+    """The families of a job, less that of EnvPipe's order; or those of `PlanRequest.runnable`.
 
     Chunks with rows of their own were measured where they lie, and lie nowhere else.
     """
     known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
+    if runnable:
+        return tuple(f for f in known if not f.split)
     if num_chunks == 2 and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
@@ -74,6 +83,7 @@ class FamilySearch:
 
     Args:
         own: the framework's own order of the job.
+        in_order: whether messages must be taken as they are sent.
     """
 
     def __init__(
@@ -85,9 +95,10 @@ class FamilySearch:
         deadline_s: float,
         *,
         parking: bool = False,
+        in_order: bool = False,
     ) -> None:
         self.family, self._own, self._profile, self._conditions = family, own, profile, conditions
-        self._deadline_s, self._parking = deadline_s, parking
+        self._deadline_s, self._parking, self._in_order = deadline_s, parking, in_order
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
         self._free = _freely_split(profile) if family.split else profile
@@ -171,13 +182,17 @@ class FamilySearch:
         schedules: dict[object, Schedule] = {}
         if self._target is not None:
             for limits in self._limits(max_in_flight):
-                schedule = self._listed(self._target.time_s, limits)
-                schedules.setdefault(schedule.stages, schedule)
-        best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
+                for group_size in self._groups(min(limits)):
+                    schedule = self._listed(self._target.time_s, limits, group_size)
+                    schedules.setdefault(schedule.stages, schedule)
+        ranked: Iterable[Schedule] = sorted(schedules.values(), key=self._estimate_j)
+        if self._in_order:  # so many are too slow that the few best might all be
+            ranked = filter(self._meets_deadline, ranked)
+        best = list(islice(ranked, self._most_solved))
         same = (self.family.placement, self.family.split) == (own.placement, own.split)
         return [own, *best] if same else best
 
-    def _listed(self, mean_s: FloatArray, limits: Sequence[int]) -> Schedule:
+    def _listed(self, mean_s: FloatArray, limits: Sequence[int], group_size: int) -> Schedule:
         """An order for the mean times of the best that there may be."""
         microbatches, kinds = self._own.num_microbatches, SPLIT if self.family.split else WHOLE
         time_s = np.repeat(mean_s[..., None], microbatches, axis=3)
@@ -187,6 +202,8 @@ class FamilySearch:
             self.family.placement,
             limits,
             tail_s=self._conditions.tail_by_stage_s.tolist(),
+            in_order=self._in_order,
+            group_size=group_size,
         )
         return shortest(job, self.family.name, self._looks)
 
@@ -199,6 +216,26 @@ class FamilySearch:
         if max_in_flight:
             wanted.append(tuple(most))
         return list(dict.fromkeys(tuple(map(min, limits, most)) for limits in wanted))
+
+    def _groups(self, limit: int) -> list[int]:
+        """Microbatches that pass a chunk before its next, where all stages hold up to a limit.
+
+        Where messages are taken in order, a stage that waits for one cannot go on with another;
+        larger groups wait less. No last group is much smaller than the others.
+        """
+        own = self._own
+        groups = [own.num_stages]
+        if self._in_order:
+            groups.append(self._conditions.group_size or own.num_stages)
+            for multiple in _GROUPS:
+                count = max(1, round(own.num_microbatches / (multiple * own.num_stages)))
+                groups.append(math.ceil(own.num_microbatches / count))
+        fit = [size for size in groups if (own.num_chunks - 1) * size < limit]
+        return list(dict.fromkeys(fit or groups[:1]))
+
+    def _meets_deadline(self, order: Schedule) -> bool:
+        fastest_s = order_at_maximum_s(order, self._profile, self._conditions)
+        return fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE)
 
     def _estimate_j(self, schedule: Schedule) -> float:
         """What a plan of an order may cost: the bound, and what its lateness costs to make up."""

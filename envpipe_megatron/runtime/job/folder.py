@@ -46,7 +46,7 @@ GRIDS_FILE = "reconfigure.txt"
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
-    *("objective", "split", "extra_warmup"),
+    *("objective", "split", "extra_warmup", "runnable"),
 )
 
 

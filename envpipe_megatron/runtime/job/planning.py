@@ -15,7 +15,7 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest, framework_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
@@ -121,9 +121,12 @@ def make_online(
         channel_capacity=job.channel.capacity,
         conditions=known_conditions(profile),
         order=job.kept_order or request.order,
+        runnable=True,
     )
     if request.num_chunks > 1 and request.of_envpipe:
-        # No order but the framework's is known to keep what one hardware queue asks for.
+        # Of no order but the framework's is it known that one hardware queue can run it.
+        if request.order is None:
+            _check_finishes(job, framework_order(profile.num_stages, request))
         request = replace(
             request, schedule="interleaved", channel_capacity=None, max_in_flight=None
         )
@@ -168,14 +171,10 @@ def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
         raise SessionError(
             "The plan splits backwards or lays chunks in a V, which no job runs yet",
             value=order.name,
-            remedy="Plan without --split-overhead and without chunks, or let the job plan.",
+            remedy="Plan with --runnable, or let the job plan.",
         )
-    if job.kept_order is None and (stuck := find_stall(order, job.channel.capacity)):
-        stall = "; ".join(map(str, stuck))
-        raise SessionError(
-            f"The order of the plan needs a deeper channel than this job has: {stall}",
-            remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
-        )
+    if job.kept_order is None:
+        _check_finishes(job, order)
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
         if unsupported:
@@ -184,3 +183,16 @@ def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
                 value=sorted(unsupported),
                 remedy="Use a profile of these GPUs.",
             )
+
+
+def _check_finishes(job: PhaseParts, order: Schedule) -> None:
+    """Refuse an order that does not reach its end on the job's channel."""
+    if stuck := find_stall(order, job.channel.capacity):
+        stall = "; ".join(map(str, stuck))
+        remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
+        if order.num_chunks == 1:
+            remedy += ", or plan with --channel-capacity 1"
+        raise SessionError(
+            f"The order '{order.name}' needs a deeper channel than this job has: {stall}",
+            remedy=f"{remedy}.",
+        )

@@ -188,19 +188,31 @@ class Session:
         self._energy.begin_step()
 
     def run_iteration(
-        self, num_microbatches: int, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
+        self,
+        num_microbatches: int,
+        specs: StageSpecs,
+        make_work: Callable[[Schedule], StageWork],
+        *,
+        full_batch: bool = True,
     ) -> None:
         """Execute one training iteration in the job's present phase.
 
-        If a phase has ended, the work between two phases (measurements, planning) comes first.
+        If a phase has ended, the work between two phases (measurements, planning) comes first. The
+        number of microbatches may change: see `batches`.
+
+        Args:
+            num_microbatches: M of this iteration.
+            specs: what messages carry.
+            make_work: of the order that runs.
+            full_batch: as for `open_iteration`.
 
         Raises:
-            SessionError: another number of microbatches than before, a plan for another order, or
-                an earlier iteration failed.
+            SessionError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun
-        run = self._open(num_microbatches, specs, None, self._channel, "")
+        name = _batch_name(num_microbatches, full_batch)
+        run = self._open(num_microbatches, specs, None, self._channel, name)
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
         execute(schedule, self._stage, work, run)
@@ -238,7 +250,7 @@ class Session:
                 apart, and their plans are kept in files of their own.
         """
         count = kept_order.num_microbatches
-        run = self._open(count, specs, kept_order, None, "" if full_batch else f"m{count}")
+        run = self._open(count, specs, kept_order, None, _batch_name(count, full_batch))
         run.begin()
         self._unread = run
         return run
@@ -392,12 +404,6 @@ class Session:
                 remedy="Close this session and make a new one on every rank.",
             )
         now = self._batches.now
-        if now is not None and kept_order is None and num_microbatches != now.num_microbatches:
-            raise SessionError(
-                f"EnvPipe planned for {now.num_microbatches} microbatches",
-                value=num_microbatches,
-                remedy="Keep the global batch size constant (no batch-size ramp-up).",
-            )
         if now is not None and self.last_record is not None:
             ended = now.order.phase
             begin_s, notes = self.executor.now_s(), self.state.notes
@@ -453,6 +459,10 @@ class Session:
     def _request(self, frequency_mhz: int, after: Completion) -> None:
         if self._controlled:
             self.clock.request(frequency_mhz, after)
+
+
+def _batch_name(num_microbatches: int, full_batch: bool) -> str:
+    return "" if full_batch else f"m{num_microbatches}"
 
 
 def _named(name: str, put: Callable[[str], None]) -> Callable[[str], None]:

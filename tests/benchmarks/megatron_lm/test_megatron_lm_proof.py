@@ -18,7 +18,6 @@ from fake_checkout import no_limits, processes_of
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.integrations.megatron.limits import LIMITS
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
@@ -364,18 +363,22 @@ def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
     assert plan.schedule.combined.any()
 
 
-def test_limits_are_lifted_for_arms_of_level_order_alone(site):
-    four = equality.jobs(replace(site, num_gpus=4, has=HAS), 5)
-    lifted = {job.name: set(job.lifts) for job in four if job.lifts}
-    experts = {"mixture of experts"}
-    lifts = {
-        "moe-pp2": experts,
-        "moe-pp2ep2": experts | {"expert parallelism"},
-    }
-    assert lifted == {
-        f"equality/{name}/{arm}": lifts[name] for name in lifts for arm in (ONE_F_ONE_B, ENVPIPE)
-    }
-    assert set().union(*lifts.values()) <= {limit.feature for limit in LIMITS}
+def test_only_what_stands_against_another_order_keeps_megatrons_own(site):
+    """Every other job runs in EnvPipe's, with chunks in one that is not Megatron's either."""
+    jobs = equality.jobs(replace(site, num_gpus=4, has=HAS), 5)
+    kept = {job.name.split("/")[1] for job in jobs}
+    kept -= {job.name.split("/")[1] for job in jobs if f"/{ENVPIPE}" in job.name}
+    assert kept == {"te-overlapped-experts-pp2vp2ep2", "te-graphs-local-pp2", "te-graphs-te-pp2"}
+    by_name = {job.name: job for job in jobs}
+    own, other = (
+        by_name[f"equality/te-deepseek-pp2vp2/{arm}"].plan.schedule
+        for arm in (ONE_F_ONE_B, ENVPIPE)
+    )
+    assert own == builders.interleaved(2, 8, 2)
+    assert other == builders.interleaved(2, 8, 2, extra_warmup=[1, 0])
+    layout = by_name["equality/te-deepseek-pp2vp2/stock"].arguments
+    assert "--pipeline-model-parallel-layout" in layout
+    assert "--num-virtual-stages-per-pipeline-rank" not in layout
 
 
 def test_settings_with_transformer_engine_run_where_it_is(site):

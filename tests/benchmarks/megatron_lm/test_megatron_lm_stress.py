@@ -12,7 +12,7 @@ from envpipe_megatron.core.orders import builders
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress
-from benchmarks.megatron_lm.stress import random_extra_forwards
+from benchmarks.megatron_lm.stress import random_extra_forwards, random_interleaved
 
 
 @pytest.mark.parametrize("capacity", [None, 1])
@@ -75,3 +75,13 @@ def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
         iterations.append(4)
     assert told == [(at, str(count)) for at in (3, 4) for count in (1, 2, 3, 4)]
     assert history == ["work"] * 8
+
+
+@pytest.mark.parametrize("job", [(2, 8, 2), (4, 8, 2), (2, 6, 4)])
+def test_random_orders_of_chunks_can_run_and_are_many(job):
+    source = random.Random(4)
+    orders = [random_interleaved(source, *job)[0] for _ in range(40)]
+    assert len({order.stages for order in orders}) > 5
+    for order in orders:
+        assert (order.num_stages, order.num_microbatches, order.num_chunks) == job
+        assert completes(order, None)

@@ -6,6 +6,10 @@ import re
 import pytest
 from cli_helpers import plan_badly, plan_for, simulate_json
 
+from envpipe_megatron.core.channel_model import check_message_order
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.planner import SCHEDULES
 
 OPTIMAL = ("--policy", "optimal")
@@ -43,6 +47,18 @@ def test_every_schedule_with_its_bound_and_gap(profile_path, tmp_path, schedule)
     assert facts["energy_j"] == plan["energy_j"]
     assert facts["policy"] == "optimal"
     assert ("No order of whole backwards can save more than" in printed) == (schedule == "auto")
+
+
+def test_runnable_orders_are_those_of_training_jobs(profile_path, tmp_path):
+    path = tmp_path / "plan.json"
+    plan_of(
+        profile_path, path, "--schedule", "auto", "--num-chunks", 2, "--runnable", microbatches=12
+    )
+    order = read_plan(path, read_profile(profile_path)).schedule
+    assert (order.num_chunks, order.placement, order.split) == (2, Placement.LOOPED, False)
+    check_message_order(order)
+    told = plan_badly(profile_path, tmp_path, "--schedule", "1f1b", "--runnable")
+    assert "--runnable goes with --schedule auto" in told
 
 
 def test_plans_by_rule_have_no_gap(profile_path, tmp_path):

@@ -146,6 +146,19 @@ class TestLateClocks:
         durations, _ = self.solve(stages, [900, 1200], 0.1, 6.0)
         assert durations == pytest.approx([1.0, 2.0])
 
+    def test_that_rounding_hides_from_the_solver_are_found_a_millionth_later(self, monkeypatch):
+        latest, solve = [], shared_clocks.linprog
+
+        def sees_none_at_first(**program):
+            latest.append(program["bounds"][-1][1])
+            gave_up = OptimizeResult(status=4, message="model_status is Unknown")
+            return gave_up if len(latest) == 1 else solve(**program)
+
+        monkeypatch.setattr(shared_clocks, "linprog", sees_none_at_first)
+        durations, _ = self.solve(2, [900, 1200], 7.5, 4.1)
+        assert durations == pytest.approx([1.0, 2.8], rel=1e-5)
+        assert latest[1] / latest[0] == pytest.approx(1 + 1e-6, rel=1e-9)
+
     def test_that_no_solver_finds_are_an_error(self, monkeypatch):
         gave_up = OptimizeResult(status=4, message="numerical difficulties")
         monkeypatch.setattr(shared_clocks, "linprog", lambda *_, **__: gave_up)

@@ -20,10 +20,12 @@ CURVE = {1200: (1.0, 16.0), 1140: (1.125, 13.0), 1080: (1.25, 10.0)}
 GPT3 = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
 
 
-def order_of(profile, microbatches, chunks=2, **request):
+def order_of(profile, microbatches, chunks=2, lowered=None, **request):
+    """The order; `lowered` is what its note says, if there is one."""
     wanted = PlanRequest(microbatches, "envpipe", num_chunks=chunks, **request)
     order, notes = envpipe_order(profile.for_chunks(chunks), wanted)
-    assert notes == ()
+    told = () if lowered is None else (f"Extra forwards of a chunk lowered on {lowered}.",)
+    assert notes == told
     return order
 
 
@@ -72,35 +74,83 @@ def test_chunks_with_times_of_their_own_count_by_their_mean():
 
 
 @pytest.mark.parametrize(
-    ("limits", "more"),
+    ("limits", "more", "lowered"),
     [
-        ({"max_in_flight": 100}, [4, 3, 1, 0]),
-        ({"max_in_flight": 8}, [3, 3, 1, 0]),  # Megatron's order holds 6.5 on stage 0
-        ({"max_in_flight": (8.5, 6.5, 5, 3.5)}, [2, 2, 1, 0]),
-        ({"max_in_flight": 6.5}, [0, 0, 0, 0]),
-        ({"max_extra_forwards": 1}, [2, 2, 1, 0]),  # of whole microbatches
-        ({"max_extra_forwards": 0}, [0, 0, 0, 0]),
+        ({"max_in_flight": 100}, [4, 3, 1, 0], None),
+        # Megatron's order holds 6.5 on stage 0.
+        ({"max_in_flight": 8}, [3, 3, 1, 0], "stage 0 from 4 to 3"),
+        (
+            {"max_in_flight": (8.5, 6.5, 5, 3.5)},
+            [2, 2, 1, 0],
+            "stage 0 from 4 to 2, stage 1 from 3 to 2",
+        ),
+        (
+            {"max_in_flight": 6.5},
+            [0, 0, 0, 0],
+            "stage 0 from 4 to 0, stage 1 from 3 to 0, stage 2 from 1 to 0",
+        ),
+        ({"max_extra_forwards": 1}, [2, 2, 1, 0], None),  # of whole microbatches
+        ({"max_extra_forwards": 0}, [0, 0, 0, 0], None),
     ],
 )
-def test_limits_lower_the_counts_of_all_stages(limits, more):
-    order = order_of(uniform_profile(4, CURVE, backward=3.0), 24, group_size=6, **limits)
+def test_limits_lower_the_counts_of_all_stages(limits, more, lowered):
+    why = lowered and f"{lowered}: more would hold more microbatches than the limit"
+    profile = uniform_profile(4, CURVE, backward=3.0)
+    order = order_of(profile, 24, lowered=why, group_size=6, **limits)
     assert more_warmup(order, 6) == more
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "group_size", "more"),
+    ("stages", "microbatches", "group_size", "more", "lowered"),
     [
-        (4, 24, None, [1, 1, 1, 0]),  # with groups of the pipeline's size, more would hang
-        (4, 8, 6, [0, 0, 0, 0]),  # more would be slower: the last group is small
-        (8, 64, 10, [0] * 8),  # any would hang
+        (
+            4,
+            24,
+            None,
+            [1, 1, 1, 0],
+            "stage 0 from 4 to 1, stage 1 from 3 to 1: more would take longer than Megatron's "
+            "order at full clock",
+        ),
+        (  # the last group is small, and three forwards are left after stage 0's warm-up
+            4,
+            8,
+            6,
+            [0, 0, 0, 0],
+            "stage 0 from 3 to 0, stage 1 from 3 to 0, stage 2 from 1 to 0: more would take longer "
+            "than Megatron's order at full clock",
+        ),
+        (
+            8,
+            64,
+            10,
+            [0] * 8,
+            "stage 0 from 11 to 0, stage 1 from 9 to 0, stage 2 from 8 to 0, stage 3 from 6 to 0, "
+            "stage 4 from 4 to 0, stage 5 from 3 to 0, stage 6 from 1 to 0: more would make stages "
+            "wait in circles",
+        ),
     ],
 )
-def test_an_order_that_would_hang_or_be_slower_is_not_taken(stages, microbatches, group_size, more):
+def test_an_order_that_would_hang_or_be_slower_is_not_taken(
+    stages, microbatches, group_size, more, lowered
+):
     profile = uniform_profile(stages, CURVE, backward=3.0)
-    order = order_of(profile, microbatches, group_size=group_size)
+    order = order_of(profile, microbatches, lowered=lowered, group_size=group_size)
     assert more_warmup(order, group_size) == more
     if not any(more):
         assert order == interleaved(stages, microbatches, 2, group_size)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "group_size"),
+    [
+        (2, None),  # the warm-up has all forwards
+        (3, 3),  # it has all but one, which comes before the first backward in any case
+    ],
+)
+def test_where_no_forwards_are_left_the_order_is_megatrons_own(microbatches, group_size):
+    profile = uniform_profile(2, CURVE, backward=6.0)
+    order = order_of(profile, microbatches, group_size=group_size)
+    assert order == interleaved(2, microbatches, 2, group_size)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -126,7 +176,8 @@ def test_no_order_is_slower_than_megatrons_or_beyond_its_limit(seed):
     assert max(plan.schedule.peak_in_flight) <= chunks * limit + 1e-9
     more = more_warmup(plan.schedule, group_size)
     assert min(more) >= 0
-    assert any(more) or plan.schedule.stages == own.stages
+    assert any(more) or plan.schedule == own
+    assert (plan.schedule.name == "envpipe-interleaved") == any(more)
 
 
 @pytest.mark.parametrize("how", [{"policy": "optimal"}, {"policy": "envelope"}])
@@ -162,12 +213,19 @@ def test_what_the_page_says_of_gpt3():
     if not path.exists():
         pytest.skip(f"the published profiles are not in {GPT3}")
     profile, saved = read_profile(path), {}
-    for schedule in ("envpipe", "interleaved", "auto"):
-        request = PlanRequest(24, schedule, "optimal", blocking_power_w=83.64, num_chunks=2)
+    for schedule, runnable in (
+        ("envpipe", False),
+        ("interleaved", False),
+        ("auto", False),
+        ("auto", True),
+    ):
+        request = PlanRequest(
+            24, schedule, "optimal", blocking_power_w=83.64, num_chunks=2, runnable=runnable
+        )
         plan = make_plan(profile, request).plan
         assert plan.cost.slowdown_percent(plan.baseline.cost) <= 1e-6
-        saved[schedule] = f"{plan.cost.saving_percent(plan.baseline.cost):.2f}"
-    assert saved == {"envpipe": "17.67", "interleaved": "18.11", "auto": "19.05"}
+        saved[schedule, runnable] = f"{plan.cost.saving_percent(plan.baseline.cost):.2f}"
+    assert [*saved.values()] == ["17.67", "18.11", "19.05", "18.82"]
     page = " ".join((Path(__file__).parents[3] / "docs" / "planner.md").read_text().split())
     assert "save 17.67 % against 18.11 % in Megatron's own interleaved order" in page
-    assert "`auto`, with 19.05 %" in page
+    assert "`auto`, with 19.05 %, or 18.82 % [as jobs run it]" in page

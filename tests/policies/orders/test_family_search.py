@@ -8,6 +8,7 @@ import pytest
 from core_cases import F, I, W, uniform_profile
 from planning_cases import random_conditions, random_profile
 
+from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.conditions import Spread, make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -16,6 +17,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
@@ -44,6 +46,8 @@ def test_families_are_those_that_the_profile_can_price(chunks, split, names):
     if split:
         profile = profile.with_split_backwards(SplitBackward())
     assert [f.name for f in families(profile.for_chunks(chunks), chunks)] == names
+    runnable = families(profile.for_chunks(chunks), chunks, runnable=True)
+    assert [f.name for f in runnable] == [name for name in names if name == "interleaved"]
 
 
 def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
@@ -154,6 +158,34 @@ def test_no_order_with_chunks_is_beyond_its_limits():
         assert max(plan.schedule.peak_in_flight) <= 9
     with pytest.raises(LinearProgramError, match=r"No order that was found.*in flight"):
         make_plan(profile, replace(less, max_in_flight=1))
+
+
+def test_orders_that_a_job_runs_save_less_than_any_and_more_than_megatrons():
+    profile = uniform_profile(4, CURVE)
+    job = {"num_chunks": 2, "blocking_power_w": 60.0}
+    own = make_plan(profile, PlanRequest(12, "interleaved", "optimal", **job)).plan
+    answer = planned(profile, 12, **job, runnable=True)
+    freely = planned(profile, 12, **job)
+    assert not runs_in_a_job(freely.plan.schedule)
+    assert runs_in_a_job(answer.plan.schedule)
+    energies_j = [plan.cost.energy_j for plan in (freely.plan, answer.plan, own)]
+    assert energies_j == sorted(energies_j)
+    assert energies_j[1] < 0.995 * energies_j[2]
+    assert answer.any_order_bound_j == pytest.approx(freely.any_order_bound_j)
+    assert all("v-shaped" not in note for note in answer.notes)
+    for frontier in make_frontier(
+        profile, PlanRequest(12, "auto", "optimal", **job, runnable=True), 3
+    ):
+        assert runs_in_a_job(frontier.schedule)
+
+
+def runs_in_a_job(schedule):
+    """Whether a job can run an order."""
+    try:
+        check_message_order(schedule)
+    except EnvPipeError:
+        return False
+    return schedule.placement is Placement.LOOPED and not schedule.split
 
 
 def test_auto_says_that_limits_leave_split_backwards_out():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from core_cases import for_chunks
+from planning_cases import random_profile
 from preset_profile import preset_profile
 
+from envpipe_megatron.core.channel_model import check_message_order, find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
 from envpipe_megatron.core.orders import builders
@@ -192,7 +196,7 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
 )
 def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, order):
     path = write_plan(tmp_path / "plan.json", order)
-    with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'"):
+    with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'.*runnable"):
         Starting(path).adopt()
     job = Starting(path, keeps_plan=True)
     assert job.adopt().plan.schedule.name == "1f1b"
@@ -298,6 +302,82 @@ def test_chunks_keep_the_frameworks_order_over_one_hardware_queue(tmp_path, sche
     assert job.predicted == ["interleaved"]
 
 
+@pytest.mark.parametrize("schedule", ["auto", "envpipe", "interleaved"])
+def test_chunks_get_no_plan_where_one_hardware_queue_cannot_run_the_frameworks_order(
+    tmp_path, schedule
+):
+    """Groups larger than the pipeline are too far ahead for it."""
+    assert find_stall(builders.interleaved(2, 4, 2, 4), 1)
+    request = PlanRequest(4, schedule, "optimal", num_chunks=2, group_size=4)
+    with pytest.raises(
+        GoesOnError, match=r"'interleaved' needs a deeper channel.*CONNECTIONS=8\.$"
+    ):
+        Starting(tmp_path / "none", request=request, capacity=1).adopt()
+    assert Starting(tmp_path / "none", request=request).adopt().made_now
+
+
+def online_job(seed: int) -> tuple[Starting, Any]:
+    """A job in chunks that the framework can run, and its profile."""
+    rng = random.Random(seed)
+    stages, chunks = rng.choice([2, 3, 4]), rng.choice([2, 2, 3, 4])
+    fitting = [
+        (microbatches, group)
+        for microbatches in range(max(4, stages), 17)
+        for group in range(stages, 2 * stages + 1)
+        if not 0 < microbatches % group < stages
+    ]
+    microbatches, group = rng.choice(fitting)
+    profile = for_chunks(rng, random_profile(rng, stages, 3), chunks)
+    latency_s = rng.choice([0.0, 0.2]) * profile.rows[0][Kind.FORWARD][0].time_s
+    measured = replace(
+        profile.sidecar,
+        num_chunks=profile.listed_chunks,
+        wait_power_w=({2000: 60.0},) * stages,
+        p2p_latency_s=(latency_s,) * (stages - 1),
+    )
+    own = builders.interleaved(stages, microbatches, chunks, group)
+    limit = rng.choice([None, max(own.microbatches_in_flight), 1.5 * microbatches])
+    request = PlanRequest(
+        microbatches, "auto", "optimal", num_chunks=chunks, group_size=group, max_in_flight=limit
+    )
+    job = Starting(Path("none"), request=request, num_microbatches=microbatches)
+    return job, replace(profile, sidecar=measured)
+
+
+def planned_online(seed: int) -> Plan:
+    job, profile = online_job(seed)
+    clocks = [
+        {row.frequency_mhz for part in profile.parts(stage) for kind in WHOLE for row in part[kind]}
+        for stage in range(profile.num_stages)
+    ]
+    adopted = adopt_plan(cast(Any, job), profile, clocks)
+    assert adopted.made_now
+    return adopted.plan
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_job_in_chunks_gets_a_plan_that_it_runs(seed):
+    plan = planned_online(seed)
+    order = plan.schedule
+    assert order.placement is Placement.LOOPED
+    assert not order.split
+    check_message_order(order)
+    for units in order.stages:
+        for kind, chunk in itertools.product(WHOLE, range(order.num_chunks)):
+            own = [u.microbatch for u in units if (u.kind, u.chunk) == (kind, chunk)]
+            assert own == list(range(order.num_microbatches))
+    assert plan.cost.slowdown_percent(plan.baseline.cost) <= 1e-6
+    if seed % 4 == 0:
+        again = planned_online(seed)
+        assert again.schedule == order
+        assert np.array_equal(again.frequency_mhz, plan.frequency_mhz)
+
+
+def test_many_jobs_in_chunks_get_another_order_than_megatrons():
+    plans = [planned_online(seed) for seed in range(12)]
+    assert sum(plan.schedule.stages != plan.baseline.schedule.stages for plan in plans) >= 4
+
+
 def test_chunks_get_an_order_of_ours_elsewhere(tmp_path):
     request = PlanRequest(6, "envpipe", "optimal", num_chunks=2)
     job: Any = Starting(tmp_path / "none", request=request, num_microbatches=6)
@@ -336,6 +416,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         channel_capacity=1,
         conditions=known_conditions(profile),
         order="order",
+        runnable=True,
     )
     assert known_conditions(profile) is not None
     given = replace(wanted, max_in_flight=limit or 3)

@@ -344,15 +344,6 @@ def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
         run(session)
 
 
-def test_another_number_of_microbatches_is_refused(world):
-    world.orders = [order(Phase.WARMUP, 1410)] * 3
-    session = world.session()
-    run(session)
-    with pytest.raises(SessionError, match=r"planned for 2 microbatches \(got 3\)"):
-        run(session, 3)
-    run(session)
-
-
 def test_a_session_ends_with_what_its_phases_raise(world):
     world.orders = [order(Phase.WARMUP, 1410), ValueError("of a test")]
     session = world.session()
