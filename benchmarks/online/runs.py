@@ -85,7 +85,7 @@ def run_job(
     scatter: float = 0.0,
     starts_again: Sequence[int] = (),
 ) -> Ran:
-    """Run a job and the framework's own order; a forward (of a chunk) takes so many s on each stage.
+    """Run a job, and the framework's own order; `forward_s` is of a chunk of each stage.
 
     In the iterations of `starts_again` the job starts again, with what its folder keeps.
     """

@@ -59,7 +59,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
     "distillation and ModelOpt": (
         {"export_kd_teacher_load": "teacher"},
         {"modelopt_enabled": True},
-        {"logits_load_dir": "logits"},
         {"logits_save_dir": "logits"},
     ),
     "CUDA graphs": (
@@ -78,6 +77,10 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"optimizer_cpu_offload": True},
         {"offload_optimizer_states": True},
     ),
+    "logits by file (--logits-load-dir)": ({"logits_load_dir": "logits"},),
+    "gradients in the memory of gathered parameters (--reuse-grad-buf-for-mxfp8-param-ag)": (
+        {"reuse_grad_buf_for_mxfp8_param_ag": True},
+    ),
     "offloading of activations": (
         {"cpu_offloading": True},
         {"fine_grained_activation_offloading": True},
@@ -95,6 +98,8 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"save_activations_interval": 10},
         {"save_dgrads_interval": 10},
         {"save_wgrads_interval": 10},
+        {"save_tokens_per_expert_interval": 10},
+        {"moe_routing_trace_path": "trace"},
     ),
     "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
     "--use-ring-exchange-p2p)": (

@@ -26,7 +26,7 @@ def train(folder: Path, rank: int) -> None:
     job = Job(stages=STAGES, tied=True, reducer=("overlap_grad_reduce",))
     stock = training.train(rank, job, None, folder)
 
-    def through_hook(session: object) -> object:
+    def through_hook(session: object, **_: object) -> object:
         schedules.envpipe_hook = lambda function: ForwardBackward(
             session, framework_iterations=1, framework_function=function
         )

@@ -231,7 +231,9 @@ def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("job", [Job(4, 8, chunks=2), Job(2, 8, chunks=2, group=4)], ids=str)
+@pytest.mark.parametrize(
+    "job", [Job(4, 12, chunks=2), Job(2, 8, chunks=2, group=4)], ids=["p4", "groups"]
+)
 def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
     """Forwards of two chunks come otherwise than in Megatron's order."""
     profile = synthetic_profile(job.stages)

@@ -75,13 +75,6 @@ def two_ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def test_another_number_of_microbatches_is_refused(two_ranks, tmp_path):
-    for text in two_ranks.run(faults.refusal, tmp_path, SessionConfig(PlanRequest(4)), [4, 4, 5]):
-        assert text.startswith("SessionError: EnvPipe planned for 4 microbatches")
-        assert "(got 5)" in text
-    assert EmulatedGpu.open(tmp_path, 0).requested_frequency_mhz is None
-
-
 @pytest.mark.parametrize(
     ("stages", "microbatches", "message"),
     [(3, 4, "stages, and"), (2, 5, "is for 5 microbatches, and this job has 4")],

@@ -266,8 +266,7 @@ def _train(
         if last:
             break
         step += 1
-    if isinstance(stand_in, ForwardBackward):
-        result.failed = stand_in.failed
+    result.failed = getattr(stand_in, "failed", None)
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 

@@ -118,7 +118,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _to_check(
         "distillation and ModelOpt",
-        on("export_kd_teacher_load", "modelopt_enabled", "logits_load_dir", "logits_save_dir"),
+        on("export_kd_teacher_load", "modelopt_enabled", "logits_save_dir"),
     ),
     _to_check(
         "overlapped tensor-parallel communication (--tp-comm-overlap)", on("tp_comm_overlap")
@@ -170,6 +170,16 @@ LIMITS: tuple[Limit, ...] = (
         "Megatron has them with overlapped expert communication alone",
     ),
     _against_order(
+        "logits by file (--logits-load-dir)",
+        on("logits_load_dir"),
+        "they are counted, so an iteration cannot be checked by running it again",
+    ),
+    _against_order(
+        "gradients in the memory of gathered parameters (--reuse-grad-buf-for-mxfp8-param-ag)",
+        on("reuse_grad_buf_for_mxfp8_param_ag"),
+        "an iteration cannot be checked by running it again, for its parameters are gone",
+    ),
+    _against_order(
         "offloading of activations",
         on("cpu_offloading", "fine_grained_activation_offloading"),
         "what is brought back next depends on Megatron's order",
@@ -191,7 +201,13 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _against_order(
         "saving activations and gradients while training (--save-dgrads-interval and the like)",
-        on("save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"),
+        on(
+            "save_activations_interval",
+            "save_dgrads_interval",
+            "save_wgrads_interval",
+            "save_tokens_per_expert_interval",
+            "moe_routing_trace_path",
+        ),
         "they are saved in Megatron's order",
     ),
     _against_units(

@@ -7,15 +7,15 @@ run and put back before each other one.
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import unwrap_model
 
 #: Sums that megatron-core keeps for its log beside the model, in its versions from 0.16 on: module,
@@ -29,13 +29,12 @@ _SUMS = (
         "DSAIndexerLossLoggingHelper",
     ),
 )
-#: FP8 weights, which the first microbatch of each iteration makes anew.
-_MADE_ANEW = "_fp8_workspaces"
+#: Of a module's attributes: parameters, others that are looked at by themselves, and FP8 weights,
+#: which the first microbatch of each iteration makes anew.
+_LEFT_OUT = ("_parameters", "_modules", "_fp8_workspaces")
 #: Packages of objects that hold state, besides modules.
 _WITH_STATE = ("transformer_engine", "megatron.core.transformer.moe.moe_logging")
 _PLAIN = (bool, int, float, str, type(None))
-
-Container = MutableMapping[Any, Any] | MutableSequence[Any]
 
 
 class RepeatedIteration:
@@ -55,18 +54,28 @@ class RepeatedIteration:
         self._runs = 0
 
     def run(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function with the iteration's data; it runs forwards and backwards."""
-        if self._runs:
-            for restore in self._restore:
-                restore()
-            for chunk in self._chunks:
-                chunk.zero_grad()  # to None
-                zero = getattr(chunk, "zero_grad_buffer", None)
-                if zero is not None:
-                    zero()
-        self._runs += 1
+        """Call a function with the iteration's data; it runs forwards and backwards.
+
+        Megatron looks at the losses of the first run alone, to run an iteration again by itself.
+        """
         iterators = [each if each is None else iter(each) for each in self._drawn]
-        return function(iterators if self._several else iterators[0])
+        data = iterators if self._several else iterators[0]
+        if not self._runs:
+            self._runs = 1
+            return function(data)
+        for restore in self._restore:
+            restore()
+        for chunk in self._chunks:
+            chunk.zero_grad()  # to None
+            zero = getattr(chunk, "zero_grad_buffer", None)
+            if zero is not None:
+                zero()
+        validate = RerunStateMachine.validate_result
+        RerunStateMachine.validate_result = lambda *_, **__: None
+        try:
+            return function(data)
+        finally:
+            RerunStateMachine.validate_result = validate
 
 
 class _Drawn:
@@ -84,8 +93,17 @@ class _Drawn:
                     self._items.append(next(self._source))
                 except StopIteration:
                     return
-            yield copy.deepcopy(self._items[place])
+            yield _copy_of(self._items[place])
             place += 1
+
+
+def _copy_of(item: Any) -> Any:
+    """Another one of an item's tensors and containers."""
+    if type(item) in (list, tuple):
+        return type(item)(map(_copy_of, item))
+    if type(item) is dict:
+        return {key: _copy_of(value) for key, value in item.items()}
+    return item.clone() if isinstance(item, torch.Tensor) else item
 
 
 def _random_states() -> Callable[[], None]:
@@ -114,7 +132,7 @@ def _state_of(chunk: torch.nn.Module) -> Callable[[], None]:
     """Puts back buffers, other tensors and plain values of all modules, but no parameter."""
     noted = _Noted()
     for module in unwrap_model(chunk).modules():
-        noted.note(vars(module))
+        noted.note_attributes(module)
     return noted.restore
 
 
@@ -124,47 +142,73 @@ def _sums() -> Callable[[], None]:
         owner = getattr(sys.modules.get(module), name, None)
         if isinstance(owner, type):
             owner = getattr(owner, "tracker", None)
-        if owner is not None:
-            noted.note(owner if isinstance(owner, dict) else vars(owner))
+        if isinstance(owner, dict):
+            noted.note_container(owner)
+        elif owner is not None:
+            noted.note_attributes(owner)
     return noted.restore
 
 
 class _Noted:
-    """Values in dictionaries and lists, and the contents of tensors among them."""
+    """Attributes of objects, what containers hold, and the contents of tensors among them."""
 
     def __init__(self) -> None:
-        self._values: list[tuple[Container, Any, Any]] = []
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
+        self._containers: list[tuple[Any, Any]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._seen: set[int] = set()
+        #: Kept, so that no other object gets the number of one of them.
+        self._seen: dict[int, object] = {}
 
-    def note(self, container: Container) -> None:
-        """Note all that a container holds."""
-        if id(container) in self._seen:
+    def note_attributes(self, owner: object) -> None:
+        """Note those of an object whose values are plain, tensors, containers or have state."""
+        attributes = getattr(owner, "__dict__", None)
+        if attributes is None or not self._is_new(owner):
             return
-        self._seen.add(id(container))
-        of_dict = isinstance(container, MutableMapping)
-        for key in list(container) if of_dict else range(len(container)):
-            value = container[key]
-            if key == _MADE_ANEW:
-                continue
-            if isinstance(value, _PLAIN):
-                self._values.append((container, key, value))
-            elif type(value) is torch.Tensor and not value.requires_grad:
-                self._values.append((container, key, value))
-                if id(value) not in self._seen:
-                    self._seen.add(id(value))
-                    self._contents.append((value, value.detach().clone()))
-            elif isinstance(value, (dict, list)):
-                self.note(value)
-            elif type(value).__module__.startswith(_WITH_STATE) and not isinstance(
-                value, torch.nn.Module
-            ):
-                self.note(getattr(value, "__dict__", {}))
+        for name, value in attributes.items():
+            if name not in _LEFT_OUT and "hook" not in name and self._note(value):
+                self._attributes.append((attributes, name, value))
+
+    def note_container(self, container: dict[Any, Any] | list[Any]) -> None:
+        """Note what a dictionary or a list holds, and that it holds nothing else."""
+        if self._is_new(container):
+            self._containers.append((container, container.copy()))
+            for value in container.values() if isinstance(container, dict) else container:
+                self._note(value)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put all back."""
-        for container, key, value in self._values:
-            container[key] = value
+        for attributes, name, value in self._attributes:
+            attributes[name] = value
+        for container, held in self._containers:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(held)
         for tensor, content in self._contents:
-            tensor.copy_(content)
+            if tensor.shape == content.shape:
+                tensor.copy_(content)
+            else:  # it was freed, or given another storage
+                tensor.data = content.clone()
+
+    def _note(self, value: object) -> bool:
+        """Note what can change of a value; whether it is to be put back."""
+        if isinstance(value, _PLAIN):
+            return True
+        if isinstance(value, torch.Tensor):
+            # Activations that a module was given, and quantised weights, are no state.
+            if type(value) is not torch.Tensor or value.requires_grad:
+                return False
+            if self._is_new(value):
+                self._contents.append((value, value.clone()))
+            return True
+        if isinstance(value, (dict, list)):
+            self.note_container(value)
+            return True
+        of_package = type(value).__module__.startswith(_WITH_STATE)
+        if of_package and not isinstance(value, torch.nn.Module):
+            self.note_attributes(value)
+        return False
+
+    def _is_new(self, value: object) -> bool:
+        new = id(value) not in self._seen
+        self._seen[id(value)] = value
+        return new

@@ -149,12 +149,13 @@ class Training:
     def _lower(self, asked: Level | None, why: str) -> None:
         """Go on at level `units`, with a job of that level; every rank does.
 
-        Raises LevelError if level `order` is asked for.
+        Raises LevelError if `asked` is level `order`.
         """
         features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
         limit = Limit(features, lambda args: True, Level.UNITS, why)
         self._decision = self._decide(asked, limit)
-        # It may be of another order; the profile holds.
+        if self._options.plan_file is not None and self.job.collectives.is_planner:
+            say(f"the plan {self._options.plan_file} is not run: it may be of another order")
         self._options = replace(self._options, plan_file=None)
         self.job.close()
         self.job = self._make_job()

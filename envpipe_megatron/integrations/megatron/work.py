@@ -63,8 +63,8 @@ class MegatronWork:
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
         last_backwards = {unit.chunk: unit for unit in backwards}.values()
         self._last_backwards = frozenset(last_backwards)
-        #: Chunks whose parameters, or gradients, are communicated from a unit on. Stages do it at
-        #: the same time, and those behind come to a chunk later (Megatron's own rule).
+        # Parameters are gathered, and gradients reduced, at the same time on all stages, of which
+        # those behind come to a chunk later (Megatron's own rule).
         self._gathered_at = {
             forwards[max(0, forwards.index(first) - self._stage)]: first.chunk + 1
             for first in self._first_forwards

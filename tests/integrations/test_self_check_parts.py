@@ -1,0 +1,124 @@
+"""What a self-check compares, and what it puts back before an iteration runs again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+# One worker imports megatron-core, which takes seconds, and none does to collect tests.
+pytestmark = pytest.mark.xdist_group("megatron")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+
+class Router(torch.nn.Module):
+    """With all kinds of state, of which a forward changes each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("tokens", torch.zeros(3))
+        self.scale = torch.ones(2)
+        self.calls = 0
+        self.seen: list[object] = [1]
+        self.sums: dict[str, object] = {}
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        kept = torch.rand(3) < 0.5
+        self.tokens += kept
+        self.scale = self.scale * 2
+        self.calls += 1
+        self.seen.append(kept)
+        self.sums["loss"] = kept.sum()
+        return (self.weight * kept * data.pop("x")).sum()
+
+
+def state(router: Router) -> tuple[object, ...]:
+    held = router.tokens.tolist(), router.scale.tolist(), router.calls
+    return *held, len(router.seen), sorted(router.sums)
+
+
+def test_each_run_begins_where_the_first_one_did() -> None:
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    router, lock = Router(), threading.Lock()
+    drawn = iter([{"x": torch.arange(3.0), "lock": lock}, {"x": torch.ones(3)}])
+    iteration = RepeatedIteration([router], [drawn, None])
+    began, ended = [], []
+
+    def run(data: list[object]) -> float:
+        iterator, nothing = data
+        assert nothing is None
+        assert router.weight.grad is None
+        began.append(state(router))
+        loss = sum(router(next(iterator)) for _ in range(2))  # type: ignore[call-overload]
+        loss.backward()
+        ended.append((*state(router), loss.item(), router.weight.grad.tolist()))
+        return float(loss)
+
+    first = iteration.run(run)
+    assert [iteration.run(run) for _ in range(2)] == [first] * 2
+    assert began == [((0.0,) * 3 and [0.0] * 3, [1.0, 1.0], 0, 1, [])] * 3
+    assert ended == [ended[0]] * 3
+    assert ended[0][2] == 2
+
+
+def outcome(**gradients: torch.Tensor) -> Any:
+    from envpipe_megatron.integrations.megatron.self_check import Outcome
+
+    model = torch.nn.Module()
+    for name, gradient in gradients.items():
+        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient
+        model.register_parameter(name, parameter)
+    return Outcome.of([{"loss": torch.tensor(2.0)}], [model])
+
+
+def noisy(gradient: torch.Tensor, share: float) -> torch.Tensor:
+    return gradient * (1 + share * torch.randn(gradient.shape))
+
+
+def test_equal_is_to_the_last_bit_of_every_gradient() -> None:
+    torch.manual_seed(1)
+    one, large = torch.randn(5), torch.randn(70_000)
+    same = outcome(a=one, b=large)
+    assert same.differs_from(outcome(a=one.clone(), b=large.clone())) is None
+    swapped = large.clone()
+    swapped[[9, 60_001]] = swapped[[60_001, 9]]
+    assert same.differs_from(outcome(a=one, b=swapped)) == "gradients of b"
+    assert same.differs_from(outcome(b=large)) == "gradients of a"
+    halves = outcome(a=one.bfloat16())
+    assert halves.differs_from(outcome(a=one.bfloat16())) is None
+
+
+def test_gradients_that_are_no_numbers_are_seen_wherever_they_are() -> None:
+    large = torch.ones(70_000)
+    assert outcome(a=large).finite
+    for number in (math.nan, math.inf):
+        large[12_345] = number
+        assert not outcome(a=large).finite
+
+
+def test_what_is_further_than_chance_is_named() -> None:
+    torch.manual_seed(2)
+    weight, nothing = torch.randn(400), 1e-9 * torch.randn(40)
+
+    def run(w: torch.Tensor) -> Any:
+        return outcome(w=noisy(w, 1e-4), nothing=1e-9 * torch.randn(40), last=noisy(weight, 1e-4))
+
+    first, again = outcome(w=weight, nothing=nothing, last=weight), run(weight)
+    assert first.noise(again) == pytest.approx(1e-4, rel=0.2)
+    assert first.strays_from(run(weight), again) is None
+    for wrong in (torch.zeros(400), weight * 0.99, torch.full((400,), math.nan)):
+        assert "gradients of w differ" in str(first.strays_from(run(wrong), again))
+    far = outcome(w=noisy(weight, 0.1), nothing=nothing, last=noisy(weight, 0.1))
+    assert "two runs of Megatron's differ" in str(first.strays_from(run(weight), far))
