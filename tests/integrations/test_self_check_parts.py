@@ -63,7 +63,7 @@ def test_each_run_begins_where_the_first_one_did() -> None:
         loss = sum(router(next(iterator)) for _ in range(2))  # type: ignore[call-overload]
         loss.backward()
         ended.append((*state(router), loss.item(), router.weight.grad.tolist()))
-        return float(loss)
+        return loss.item()
 
     first = iteration.run(run)
     assert [iteration.run(run) for _ in range(2)] == [first] * 2

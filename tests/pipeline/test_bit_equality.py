@@ -330,16 +330,20 @@ AROUND = {
     "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
     "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
     "some computed again": Job(4, 8, recompute=True, partial_checkpoints=2),
-    "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
+}
+ALSO_AROUND = {
+    "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
 }
 
 
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(
+    "name", [*AROUND, *(pytest.param(name, marks=on_request("PIPELINE")) for name in ALSO_AROUND)]
+)
 def test_what_is_done_between_units(stock, ours, tmp_path, name):
-    job = AROUND[name]
+    job = (AROUND | ALSO_AROUND)[name]
     results = ours(job, by_plan(tmp_path, framework_order(job)))
     references = stock(job)
     assert_same_bits(results, references)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from jobs import Job
+from on_request import on_request
 from test_bit_equality import assert_same_bits, by_plan, ours, stock
 
 from envpipe_megatron.core.kinds import Kind, unit
@@ -46,7 +47,12 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+SLOW = ("1f1b", "per-token loss")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_request("PIPELINE") if n in SLOW else ()) for n in JOBS]
+)
 def test_an_order_that_changes_nothing_passes(stock, ours, tmp_path, name):
     job = replace(JOBS[name], steps=4, deallocate=JOBS[name].chunks == 1)
     order = longer(job)
