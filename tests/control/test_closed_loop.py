@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from on_request import on_request
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.long import footprints
@@ -66,7 +67,11 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
 
 
 @pytest.mark.parametrize(
-    "kind", ["slow", "capped", "grows", "silent", "stuck", "moved", "replaced"]
+    "kind",
+    [
+        *("slow", "capped", "grows", "silent", "stuck", "moved"),
+        pytest.param("replaced", marks=on_request("CONTROL")),
+    ],
 )
 def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(kind):
     faults = scripted(kind, BEGIN, END, STAGES)
@@ -107,7 +112,9 @@ def test_a_job_that_changes_again_and_again_goes_on_saving():
     assert ran.slower(BEGIN + FOUND_OUT, 220) < 0.005
 
 
-@pytest.mark.parametrize(("replicas", "hiccups"), [(2, 0.01), (8, 0.05)])
+@pytest.mark.parametrize(
+    ("replicas", "hiccups"), [(2, 0.01), pytest.param(8, 0.05, marks=on_request("CONTROL"))]
+)
 def test_hiccups_raise_no_alarm_and_are_not_followed(replicas, hiccups):
     ran = run(replicas=replicas, hiccups=hiccups)
     calm = run()

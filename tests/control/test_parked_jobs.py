@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_request import on_request
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Pipelines
@@ -79,7 +80,7 @@ def run(
     "what",
     [
         {"scatter": 0.02},
-        {"replicas": 2, "scatter": 0.01},
+        pytest.param({"replicas": 2, "scatter": 0.01}, marks=on_request("CONTROL")),
         {"kept_order": builders.one_f_one_b(3, MICROBATCHES)},
         {"min_dwell_s": 0.1},
     ],

@@ -397,7 +397,9 @@ def test_nothing_is_left_behind(nodes):
         for rank in ranks:
             rank.close()
         stranger.close()
-        assert left() == before
+        files, threads = left()
+        assert files <= before[0]  # an earlier test's may be closed meanwhile
+        assert threads == before[1]
     assert "ended" not in kinds(agent)
     assert bill(agent).missing()[0].startswith("n0 was lost")
 
