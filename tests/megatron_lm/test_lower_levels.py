@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import read_timelines
 
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
@@ -77,26 +78,32 @@ def _level(run) -> str:
     )
 
 
-def _by_plan(case: Case, folder: Path) -> str:
-    """Write a plan whose clocks change at every unit, and say so."""
+def megatron_order(case: Case, more: Sequence[int] = ()) -> Schedule:
+    """Megatron's, or with more forwards in the warm-up of each stage."""
+    stages = case.num_stages
     if case.chunks > 1:
-        order = builders.interleaved(case.num_stages, MICROBATCHES, case.chunks)
-    else:
-        order = builders.one_f_one_b(case.num_stages, MICROBATCHES)
+        return builders.interleaved(stages, MICROBATCHES, case.chunks, extra_warmup=more)
+    own = builders.one_f_one_b(stages, MICROBATCHES)
+    return builders.envpipe(stages, MICROBATCHES, more) if more else own
+
+
+def by_plan(case: Case, folder: Path, order: Schedule, level: str) -> str:
+    """Write a plan of an order whose clocks change at every unit, and say so."""
     write_profile(folder / "given.csv", case.num_stages)
     profile = read_profile(folder / "given.csv").for_chunks(case.chunks)
     conditions = Conditions((0.0,) * case.num_stages)
     plan = Plan("custom", order, another_each_unit(order, profile), profile, conditions)
     plan.write(folder / "plan.json")
-    return f"--envpipe-level units --envpipe-plan {folder / 'plan.json'}"
+    return f"--envpipe-level {level} --envpipe-plan {folder / 'plan.json'}"
 
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("name", KEPT)
 def test_units_have_clocks_in_megatrons_own_order(name, tag, checkout, patched, tmp_path):
     case = KEPT[name]
+    how = by_plan(case, tmp_path, megatron_order(case), "units")
     stock = run_case(checkout(tag), case, "", tmp_path / "stock")
-    run = run_envpipe(patched(tag), case, tmp_path / "ours", _by_plan(case, tmp_path))
+    run = run_envpipe(patched(tag), case, tmp_path / "ours", how)
     assert _level(run) == "units"
     assert run.digits == stock.digits
     assert run.weights == stock.weights

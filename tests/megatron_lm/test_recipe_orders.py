@@ -7,16 +7,10 @@ from unittest import mock
 
 import pytest
 from checkouts import TAGS
-from lm_cases import MICROBATCHES, full, run_case, run_envpipe, write_profile
-from test_lower_levels import KEPT, Find
+from lm_cases import full, run_case, run_envpipe
+from test_lower_levels import KEPT, Find, by_plan, megatron_order
 
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import read_timelines
-from envpipe_megatron.policies.frequencies import envelope
 
 #: Without Transformer Engine, stock 0.16.1 ends in its experts' router, and none computes again.
 FOUND = {
@@ -51,26 +45,15 @@ sys.meta_path.insert(0, Finder())
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
 
 
-def an_order(case) -> Schedule:
-    """With more forwards in the warm-up than Megatron's own order has."""
-    stages, more = case.num_stages, [1] * (case.num_stages - 1) + [0]
-    if case.chunks > 1:
-        return builders.interleaved(stages, MICROBATCHES, case.chunks, extra_warmup=more)
-    return builders.envpipe(stages, MICROBATCHES, more)
-
-
 @pytest.mark.parametrize(("name", "tag"), FOUND)
 def test_another_order_gives_the_same_bits(
     name: str, tag: str, checkout: Find, patched: Find, tmp_path
 ) -> None:
-    case, order = KEPT[name], an_order(KEPT[name])
+    case = KEPT[name]
+    # With more forwards in the warm-up than Megatron's own order has.
+    order = megatron_order(case, [1] * (case.num_stages - 1) + [0])
     stock = run_case(checkout(tag), case, "", tmp_path / "stock")
-    write_profile(tmp_path / "given.csv", case.num_stages)
-    profile = read_profile(tmp_path / "given.csv").for_chunks(case.chunks)
-    conditions = Conditions((0.0,) * case.num_stages)
-    plan = Plan("custom", order, envelope(order, profile), profile, conditions)
-    plan.write(tmp_path / "plan.json")
-    how = f"--envpipe-level order --envpipe-plan {tmp_path / 'plan.json'}"
+    how = by_plan(case, tmp_path, order, "order")
     run = run_envpipe(patched(tag), case, tmp_path / "ours", how)
     assert run.digits == stock.digits
     assert run.weights == stock.weights

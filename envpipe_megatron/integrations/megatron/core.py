@@ -28,7 +28,11 @@ from megatron.core.utils import get_model_config
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
-from envpipe_megatron.integrations.megatron.work import MegatronWork, UnsupportedModelError
+from envpipe_megatron.integrations.megatron.work import (
+    MegatronWork,
+    UnsupportedModelError,
+    listed,
+)
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 
@@ -114,7 +118,7 @@ class ForwardBackward:
             # loaded while a posted receive spins hangs.
             self._session.pause()
         elif not alone:  # before the framework's own iterations, too
-            check_supported(get_model_config(_listed(model)[0]))
+            check_supported(get_model_config(listed(model)[0]))
             self._check_ranks(groups)
         own = self._framework_function or get_forward_backward_func()
         if alone or forward_only or self._framework_iterations_left:
@@ -127,8 +131,8 @@ class ForwardBackward:
 
     def _interpret(self, arguments: dict[str, Any], order: Schedule | None = None) -> list[Any]:
         """Run an iteration by the interpreter: of the job's phases, or to check an order."""
-        chunks = _listed(arguments["model"])
-        iterators = _listed(arguments["data_iterator"])
+        chunks = listed(arguments["model"])
+        iterators = listed(arguments["data_iterator"])
         config = get_model_config(chunks[0])
         groups = arguments["pg_collection"] or _default_groups()
         specs = _specs(arguments, groups)
@@ -194,13 +198,9 @@ class ForwardBackward:
             )
 
 
-def _listed(one_or_more: Any) -> list[Any]:
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
-
-
 def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
     """What stages send each other, by Megatron's own rule; where lengths vary, the longest."""
-    config = get_model_config(_listed(arguments["model"])[0])
+    config = get_model_config(listed(arguments["model"])[0])
     longest = copy.copy(config)
     longest.variable_seq_lengths = False  # else no shape is said
     shapes = get_tensor_shapes(

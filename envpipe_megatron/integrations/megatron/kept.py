@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.megatron.replacing import replaced
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
@@ -237,8 +238,7 @@ class _Followed:
             self._run.end_unit()
 
 
-@contextmanager
-def _told_of_units(reporter: Reporter) -> Iterator[None]:
+def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:
     """Within, `reporter` is told of each unit that a function of Megatron's runs."""
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,18 +250,10 @@ def _told_of_units(reporter: Reporter) -> Iterator[None]:
 
         return unit
 
-    own = {name: getattr(schedules, name) for name in _FUNCTIONS.values()}
-    told = {name: around(kind, own[name]) for kind, name in _FUNCTIONS.items()}
+    told = {name: around(kind, getattr(schedules, name)) for kind, name in _FUNCTIONS.items()}
     if hasattr(schedules, _COMBINED):
-        own[_COMBINED] = getattr(schedules, _COMBINED)
-        told[_COMBINED] = _told_of_combined(own[_COMBINED], reporter)
-    for name, step in told.items():
-        setattr(schedules, name, step)
-    try:
-        yield
-    finally:
-        for name, step in own.items():
-            setattr(schedules, name, step)
+        told[_COMBINED] = _told_of_combined(getattr(schedules, _COMBINED), reporter)
+    return replaced(schedules, **told)
 
 
 def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from megatron.core import tensor_parallel
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import unwrap_model
 
+from envpipe_megatron.integrations.megatron.replacing import replaced
+
 #: Sums that megatron-core keeps for its log beside the model, in its versions from 0.16 on: module,
 #: name in it.
 _SUMS = (
@@ -70,12 +72,8 @@ class RepeatedIteration:
             zero = getattr(chunk, "zero_grad_buffer", None)
             if zero is not None:
                 zero()
-        validate = RerunStateMachine.validate_result
-        RerunStateMachine.validate_result = lambda *_, **__: None
-        try:
+        with replaced(RerunStateMachine, validate_result=lambda *_, **__: None):
             return function(data)
-        finally:
-            RerunStateMachine.validate_result = validate
 
 
 class _Drawn:
@@ -98,11 +96,13 @@ class _Drawn:
 
 
 def _copy_of(item: Any) -> Any:
-    """Another one of an item's tensors and containers."""
+    """Another one of an item's containers, tensors, and generators of random numbers."""
     if type(item) in (list, tuple):
         return type(item)(map(_copy_of, item))
     if type(item) is dict:
         return {key: _copy_of(value) for key, value in item.items()}
+    if isinstance(item, torch.Generator):
+        return item.clone_state()
     return item.clone() if isinstance(item, torch.Tensor) else item
 
 
@@ -110,7 +110,7 @@ def _random_states() -> Callable[[], None]:
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracked = {name: _copied(state) for name, state in tracker.get_states().items()}
+    tracked = _copy_of(tracker.get_states())
 
     def restore() -> None:
         random.setstate(python)
@@ -119,13 +119,9 @@ def _random_states() -> Callable[[], None]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         if tracked:
-            tracker.set_states({name: _copied(state) for name, state in tracked.items()})
+            tracker.set_states(_copy_of(tracked))
 
     return restore
-
-
-def _copied(state: torch.Tensor | torch.Generator) -> Any:
-    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 def _state_of(chunk: torch.nn.Module) -> Callable[[], None]:

@@ -24,6 +24,8 @@ from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+from envpipe_megatron.integrations.megatron.replacing import replaced
+from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -81,9 +83,7 @@ class SelfCheck:
         `specs` is what the interpreter's messages carry.
         """
         begin_s = time.monotonic()
-        chunks = (
-            arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
-        )
+        chunks = listed(arguments["model"])
         iteration = RepeatedIteration(chunks, arguments["data_iterator"])
 
         def own(data: Any) -> list[Any]:
@@ -264,7 +264,7 @@ def _messages_seen(specs: StageSpecs) -> Iterator[list[bool]]:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = own(*args, **kwargs)
         if not kwargs.get("is_last_stage"):
-            parts = result[0] if isinstance(result[0], list) else [result[0]]
+            parts = listed(result[0])
             fits = all(isinstance(part, torch.Tensor) for part in parts)
             if fits:
                 found = TensorSpec.of(parts)
@@ -273,8 +273,5 @@ def _messages_seen(specs: StageSpecs) -> Iterator[list[bool]]:
             seen.append(fits)
         return result
 
-    schedules.forward_step = forward_step
-    try:
+    with replaced(schedules, forward_step=forward_step):
         yield seen
-    finally:
-        schedules.forward_step = own

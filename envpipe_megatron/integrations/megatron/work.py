@@ -110,7 +110,7 @@ class MegatronWork:
             is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
         )
         self.num_tokens += num_tokens
-        outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
+        outputs = listed(output_tensor)
         key = (unit.microbatch, unit.chunk)
         self._inputs[key], self._outputs[key] = input_tensor, outputs
         return outputs
@@ -176,8 +176,7 @@ class MegatronWork:
     def _hold_sync(self) -> None:
         if self._sync_held:
             return
-        no_sync = self._config.no_sync_func
-        for function in no_sync if isinstance(no_sync, list) else [no_sync]:
+        for function in listed(self._config.no_sync_func):
             if function is not None:
                 self._no_sync.enter_context(function())
         self._sync_held = True
@@ -185,6 +184,11 @@ class MegatronWork:
     def _release_sync(self) -> None:
         self._no_sync.close()
         self._sync_held = False
+
+
+def listed(one_or_more: Any) -> list[Any]:
+    """What Megatron has as one or as a list, as a list."""
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:
