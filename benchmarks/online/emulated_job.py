@@ -90,7 +90,7 @@ class EmulatedJob:
     """
 
     def __init__(
-        self, pipelines: Pipelines, config: SessionConfig, kept_order: Schedule | None = None
+        self, pipelines: Pipelines, config: SessionConfig, own_order: Schedule | None = None
     ) -> None:
         self.pipelines = pipelines
         self.said: list[tuple[int, str]] = []
@@ -105,7 +105,7 @@ class EmulatedJob:
         for replica in range(self._replicas):
             for stage in range(self._stages):
                 collectives = self._collectives(replica, stage, groups)
-                parts = partial(self._parts, replica, stage, collectives, config, kept_order)
+                parts = partial(self._parts, replica, stage, collectives, config, own_order)
                 threading.Thread(
                     target=self._run_rank, args=(replica, stage, parts), daemon=True
                 ).start()
@@ -170,7 +170,7 @@ class EmulatedJob:
         stage: int,
         collectives: Collectives,
         config: SessionConfig,
-        kept_order: Schedule | None,
+        own_order: Schedule | None,
     ) -> PhaseParts:
         gpu = self.pipelines.gpus[replica][stage]
 
@@ -203,7 +203,7 @@ class EmulatedJob:
             num_stages=self._stages,
             num_microbatches=config.request.num_microbatches,
             specs=SimpleNamespace(sends=dict.fromkeys(Kind, message)),  # type: ignore[arg-type]
-            kept_order=kept_order,
+            own_order=own_order,
             gpu=gpu,  # type: ignore[arg-type]
             channel=channel,  # type: ignore[arg-type]
             executor=executor,

@@ -25,6 +25,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 
 #: Iterations after which ranks report: with one to settle, a fault is seen within ten.
 WINDOW = 4
@@ -335,7 +336,8 @@ class Controller:
 
     def _prediction_error(self, plan: Plan) -> float:
         """By which share steps last longer than the plan that runs would, at what it takes now."""
-        predicted = plan.cost.iteration_time_s / plan.baseline.cost.iteration_time_s
+        own_s = order_at_maximum_s(self._top.schedule, plan.profile, plan.conditions)
+        predicted = plan.cost.iteration_time_s / own_s
         return self._latest_s / self._own_today_s() / predicted - 1
 
     # --- plans ----------------------------------------------------------------------------------

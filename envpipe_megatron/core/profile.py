@@ -41,6 +41,7 @@ from envpipe_megatron.core.profile_rows import (
     one_gpu,
     read_unit,
     row_name,
+    whole_backwards,
 )
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
@@ -288,6 +289,7 @@ def make_profile(
 ) -> Profile:
     """A checked profile from rows in any order, each with the part (see `Profile`) that it is of.
 
+    A part that has the two halves of a backward, and no whole one, gets one behind the other.
     ProfileError if a part lacks a kind, or the sidecar says another number of chunks.
     """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
@@ -306,6 +308,9 @@ def make_profile(
             f"{source} has no rows, or a stage below 0",
             remedy="A profile lists every stage and instruction.",
         )
+    for of_part in table.values():
+        if of_part.keys() & set(SPLIT) == set(SPLIT):
+            of_part.setdefault(Kind.BACKWARD, whole_backwards(of_part))
     num_stages = max(table) // listed_chunks + 1
     needed = {*WHOLE, *chain.from_iterable(table.values())}
     if needed & set(SPLIT[1:]):

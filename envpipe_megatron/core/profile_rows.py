@@ -125,6 +125,20 @@ def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
     )
 
 
+def whole_backwards(kinds: Mapping[Kind, Sequence[ProfileRow]]) -> list[ProfileRow]:
+    """Backwards as one of their halves behind the other, at the clocks that both have."""
+    second = {row.frequency_mhz: row for row in kinds[Kind.WEIGHT_GRADIENT]}
+    return [
+        ProfileRow(
+            first.frequency_mhz,
+            first.time_s + second[first.frequency_mhz].time_s,
+            first.energy_j + second[first.frequency_mhz].energy_j,
+        )
+        for first in kinds[Kind.INPUT_GRADIENT]
+        if first.frequency_mhz in second
+    ]
+
+
 def in_order(
     kinds: Mapping[Kind, tuple[ProfileRow, ...]],
 ) -> Mapping[Kind, tuple[ProfileRow, ...]]:

@@ -67,17 +67,22 @@ def read_torch_csv(path: Path) -> Schedule:
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except (OSError, ValueError, csv.Error) as error:
         raise ScheduleError(f"The order {path} is not readable: {error}") from error
+    return order_of_rows(rows, path.stem, source=str(path))
+
+
+def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> Schedule:
+    """The order of a table's cells, a row for each rank; ScheduleError as `read_torch_csv`."""
     cells = [
         cell
         for rank, row in enumerate(rows)
         for column, text in enumerate(map(str.strip, row), start=1)
-        for cell in _read_cell(text, rank, f"{path}, line {rank + 1}, column {column}")
+        for cell in _read_cell(text, rank, f"{source}, line {rank + 1}, column {column}")
     ]
-    num_virtual, num_microbatches = _check_complete(path, cells)
+    num_virtual, num_microbatches = _check_complete(source, cells)
     num_chunks, rest = divmod(num_virtual, len(rows))
     if rest:
         raise ScheduleError(
-            f"{path}: virtual stages are not equally many on each of {len(rows)} ranks",
+            f"{source}: virtual stages are not equally many on each of {len(rows)} ranks",
             value=num_virtual,
             remedy="A table has a row for each rank.",
         )
@@ -88,15 +93,20 @@ def read_torch_csv(path: Path) -> Schedule:
     for cell in cells:
         stages[cell.rank] += cell.units(cell.virtual_stage // len(rows), split)
     try:
-        return Schedule(
-            path.stem, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement
-        )
+        return Schedule(name, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement)
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
+        raise ScheduleError(f"{source}: {error}") from error
 
 
 def torch_csv(schedule: Schedule) -> str:
-    """The table of an order.
+    """The table of an order; ScheduleError as `table_rows`."""
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(table_rows(schedule))
+    return table.getvalue()
+
+
+def table_rows(schedule: Schedule) -> list[list[str]]:
+    """The cells of an order's table, a row for each rank.
 
     ScheduleError for forwards alone, and where torch would take the wrong microbatch's loss: it
     numbers losses as its last virtual stage comes to them.
@@ -113,10 +123,7 @@ def torch_csv(schedule: Schedule) -> str:
             value=numbered,
             remedy="Order the forwards there by microbatch.",
         )
-    table = io.StringIO()
-    rows = (_row(schedule, rank) for rank in range(ranks))
-    csv.writer(table, lineterminator="\n").writerows(rows)
-    return table.getvalue()
+    return [list(_row(schedule, rank)) for rank in range(ranks)]
 
 
 def _row(schedule: Schedule, rank: int) -> Iterator[str]:
@@ -154,7 +161,7 @@ def _read_cell(text: str, rank: int, where: str) -> Iterator[_Cell]:
         yield _Cell(rank, int(match[1]), kind, int(match[3]), at < len(matches), where)
 
 
-def _check_complete(path: Path, cells: Sequence[_Cell]) -> tuple[int, int]:
+def _check_complete(source: str, cells: Sequence[_Cell]) -> tuple[int, int]:
     """How many virtual stages and microbatches there are; each has its units once."""
     known: dict[tuple[int, int], dict[Kind, _Cell]] = {}
     for cell in cells:
@@ -166,14 +173,14 @@ def _check_complete(path: Path, cells: Sequence[_Cell]) -> tuple[int, int]:
                 remedy=f"The first is {first.where}; keep one.",
             )
     if not cells:
-        raise ScheduleError(f"{path} lists no units", remedy="Give a row of units for each rank.")
+        raise ScheduleError(f"{source} lists no units", remedy="Give a row of units for each rank.")
     num_virtual, num_microbatches = (1 + max(at) for at in zip(*known, strict=True))
     for at in range(num_virtual * num_microbatches):
         virtual_stage, microbatch = divmod(at, num_microbatches)
         found = known.get((virtual_stage, microbatch), {})
         if found.keys() not in (set(WHOLE), set(SPLIT)):
             raise ScheduleError(
-                f"{path}: virtual stage {virtual_stage} lacks a unit of microbatch {microbatch}, "
+                f"{source}: virtual stage {virtual_stage} lacks a unit of microbatch {microbatch}, "
                 "or has one too many",
                 value=list(map(str, found.values())) or "none",
                 remedy="It runs each microbatch once: F and B, or F, I and W.",

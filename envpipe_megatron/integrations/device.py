@@ -105,7 +105,9 @@ def _emulation(
         )
     forward_s = _forward_times_s(num_stages)[stage]
     gpu = EmulatedGpu.create(preset, int(os.environ.get("LOCAL_RANK", "0")))
-    return gpu, {Kind.FORWARD: forward_s, Kind.BACKWARD: _BACKWARD_RATIO * forward_s}
+    backward_s = _BACKWARD_RATIO * forward_s
+    halves = dict.fromkeys((Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), backward_s / 2)
+    return gpu, {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s, **halves}
 
 
 def _forward_times_s(num_stages: int) -> list[float]:

@@ -8,7 +8,7 @@ belong.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,13 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobFacts,
+    Placement,
+    close_at_exit,
+    own_gloo_group,
+)
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.recorded_order import recognized
 from envpipe_megatron.integrations.reporting import IntervalReport
@@ -291,9 +297,8 @@ class InstrumentedPipeline:
             for ranks, by_stage in stages.items()
         }
         kept_order = orders[pipeline]
-        if dist.get_backend(placement.pipeline_group) == "gloo":
-            # Tags alone would tell EnvPipe's messages from the framework's.
-            placement = replace(placement, pipeline_group=_own_group(pipeline, stages, placement))
+        group = own_gloo_group(placement.pipeline_group, placement.timeout)
+        placement = replace(placement, pipeline_group=group)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         job = Job(
@@ -306,19 +311,6 @@ class InstrumentedPipeline:
         if job.collectives.is_planner:
             self._say(job.banner())
         return job, kept_order
-
-
-def _own_group(
-    pipeline: tuple[int, ...], pipelines: Iterable[tuple[int, ...]], placement: Placement
-) -> dist.ProcessGroup:
-    """Another group of the same ranks; all ranks of the job make those of all pipelines."""
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        ranks: dist.new_group(
-            list(ranks), timeout=placement.timeout, backend="gloo", group_desc="envpipe-pipeline"
-        )
-        for ranks in sorted(pipelines)
-    }
-    return made[pipeline]
 
 
 def _kind(name: str) -> Kind:

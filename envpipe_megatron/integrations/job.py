@@ -56,8 +56,9 @@ class Placement:
 
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
     another shape each time. With `keeps_order`, the framework runs units and sends messages, and
-    the channel only measures what those take; else `num_chunks` and `group_size` are of its own
-    order (see `PlanRequest`).
+    the channel only measures what those take; with `reorders` too, it runs them in any order that
+    is planned. But for an order that is kept, `num_chunks` and `group_size` are of its own order
+    (see `PlanRequest`). `order_name` is what such an order is called, where options do not say.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -65,8 +66,10 @@ class Placement:
     timeout: timedelta
     messages_vary: bool = False
     keeps_order: bool = False
+    reorders: bool = False
     num_chunks: int = 1
     group_size: int | None = None
+    order_name: str | None = None
 
     @property
     def stage(self) -> int:
@@ -125,6 +128,7 @@ class Job:
         usual = 0.0 if one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
         self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = placement.keeps_order
+        self._order_name = placement.order_name or options.scheduling
         self.say = say
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         num_microbatches = placement.num_microbatches
@@ -188,6 +192,7 @@ class Job:
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
+                reorders=placement.reorders,
             ),
             self.device.gpu,
             self.device.make_executor,
@@ -199,7 +204,7 @@ class Job:
             {
                 **facts.bill,
                 "type": request.policy,
-                "scheduling": request.schedule,
+                "scheduling": placement.order_name or request.schedule,
                 "reconfigure": request.reconfigure,
                 "notes": list(self.session.state.notes),
             }
@@ -209,11 +214,11 @@ class Job:
         """What the job does, in a line."""
         options, control = self.options, self.device.control
         asked = (
-            f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
+            f"type {options.policy}, order {self._order_name}, reconfigure {options.reconfigure}"
         )
         if options.closed_loop:
             asked = (
-                f"order {options.scheduling}, optimal plans, corrected as the job runs, at most "
+                f"order {self._order_name}, optimal plans, corrected as the job runs, at most "
                 f"{self._max_slowdown_percent:g} % slower"
             )
         if options.plan_file is not None:
@@ -260,6 +265,24 @@ class Job:
         self.session.gather(lap)
         for line in end_of_job(self.session, self.collectives, self.options.output_dir):
             self.say(line)
+
+
+def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Another group of a pipeline's ranks if theirs is of gloo, else the same.
+
+    There, tags alone would tell EnvPipe's messages from the framework's. Every rank of the job
+    calls it, at the same point of the program.
+    """
+    if dist.get_backend(group) != "gloo":
+        return group
+    own = tuple(dist.get_process_group_ranks(group))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(
+            list(ranks), timeout=timeout, backend="gloo", group_desc="envpipe-pipeline"
+        )
+        for ranks in all_pipelines(own)
+    }
+    return made[own]
 
 
 def close_at_exit(close: Callable[[], None]) -> None:

@@ -48,18 +48,22 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
     return {**below, **above}
 
 
-def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bool) -> Options:
+def read_settings(
+    settings: Mapping[str, object], *, num_stages: int, on_gpu: bool, has_levels: bool = False
+) -> Options:
     """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
 
     Args:
         settings: as `parse_settings` takes them.
         num_stages: p.
         on_gpu: whether memory can be measured.
+        has_levels: whether the framework has more than one level.
 
     Raises OptionError, with the settings' names, as `read_options` does.
     """
     with named_as_settings():
-        return read_options(parse_settings(settings), num_stages=num_stages, on_gpu=on_gpu)
+        parsed = parse_settings(settings, has_levels=has_levels)
+        return read_options(parsed, num_stages=num_stages, on_gpu=on_gpu)
 
 
 def parse_settings(

@@ -54,18 +54,18 @@ def run(
     change_s: float = PRESET.frequency_change_s,
     replicas: int = 1,
     min_dwell_s: float = 0.0,
-    kept_order: Schedule | None = None,
+    own_order: Schedule | None = None,
     forward_s: Sequence[float] = FORWARD_S,
     **what: Any,
 ) -> tuple[Ran, Pipelines, Plan]:
     """A job beside the framework's own order, its GPUs and its last plan."""
     preset = replace(PRESET, frequency_change_s=change_s)
-    name = "auto" if kept_order is None else "1f1b"
+    name = "auto" if own_order is None else "1f1b"
     request = PlanRequest(MICROBATCHES, name, "optimal", min_dwell_s=min_dwell_s)
     made, own = (
         Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)
     )
-    with EmulatedJob(made, SessionConfig(request, closed_loop=True), kept_order) as job:
+    with EmulatedJob(made, SessionConfig(request, closed_loop=True), own_order) as job:
         job.run(iterations)
         assert job.planner is not None
         plan, notes = job.planner.state.plan, job.planner.state.notes
@@ -81,7 +81,7 @@ def run(
     [
         {"scatter": 0.02},
         pytest.param({"replicas": 2, "scatter": 0.01}, marks=on_request("CONTROL")),
-        {"kept_order": builders.one_f_one_b(3, MICROBATCHES)},
+        {"own_order": builders.one_f_one_b(3, MICROBATCHES)},
         {"min_dwell_s": 0.1},
     ],
     ids=", ".join,

@@ -13,15 +13,15 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.framework_units import Followed, Recorded, Reporter, Seen
 from envpipe_megatron.integrations.megatron.replacing import replaced
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -31,16 +31,6 @@ logger = logging.getLogger(__name__)
 
 _FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
 _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
-
-
-class Reporter(Protocol):
-    """What is told of each unit."""
-
-    def begin(self, seen: Seen) -> None:
-        """A unit begins."""
-
-    def end(self) -> None:
-        """The unit's work has been handed to the device."""
 
 
 class KeptOrder:
@@ -95,7 +85,7 @@ class KeptOrder:
         specs = StageSpecs.alike(_message(arguments))
         full = count == self._full_microbatches
         run = self._session.open_iteration(order, specs, full_batch=full)
-        followed = _Followed(run, self._session.highest_clock)
+        followed = Followed(run, self._session.highest_clock)
         with _told_of_units(followed):
             losses = self._framework_function(**arguments)
         followed.complete()
@@ -105,7 +95,7 @@ class KeptOrder:
         """The optimizer has stepped."""
 
     def _first(self, arguments: dict[str, Any]) -> list[Any]:
-        seen = _Recorded()
+        seen = Recorded()
         with _told_of_units(seen):
             losses = self._framework_function(**arguments)
         count = arguments["num_microbatches"]
@@ -170,72 +160,6 @@ class WholeSteps:
         run, self._run = self._run, None
         if run is not None:
             run.end_unit()
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A unit as Megatron runs it; its microbatch and chunk where Megatron says them."""
-
-    kind: Kind
-    microbatch: int | None
-    chunk: int | None
-    combined: bool = False
-
-    def may_be(self, unit: Unit) -> bool:
-        """Whether it may be this one; a backward does not say of which microbatch it is."""
-        known = self.microbatch in (None, unit.microbatch) and self.chunk in (None, unit.chunk)
-        return (self.kind, self.combined) == (unit.kind, unit.combined) and known
-
-    def __str__(self) -> str:
-        microbatch = "" if self.microbatch is None else self.microbatch
-        chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
-
-
-class _Recorded:
-    """The units of a call."""
-
-    def __init__(self) -> None:
-        self.units: list[Seen] = []
-
-    def begin(self, seen: Seen) -> None:
-        self.units.append(seen)
-
-    def end(self) -> None: ...
-
-    def shows(self, units: tuple[Unit, ...]) -> bool:
-        """Whether they may be these."""
-        return len(units) == len(self.units) and all(
-            seen.may_be(unit) for seen, unit in zip(self.units, units, strict=True)
-        )
-
-
-class _Followed:
-    """Tells an iteration of its units, as long as they come in its order."""
-
-    def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
-        self._run = run
-        self._highest_clock = highest_clock
-        self._in_order = True
-
-    def begin(self, seen: Seen) -> None:
-        expected = self._run.next_unit
-        if self._in_order and (expected is None or not seen.may_be(expected)):
-            self._in_order = False
-            logger.warning("In this iteration, %s came in place of %s", seen, expected)
-            self._highest_clock()
-        if self._in_order:
-            self._run.begin_unit()
-
-    def end(self) -> None:
-        if self._in_order:
-            self._run.end_unit()
-
-    def complete(self) -> None:
-        """Give a run whose units came otherwise the rest of them, as if they took no time."""
-        while self._run.next_unit is not None:
-            self._run.begin_unit()
-            self._run.end_unit()
 
 
 def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -214,5 +214,5 @@ class EmulatedExecutor:
 
 
 def _tag(unit: Unit) -> int:
-    """Tag of the times of a kind's units, which come in the order in which they were sent."""
-    return _FIRST_TAG + list(WHOLE).index(unit.kind)
+    """Tag of the times of one way's units, which come in the order in which they were sent."""
+    return _FIRST_TAG + (TRAITS[unit.kind].way < 0)

@@ -41,6 +41,8 @@ class StageRun:
         self.frequencies_mhz: list[int] = order.frequency_mhz[stage].tolist()
         #: The units that have ended, as plans write them.
         self.executed: list[str] = []
+        #: Called with each unit that has ended.
+        self.unit_ended: Callable[[Unit], None] = lambda unit: None
         self._stage = stage
         self._executor = executor
         self._request = request
@@ -94,6 +96,7 @@ class StageRun:
         self._request(self.frequencies_mhz[following], completion)
         if self._channel is not None and self._sends[position]:
             self._channel.send(unit, outputs)
+        self.unit_ended(unit)
 
     def hand_over(self) -> None:
         """All units have been handed over: what follows them may be, too."""

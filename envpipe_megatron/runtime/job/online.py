@@ -136,7 +136,7 @@ def _adopt(job: PhaseParts, plan: Plan) -> None:
     """A new plan runs from now on, on every rank: its memory is made ready, and it is kept."""
     before = job.state.plan
     if before is None or before.schedule.stages != plan.schedule.stages:
-        own_bytes = job.channel.more_bytes(plan.schedule) if job.kept_order is None else 0
+        own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
         try:
             job.memory.predict(plan.schedule, own_bytes)
         except MemoryFullError as error:

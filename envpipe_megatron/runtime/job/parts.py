@@ -60,7 +60,8 @@ class PhaseParts:
             Profile and memory are of the job, whatever its batches.
         problems: what was wrong with this rank's clock since the last call, in words.
         background: makes what runs work of the planning rank beside training.
-        kept_order: order of a framework that runs its units itself; None if EnvPipe runs them.
+        own_order: order of a framework that runs its units and sends their messages itself; None if
+            EnvPipe does.
     """
 
     config: SessionConfig
@@ -71,7 +72,7 @@ class PhaseParts:
     num_stages: int
     num_microbatches: int
     specs: StageSpecs
-    kept_order: Schedule | None
+    own_order: Schedule | None
     gpu: Gpu
     channel: P2PChannel
     executor: Executor
@@ -84,3 +85,8 @@ class PhaseParts:
     say: Callable[[str], None]
     print_grid: Callable[[str], None]
     background: Callable[[], Background[Any]] = Background
+
+    @property
+    def kept_order(self) -> Schedule | None:
+        """The framework's order, if it runs no other."""
+        return None if self.config.reorders else self.own_order

@@ -166,8 +166,8 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
 
 
 def _framework_schedule(job: PhaseParts) -> Schedule:
-    if job.kept_order is not None:
-        return job.kept_order
+    if job.own_order is not None:
+        return job.own_order
     request = replace(job.config.request, num_microbatches=job.num_microbatches)
     return framework_order(job.num_stages, request)
 

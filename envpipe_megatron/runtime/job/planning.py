@@ -14,8 +14,13 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import all_maximum_s, order_at_maximum_s
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest, framework_order
+from envpipe_megatron.policies.request import (
+    PlanRequest,
+    framework_order,
+    request_conditions,
+)
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
@@ -67,7 +72,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 
     def predict(plan: Plan) -> None:
         # A framework that runs its units itself carries their messages too.
-        own = job.channel.more_bytes(plan.schedule) if job.kept_order is None else 0
+        own = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
         job.memory.predict(plan.schedule, own)
 
     given = None if job.batch else job.config.plan_file
@@ -118,7 +123,7 @@ def make_online(
         request,
         num_microbatches=job.num_microbatches,
         reconfigure="default",
-        channel_capacity=job.channel.capacity,
+        channel_capacity=_capacity(job),
         conditions=known_conditions(profile),
         order=job.kept_order or request.order,
         runnable=True,
@@ -130,7 +135,9 @@ def make_online(
         request = replace(
             request, schedule="interleaved", channel_capacity=None, max_in_flight=None
         )
-    if job.kept_order is None:  # no framework runs split backwards: none are to be planned
+    if job.kept_order is not None:
+        request = _in_own_time(request, job.kept_order, profile)
+    else:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
     limit = None
@@ -144,6 +151,17 @@ def make_online(
         held = ", ".join(f"{most:g}" for most in limit)
         notes = (*notes, f"Memory holds at most {held} microbatches in flight.")
     return made.plan, notes
+
+
+def _in_own_time(request: PlanRequest, own: Schedule, profile: Profile) -> PlanRequest:
+    """The request within the time of an order that is kept, where that is none of Megatron's."""
+    if request.policy != "optimal":
+        return request
+    conditions = request_conditions(profile, request)
+    profile = profile.for_chunks(own.num_chunks)
+    own_s = order_at_maximum_s(own, profile, conditions)
+    factor = (request.deadline_factor or 1.0) * own_s / all_maximum_s(own, profile, conditions)
+    return replace(request, deadline_factor=factor)
 
 
 def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
@@ -185,9 +203,14 @@ def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
             )
 
 
+def _capacity(job: PhaseParts) -> int | None:
+    """Messages that may wait between neighbours; None for any number."""
+    return None if job.config.reorders else job.channel.capacity
+
+
 def _check_finishes(job: PhaseParts, order: Schedule) -> None:
     """Refuse an order that does not reach its end on the job's channel."""
-    if stuck := find_stall(order, job.channel.capacity):
+    if stuck := find_stall(order, _capacity(job)):
         stall = "; ".join(map(str, stuck))
         remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
         if order.num_chunks == 1:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase, phase_in_batch
 from envpipe_megatron.gpu.base import Gpu
@@ -235,22 +236,24 @@ class Session:
         run.end()
 
     def open_iteration(
-        self, kept_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
+        self, own_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
     ) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
         No message of the framework is under way in `end_step`, where its times are read. The number
-        of microbatches may change: see `batches`.
+        of microbatches may change: see `batches`. The `order` of what is returned is to be run.
 
         Args:
-            kept_order: the framework's own order of units, the same in every iteration of as many
+            own_order: the framework's own order of units, the same in every iteration of as many
                 microbatches.
             specs: shapes of the messages that are sent between two phases, to measure.
             full_batch: whether the batch has the size that the job is about; others are billed
                 apart, and their plans are kept in files of their own.
         """
-        count = kept_order.num_microbatches
-        run = self._open(count, specs, kept_order, None, _batch_name(count, full_batch))
+        count = own_order.num_microbatches
+        run = self._open(count, specs, own_order, None, _batch_name(count, full_batch))
+        if self._config.reorders:
+            run.unit_ended = self._watched(run)
         run.begin()
         self._unread = run
         return run
@@ -378,7 +381,7 @@ class Session:
         self,
         num_microbatches: int,
         specs: StageSpecs,
-        kept_order: Schedule | None,
+        own_order: Schedule | None,
         channel: P2PChannel | None,
         name: str,
     ) -> StageRun:
@@ -386,7 +389,7 @@ class Session:
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
-        order = self._next_order(num_microbatches, specs, kept_order, name)
+        order = self._next_order(num_microbatches, specs, own_order, name)
         self.state.phase = order.phase
         self._broken = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
@@ -394,8 +397,20 @@ class Session:
         self._request(run.frequencies_mhz[0], Done())
         return run
 
+    def _watched(self, run: StageRun) -> Callable[[Unit], None]:
+        """What looks at memory as units end that the framework runs."""
+        watch = self._memory.begin_units()
+
+        def ended(unit: Unit) -> None:
+            if watch is not None:
+                watch(unit)
+            if run.next_unit is None:
+                self._memory.units_ended()
+
+        return ended
+
     def _next_order(
-        self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None, name: str
+        self, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None, name: str
     ) -> IterationOrder:
         """What the next iteration runs, after the phases got the last one's record."""
         if self._broken:
@@ -416,11 +431,11 @@ class Session:
                 self.describe_job({"notes": list(self.state.notes)})
             if now.order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
-        begin = partial(self._begin_phases, name, num_microbatches, specs, kept_order)
+        begin = partial(self._begin_phases, name, num_microbatches, specs, own_order)
         return self._batches.turn_to(name, num_microbatches, begin).order
 
     def _begin_phases(
-        self, name: str, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
+        self, name: str, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None
     ) -> PhaseRun[None]:
         config = self._config
         if name in self._energy.baselines:
@@ -436,7 +451,7 @@ class Session:
                 num_stages=len(self._channel.ranks),
                 num_microbatches=num_microbatches,
                 specs=specs,
-                kept_order=kept_order,
+                own_order=own_order,
                 gpu=self._gpu,
                 channel=self._channel,
                 executor=self.executor,

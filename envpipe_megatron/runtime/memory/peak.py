@@ -139,24 +139,29 @@ class JobMemory:
         self, make_work: Callable[[Schedule], StageWork]
     ) -> Callable[[Schedule], StageWork]:
         """Make the work of the next training iteration so that it is watched."""
-        source = self._source
-        if source is None or self.watch is Watch.NOTHING:
-            self._begun = False
-            return make_work
 
         def make(schedule: Schedule) -> StageWork:
             work = make_work(schedule)
-            if self._begun:
-                self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
-            self._begun = True
-            self._units_peak_bytes = None
-            source.reset_peak()
-            if self.watch is not Watch.UNITS:
-                return work
-            self._kinds, self._readings = [], [source.read()]
-            return _WatchedWork(work, self._unit_ended)
+            unit_ended = self.begin_units()
+            return work if unit_ended is None else _WatchedWork(work, unit_ended)
 
         return make
+
+    def begin_units(self) -> Callable[[Unit], None] | None:
+        """The next training iteration begins; what to call as a unit ends, if each is watched."""
+        source = self._source
+        if source is None or self.watch is Watch.NOTHING:
+            self._begun = False
+            return None
+        if self._begun:
+            self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
+        self._begun = True
+        self._units_peak_bytes = None
+        source.reset_peak()
+        if self.watch is not Watch.UNITS:
+            return None
+        self._kinds, self._readings = [], [source.read()]
+        return self._unit_ended
 
     def units_ended(self) -> None:
         """All units of the iteration have run: what the optimizer takes is not theirs."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
@@ -88,8 +88,13 @@ class ProfilerSettings:
 
 
 def profiled_kinds(schedule: Schedule) -> tuple[Kind, ...]:
-    """The kinds that the profile of an order that a framework runs has rows of."""
-    return (*WHOLE, Kind.COMBINED) if schedule.combined.any() else WHOLE
+    """The kinds that the profile of an order that a framework runs has rows of.
+
+    Where backwards are split, whole ones are among them only if the order has some; a profile takes
+    those of the others as one part behind the other.
+    """
+    priced = {list(Kind)[place] for place in np.unique(schedule.priced_kinds)}
+    return tuple(kind for kind in Kind if kind in priced and kind is not Kind.NOTHING)
 
 
 @dataclass

@@ -81,7 +81,7 @@ class Rank:
     """Stage 0 of a job, on one of its two replicas; others say what it says, but for `other`."""
 
     config: SessionConfig
-    kept_order: Schedule | None = None
+    own_order: Schedule | None = None
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
     changes_clock: bool = True
@@ -170,7 +170,7 @@ def test_chunks_and_orders_that_are_kept_warm_up_as_they_will_run():
     warmup, _ = Rank(SessionConfig(chunks)).run(1)[0]
     assert warmup.schedule.stages == builders.interleaved(STAGES, MICROBATCHES, 2).stages
     kept = builders.gpipe(STAGES, MICROBATCHES)
-    warmup, _ = Rank(SessionConfig(chunks), kept_order=kept).run(1)[0]
+    warmup, _ = Rank(SessionConfig(chunks), own_order=kept).run(1)[0]
     assert warmup.schedule is kept
 
 
@@ -202,7 +202,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     monkeypatch.setattr(phases, "_save_energy", save)
     chunks = 2 if request_[0] == "interleaved" else 1
     request = PlanRequest(MICROBATCHES, *request_, num_chunks=chunks)
-    rank = Rank(SessionConfig(request, warmup_iterations=3, **options), kept_order=kept)
+    rank = Rank(SessionConfig(request, warmup_iterations=3, **options), own_order=kept)
     rank.state.plan = "plan"  # type: ignore[assignment]
     order, _ = rank.run(4)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})

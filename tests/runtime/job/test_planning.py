@@ -51,8 +51,9 @@ def test_late_clocks_make_no_online_plan_slow():
     blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
     assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
     job = SimpleNamespace(
-        config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal")),
+        config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal"), reorders=False),
         num_microbatches=8,
+        own_order=None,
         kept_order=None,
         channel=SimpleNamespace(capacity=None),
         memory=SimpleNamespace(stages=None),
@@ -94,7 +95,7 @@ class Starting:
     named_profile: bool = False
     request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
     num_microbatches: int = 4
-    kept_order: Any = None
+    own_order: Any = None
     capacity: int | None = None
     known_memory: Any = None
     #: How many predictions find too little memory.
@@ -120,7 +121,7 @@ class Starting:
 
     def predict(self, schedule: Any, more_bytes: Any) -> None:
         # A framework that keeps its order carries its own messages.
-        assert more_bytes == (0 if self.kept_order else schedule.num_units)
+        assert more_bytes == (0 if self.own_order else schedule.num_units)
         self.predicted.append(schedule.name)
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
@@ -165,7 +166,7 @@ REFUSED = [
     ({"num_microbatches": 5}, "is for 4 microbatches, and this job has 5"),
     ({"capacity": 1}, "needs a deeper channel"),
     (
-        {"kept_order": builders.one_f_one_b(2, 4)},
+        {"own_order": builders.one_f_one_b(2, 4)},
         "as 1f1b, and the plan has another order .got 'envpipe'",
     ),
 ]
@@ -406,7 +407,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     job: Any = Starting(
         tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory="memory"
     )
-    job.kept_order = "order"
+    job.own_order = "order"
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     plan, notes = make_online(job, profile)
     wanted = replace(

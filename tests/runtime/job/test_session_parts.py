@@ -276,7 +276,7 @@ def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
     going = session.open_iteration(SCHEDULE, SPECS)
     assert ("executor.begin_iteration", SCHEDULE, 0) in world.calls
     assert ("channel.begin_step", SCHEDULE, SPECS) not in world.calls
-    assert world.job.kept_order is SCHEDULE
+    assert world.job.own_order is SCHEDULE
     assert world.job.num_microbatches == 2
     with pytest.raises(SessionError, match="An earlier iteration failed"):
         session.open_iteration(SCHEDULE, SPECS)

@@ -1,0 +1,99 @@
+"""What is told of the units that a framework runs, whatever the framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter(Protocol):
+    """What is told of each unit."""
+
+    def begin(self, seen: Seen) -> None:
+        """A unit begins."""
+
+    def end(self) -> None:
+        """The unit's work has been handed to the device."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A unit as the framework runs it; its microbatch and chunk where the framework says them."""
+
+    kind: Kind
+    microbatch: int | None
+    chunk: int | None
+    combined: bool = False
+
+    def may_be(self, unit: Unit) -> bool:
+        """Whether it may be this one; a backward does not say of which microbatch it is."""
+        known = self.microbatch in (None, unit.microbatch) and self.chunk in (None, unit.chunk)
+        return (self.kind, self.combined) == (unit.kind, unit.combined) and known
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
+
+
+class Recorded:
+    """The units of a call."""
+
+    def __init__(self) -> None:
+        self.units: list[Seen] = []
+        self._running = self._overlapped = False
+
+    def begin(self, seen: Seen) -> None:
+        """A unit begins."""
+        self._overlapped |= self._running
+        self._running = True
+        self.units.append(seen)
+
+    def end(self) -> None:
+        """The unit's work has been handed to the device."""
+        self._running = False
+
+    def shows(self, units: tuple[Unit, ...]) -> bool:
+        """Whether they may be these, one after another."""
+        return (
+            not self._overlapped
+            and len(units) == len(self.units)
+            and all(seen.may_be(unit) for seen, unit in zip(self.units, units, strict=True))
+        )
+
+
+class Followed:
+    """Tells an iteration of its units, as long as they come in its order."""
+
+    def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
+        self._run = run
+        self._highest_clock = highest_clock
+        self._in_order = True
+
+    def begin(self, seen: Seen) -> None:
+        """A unit begins."""
+        expected = self._run.next_unit
+        if self._in_order and (expected is None or not seen.may_be(expected)):
+            self._in_order = False
+            logger.warning("In this iteration, %s came in place of %s", seen, expected)
+            self._highest_clock()
+        if self._in_order:
+            self._run.begin_unit()
+
+    def end(self) -> None:
+        """The unit's work has been handed to the device."""
+        if self._in_order:
+            self._run.end_unit()
+
+    def complete(self) -> None:
+        """Give a run whose units came otherwise the rest of them, as if they took no time."""
+        while self._run.next_unit is not None:
+            self._run.begin_unit()
+            self._run.end_unit()

@@ -1,0 +1,352 @@
+"""A schedule of torch.distributed.pipelining under EnvPipe: bill, profile, plan and clocks.
+
+The schedule is called as ever. Torch runs all units and sends all messages: in its own order by the
+schedule's own function, in a planned one by torch's own runtime of tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.framework_units import Followed, Recorded
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobFacts,
+    Placement,
+    close_at_exit,
+    own_gloo_group,
+)
+from envpipe_megatron.integrations.levels import Level, Limit, decide
+from envpipe_megatron.integrations.options import Options, prepare_files
+from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.integrations.torch_pipelining.limits import (
+    limits_of,
+    limits_seen,
+    stands_against,
+)
+from envpipe_megatron.integrations.torch_pipelining.orders import (
+    Runner,
+    group_size,
+    own_order,
+    stages_of,
+)
+from envpipe_megatron.integrations.torch_pipelining.units import Units
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+#: Limits of this framework ask for none.
+_NO_ARGUMENTS = argparse.Namespace()
+
+
+#: Options that do not go with a framework that sends its messages itself.
+_NOT_OFFERED = ("channel", "profile_only", "self_check")
+
+
+class AttachError(EnvPipeError):
+    """A schedule that EnvPipe cannot be attached to."""
+
+
+def attach(
+    schedule: Any,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    timeout: timedelta = default_pg_timeout,
+    say: Callable[[str], None] = lambda text: print(f"[envpipe] {text}", flush=True),
+    **settings: object,
+) -> AttachedPipeline:
+    """Attach EnvPipe to a schedule, whose `step` and `eval` are called as ever.
+
+    Every rank of the job calls this at the same point of the program, replicas and the other ranks
+    of a stage too, before the schedule's first step.
+
+    Args:
+        schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
+            with a table loaded.
+        facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
+            `samples_per_iteration`, `tokens_per_iteration` or anything else. The bill shows it, and
+            a job that is started again with the same facts and `output` goes on with its profile
+            and plan. Without facts it starts over.
+        timeout: time after which a silent rank is an error.
+        say: prints a line; called on one rank.
+        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+            underscores: `level`, `type`, `output`, `max_slowdown` and so on.
+
+    Raises:
+        AttachError: the schedule has none of torch's stages, or does not train.
+        LevelError: the level that settings name cannot be had.
+        EnvPipeError: an option or file is wrong, there is no GPU, or no control that is required.
+    """
+    return AttachedPipeline(schedule, facts, timeout, say, settings)
+
+
+class AttachedPipeline:
+    """What `attach` returns; every rank calls its methods at the same points of the program.
+
+    A step lasts from one call of the schedule's `step` to the next one: what lies between, such as
+    the optimizer, is billed to the step before.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        facts: Mapping[str, Any] | None,
+        timeout: timedelta,
+        say: Callable[[str], None],
+        settings: Mapping[str, object],
+    ) -> None:
+        refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
+        if refused:
+            raise AttachError(
+                "Torch sends the messages and runs the units, so there is nothing to choose",
+                value=refused,
+                remedy="Leave it out.",
+            )
+        self._schedule, self._say = schedule, say
+        self._stages = _checked_stages(schedule)
+        self._facts = facts
+        self._start = time.time_ns()
+        group = self._stages[0].group or dist.GroupMember.WORLD
+        assert group is not None
+        self._num_stages = dist.get_world_size(group)
+        self._options = read_settings(
+            settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
+        )
+        prepare_files(self._options, self._num_stages)
+        self._own, why_not = _own_order(schedule)
+        self._limits = _of_all_ranks(limits_of(self._own, why_not, self._stages))
+        self._placement = Placement(
+            own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
+        )
+        self._decision = decide(_NO_ARGUMENTS, self._limits, self._options.level)
+        self._units = Units(self._stages, split=self._own is not None and self._own.split)
+        self._units.of(schedule)
+        self._runner = None if self._own is None else Runner(schedule, self._own)
+        self._torch_step = schedule.step
+        self._begun = self._closed = self._seen = False
+        #: A step that is one unit, and has begun.
+        self._whole: StageRun | None = None
+        self.job = self._make_job()
+        close_at_exit(self.close)
+        self._announce()
+        schedule.step = self._step
+
+    @property
+    def level(self) -> Level:
+        """What EnvPipe changes in this job."""
+        return self._decision.level
+
+    @property
+    def phase(self) -> str:
+        """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
+        return self.job.session.state.phase.value
+
+    def pause(self) -> None:
+        """Something that is not training follows, such as a checkpoint; `eval` says so by itself.
+
+        It runs at the highest clock and is not billed. Training goes on with the next step.
+        """
+        if not self._closed:
+            self._end_step()
+            self.job.session.pause()
+
+    def report(self) -> IntervalReport:
+        """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
+
+        The last step is in the next report, since it has not ended.
+        """
+        return IntervalReport.gather(self.job.session)
+
+    def end_training(self) -> None:
+        """Give the clock back and say the energy bill; every rank calls it.
+
+        Training that ends without it gives clocks back as well, and has no bill. The schedule is
+        torch's alone from here on. Raises CollectivesError if a rank is gone or silent.
+        """
+        if not self._closed:
+            self._end_step()
+            self._closed = True
+            self._schedule.step = self._torch_step
+            self.job.end()
+
+    def close(self) -> None:
+        """Give the clock back and finish the energy log; safe to call twice."""
+        self._closed = True
+        self.job.close()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the schedule's `step`: with the same arguments, and what it returns."""
+        if self._closed:
+            return self._torch_step(*args, **kwargs)
+        if not self._schedule._has_backward:
+            self.pause()
+            return self._torch_step(*args, **kwargs)
+        self._end_step()
+        session = self.job.session
+        session.begin_step()
+        self._begun = True
+        if not self._seen:
+            return self._first_step(*args, **kwargs)
+        specs = StageSpecs.alike(self._message)
+        if self.level is Level.UNIFORM or self._decision.against.get(Level.UNITS):
+            self._whole = session.open_iteration(builders.whole_iteration(self._num_stages), specs)
+            self._whole.begin_unit()
+            return self._torch_step(*args, **kwargs)
+        assert self._own is not None
+        return self._told(session.open_iteration(self._own, specs), *args, **kwargs)
+
+    def _told(self, run: StageRun, *args: Any, **kwargs: Any) -> Any:
+        assert self._runner is not None
+        runs = self._runner.turn_to(run.order.schedule)
+        followed = Followed(run, self.job.session.highest_clock)
+        self._units.of(runs)
+        self._units.reporter = followed
+        try:
+            step = self._torch_step if runs is self._schedule else runs.step
+            result = step(*args, **kwargs)
+        finally:
+            self._units.reporter = None
+        followed.complete()
+        return result
+
+    def _first_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch's alone: its units are held against the order that it says."""
+        seen, self._units.drew = Recorded(), False
+        self._units.reporter = seen
+        try:
+            result = self._torch_step(*args, **kwargs)
+        finally:
+            self._units.reporter = None
+        drew, self._units.drew, self._seen = bool(self._units.drew), None, True
+        # One for all ranks: what is measured goes from each stage to the next.
+        shapes, dtypes = self.job.collectives.from_planner(_message_of(self._stages))
+        self._message = TensorSpec(shapes, dtypes, current_device())
+        if self._own is not None:
+            as_told = seen.shows(self._own.stages[self._placement.stage])
+            found = limits_seen(self._own, self._stages, as_told=as_told, drew=drew)
+            self._lower(_of_all_ranks(found))
+        return result
+
+    def _lower(self, found: Sequence[Limit]) -> None:
+        """Go on at a level that limits which showed by now allow; the same on every rank."""
+        self._limits += found
+        highest = decide(_NO_ARGUMENTS, self._limits).level
+        if highest >= self.level:
+            return
+        self._decision = decide(_NO_ARGUMENTS, self._limits, highest)
+        self.job.close()
+        self._options = replace(self._options, plan_file=None, profile_file=None)
+        self.job = self._make_job()
+        self.job.session.begin_step()
+        self._announce()
+
+    def _end_step(self) -> None:
+        """The last step ends: the optimizer has stepped."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.end_unit()
+        if self._begun:
+            self._begun = False
+            self.job.session.end_step()
+
+    def _announce(self) -> None:
+        if self.job.collectives.is_planner:
+            self._say(f"{self._decision}; {self.job.banner()}")
+
+    def _make_job(self) -> Job:
+        """Make the job of this rank at its level, as `Job` says."""
+        level, own = self._decision.level, self._own
+        options: Options = self._options
+        chunks = 1 if own is None else own.num_chunks
+        reorders = level is Level.ORDER and options.scheduling != "1f1b"
+        if not reorders:
+            # What is planned for is the own order, whatever options could call it.
+            options = replace(options, scheduling="1f1b", max_in_flight=None)
+        if level is Level.OBSERVE:
+            control = "none" if torch.cuda.is_available() else options.gpu_control
+            options = replace(
+                options, policy="baseline", reconfigure="default", gpu_control=control
+            )
+        count = self._placement.num_microbatches
+        placement = replace(
+            self._placement,
+            reorders=reorders,
+            order_name=None if reorders or own is None else own.name,
+            num_chunks=chunks if reorders else 1,
+            group_size=group_size(self._num_stages, count) if reorders and chunks > 1 else None,
+        )
+        facts = self._facts
+        same_job = {"start": self._start} if facts is None else {"facts": facts}
+        return Job(
+            options,
+            placement,
+            JobFacts(
+                Sidecar(),
+                facts or {},
+                {**same_job, "order": None if own is None else own.name, "chunks": chunks},
+            ),
+            self._say,
+            one_clock=level is Level.UNIFORM and options.policy != "baseline",
+        )
+
+
+def _checked_stages(schedule: Any) -> list[Any]:
+    try:
+        stages = stages_of(schedule)
+        trains = schedule._loss_fn is not None
+    except AttributeError:
+        raise AttachError(
+            "This is no schedule of torch.distributed.pipelining, or of another version of torch",
+            value=f"{type(schedule).__name__}, torch {torch.__version__}",
+            remedy="Attach to what torch's Schedule1F1B and others make.",
+        ) from None
+    if not trains:
+        raise AttachError(
+            "The schedule has no loss function, so it does not train",
+            value=type(schedule).__name__,
+            remedy="Attach to the schedule of training, made with loss_fn.",
+        )
+    return stages
+
+
+def _own_order(schedule: Any) -> tuple[Schedule | None, str]:
+    """The order of a schedule, or why it is not known."""
+    try:
+        return own_order(schedule), ""
+    except ScheduleError as error:
+        return None, str(error)
+
+
+def _message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
+    """Shapes and types of what this rank receives, near enough to measure what a message takes."""
+    for stage in stages:
+        for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
+            tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+            if tensors:
+                spec = TensorSpec.of(tensors)
+                return spec.shapes, spec.dtypes
+    return ((1,),), (torch.uint8,)
+
+
+def _of_all_ranks(limits: Sequence[Limit]) -> list[Limit]:
+    """What stands against levels on any rank, the same on all of them."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    own = [(limit.feature, limit.highest, limit.reason) for limit in limits]
+    dist.all_gather_object(everyone, own)
+    found = dict.fromkeys(each for of_rank in everyone for each in of_rank)
+    return [stands_against(*each) for each in found]

@@ -1,0 +1,138 @@
+"""What the ranks of the tests of attached schedules run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
+from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.integrations.torch_pipelining import attach, attached
+
+LAYERS, WIDTH, MICROBATCH = 8, 8, 2
+V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule of torch's by name, and what it trains."""
+
+    schedule: str
+    microbatches: int = 8
+    chunks: int = 1
+    dropout: float = 0.0
+    steps: int = 12
+    settings: dict[str, Any] = field(default_factory=dict)
+    forward_s: Sequence[float] = (0.03,)
+    #: A step before which an evaluation runs.
+    evaluated: int | None = 3
+
+    def virtual(self, rank: int, ranks: int) -> list[int]:
+        """The stages of a rank."""
+        if self.schedule in V_SHAPED:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + chunk * ranks for chunk in range(self.chunks)]
+
+
+def layer(at: int, dropout: float) -> torch.nn.Module:
+    torch.manual_seed(at)
+    parts = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Dropout(dropout)
+    return torch.nn.Sequential(*parts)
+
+
+class FastJob(Job):
+    """One whose emulated GPU does not let the host sleep."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        fast_time = plain_stages.FastTime()
+        fast_time.install(self.session._gpu)
+        fast_time.install(self.session.executor._gpu)
+        fast_time.meanwhile = self.session.meter._try_sample
+
+
+def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
+    """A schedule of small stages, and their layers."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    mine, num_virtual = case.virtual(rank, ranks), ranks * case.chunks
+    each = LAYERS // num_virtual
+    layers = {at: layer(at, case.dropout) for v in mine for at in range(v * each, (v + 1) * each)}
+    stages = [
+        PipelineStage(
+            torch.nn.Sequential(*(layers[v * each + n] for n in range(each))),
+            v, num_virtual, torch.device("cpu"), group=dist.group.WORLD,
+        )
+        for v in mine
+    ]  # fmt: skip
+    kind = getattr(schedules, case.schedule)
+    own = stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0]
+    return kind(own, case.microbatches, loss_fn=torch.nn.functional.mse_loss), layers
+
+
+def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") -> dict[str, Any]:
+    """Train with EnvPipe attached, or by torch alone where there is no `root`."""
+    ranks = dist.get_world_size()
+    schedule, layers = make(case, rank, ranks)
+    mine, last = case.virtual(rank, ranks), ranks * case.chunks - 1
+    said: list[str] = []
+    pipeline = None
+    if root is not None:
+        os.environ |= {
+            "LOCAL_RANK": str(rank),
+            ROOT_VARIABLE: str(root),
+            PRESET_VARIABLE: preset,
+            FORWARD_VARIABLE: ",".join(map(str, case.forward_s)),
+        }
+        attached.Job = FastJob  # type: ignore[misc]
+        pipeline = attach(schedule, say=said.append, **case.settings)
+    weights = [weight for module in layers.values() for weight in module.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(100 + rank)
+    losses: list[bytes] = []
+    for step in range(case.steps):
+        data = torch.randn(
+            2, case.microbatches * MICROBATCH, WIDTH, generator=generator
+        )
+        inputs = [data[0]] if 0 in mine else []
+        target = data[1] if last in mine else None
+        of_microbatches: list[torch.Tensor] = []
+        if step == case.evaluated:
+            schedule.eval(*inputs, target=target, losses=of_microbatches)
+            losses += [bits(loss) for loss in of_microbatches]
+        optimizer.zero_grad()
+        schedule.step(*inputs, target=target, losses=of_microbatches)
+        optimizer.step()
+        losses += [bits(loss) for loss in of_microbatches]
+    found = {"losses": losses, "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()}}
+    if pipeline is not None:
+        session = pipeline.job.session
+        line = pipeline.report().line()
+        pipeline.end_training()
+        plan = session.state.plan
+        found |= {
+            "level": str(pipeline.level),
+            "said": said,
+            "line": line,
+            "phases": [phase.value for phase, _, _ in session.state.iterations],
+            "times": [time_s for _, time_s, _ in session.state.iterations],
+            "executed": session.executed,
+            "plan": None if plan is None else plan.schedule,
+            "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
+            "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
+            "summary": session.summary(),
+        }
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
