@@ -50,6 +50,8 @@ from envpipe_megatron.integrations.torch_pipelining.units import Units
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
+#: The bill tells phases apart by reports: after so many steps without one, there is one anyway.
+_REPORT_EVERY = 10
 #: Limits of this framework ask for none.
 _NO_ARGUMENTS = argparse.Namespace()
 
@@ -139,6 +141,7 @@ class AttachedPipeline:
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
+        self._unreported = 0
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         self.job = self._make_job()
@@ -168,8 +171,10 @@ class AttachedPipeline:
     def report(self) -> IntervalReport:
         """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
 
-        The last step is in the next report, since it has not ended.
+        The last step is in the next report, since it has not ended. No report is of more than the
+        last ten steps.
         """
+        self._unreported = 0
         return IntervalReport.gather(self.job.session)
 
     def end_training(self) -> None:
@@ -263,6 +268,9 @@ class AttachedPipeline:
         if self._begun:
             self._begun = False
             self.job.session.end_step()
+            self._unreported += 1
+            if self._unreported == _REPORT_EVERY:
+                self.report()
 
     def _announce(self) -> None:
         if self.job.collectives.is_planner:

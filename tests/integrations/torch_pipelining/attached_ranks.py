@@ -100,9 +100,7 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
     torch.manual_seed(100 + rank)
     losses: list[bytes] = []
     for step in range(case.steps):
-        data = torch.randn(
-            2, case.microbatches * MICROBATCH, WIDTH, generator=generator
-        )
+        data = torch.randn(2, case.microbatches * MICROBATCH, WIDTH, generator=generator)
         inputs = [data[0]] if 0 in mine else []
         target = data[1] if last in mine else None
         of_microbatches: list[torch.Tensor] = []
@@ -113,7 +111,10 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
         schedule.step(*inputs, target=target, losses=of_microbatches)
         optimizer.step()
         losses += [bits(loss) for loss in of_microbatches]
-    found = {"losses": losses, "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()}}
+    found = {
+        "losses": losses,
+        "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()},
+    }
     if pipeline is not None:
         session = pipeline.job.session
         line = pipeline.report().line()

@@ -96,6 +96,7 @@ class Starting:
     request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
     num_microbatches: int = 4
     own_order: Any = None
+    reorders: bool = False
     capacity: int | None = None
     known_memory: Any = None
     #: How many predictions find too little memory.
@@ -107,7 +108,9 @@ class Starting:
         by_file = self.path if self.path.exists() else None
         named = Path("named.csv") if self.named_profile else None
         given = None if self.keeps_plan else by_file
-        self.config = SimpleNamespace(plan_file=given, profile_file=named, request=self.request)
+        self.config = SimpleNamespace(
+            plan_file=given, profile_file=named, request=self.request, reorders=self.reorders
+        )
         found = by_file if self.keeps_plan else None
         self.folder = SimpleNamespace(found_plan=lambda batch: found)
         self.state = SimpleNamespace(several_sizes=False)
@@ -118,6 +121,10 @@ class Starting:
         )
         self.collectives = Collectives(0, alone, [], 1)
         self.say = self.said.append
+
+    @property
+    def kept_order(self) -> Any:
+        return None if self.reorders else self.own_order
 
     def predict(self, schedule: Any, more_bytes: Any) -> None:
         # A framework that keeps its order carries its own messages.

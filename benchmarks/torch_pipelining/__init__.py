@@ -1,0 +1,1 @@
+"""EnvPipe with torch.distributed.pipelining."""

@@ -1,0 +1,142 @@
+"""EnvPipe in torchtitan's trainer, of any version that has one; torchtitan is not changed.
+
+Enter by `hook(Trainer)`, where a script of one's own makes the trainer, or by the command line,
+`envpipe_megatron.torchtitan`. Metrics go where torchtitan's own go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline, attach
+
+logger = logging.getLogger(__name__)
+
+#: Of a configuration, what the cost of units rests on.
+_SAME_JOB = (
+    "model",
+    "model_spec",
+    "training",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "quantize",
+    "hf_assets_path",
+)
+#: Of these, what may change from start to start.
+_LEFT_OUT = ("steps", "dataset_path", "global_batch_size", "data_parallel_replicate_degree")
+
+
+class TorchtitanError(EnvPipeError):
+    """A class that is no trainer of torchtitan's."""
+
+
+def hook(trainer: type[Any], **settings: Any) -> None:
+    """Attach EnvPipe to the pipeline of every trainer of a class, while it trains.
+
+    Args:
+        trainer: torchtitan's `Trainer`, or a class of one's own that is like it.
+        settings: as `torch_pipelining.attach` takes them; by default `output` is the folder
+            `envpipe` in torchtitan's dump folder.
+
+    Raises TorchtitanError if the class has no `train`.
+    """
+    train = getattr(trainer, "train", None)
+    if train is None:
+        raise TorchtitanError(
+            "EnvPipe needs a trainer with the method train", value=trainer.__name__
+        )
+    trainer.train = functools.wraps(train)(
+        lambda self: _train(self, functools.partial(train, self), settings)
+    )
+
+
+def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> Any:
+    schedule = getattr(trainer, "pp_schedule", None)
+    if schedule is None:
+        logger.warning("EnvPipe does nothing: this job has no pipeline (pipeline_parallel_degree)")
+        return train()
+    config = _config(trainer)
+    if settings.get("output") is None:
+        settings = {**settings, "output": Path(_dump_folder(config)) / "envpipe"}
+    pipeline = attach(schedule, facts=_facts(config), say=_say, **settings)
+    try:
+        _report_with(trainer.metrics_processor, pipeline)
+        _pause_in(trainer.checkpointer, pipeline)
+        result = train()
+    except BaseException:
+        pipeline.close()  # other ranks may be gone: nothing is asked of them
+        raise
+    pipeline.end_training()
+    return result
+
+
+def _say(text: str) -> None:
+    """A line of the log; of the planning rank alone."""
+    print(f"[envpipe] {text}", flush=True)
+
+
+def _report_with(metrics: Any, pipeline: AttachedPipeline) -> None:
+    """Add energy to what torchtitan logs; all ranks log at the same steps."""
+    log = metrics.log
+
+    @functools.wraps(log)
+    def with_energy(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        report = pipeline.report()
+        if pipeline.job.collectives.is_planner and (line := report.line()):
+            _say(line.strip(" |"))
+        return log(*args, extra_metrics={**(extra_metrics or {}), **report.scalars()}, **kwargs)
+
+    metrics.log = with_energy
+
+
+def _pause_in(checkpointer: Any, pipeline: AttachedPipeline) -> None:
+    """Leave checkpoints out of the bill."""
+    save, saves_now = checkpointer.save, getattr(checkpointer, "_should_save", None)
+    if saves_now is None:
+        return
+
+    @functools.wraps(save)
+    def paused(curr_step: int, last_step: bool = False) -> Any:
+        if saves_now(curr_step, last_step):
+            pipeline.pause()
+        return save(curr_step, last_step)
+
+    checkpointer.save = paused
+
+
+def _config(trainer: Any) -> Any:
+    """Its configuration, which versions before 2026-04 call by another name."""
+    return getattr(trainer, "job_config", None) or trainer.config
+
+
+def _dump_folder(config: Any) -> str:
+    folder: str = config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
+    return folder
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    """What tells this job from others: a name to read, and a digest of what units cost rests on."""
+    parts = {name: getattr(config, name, None) for name in _SAME_JOB}
+    text = json.dumps(parts, default=_plain, sort_keys=True)
+    model = getattr(config, "model", None) or getattr(config, "model_spec", None)
+    names = (getattr(model, "name", None), getattr(model, "flavor", None))
+    return {
+        "model": " ".join(str(name) for name in names if name) or "torchtitan",
+        "configuration": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: each for name, each in own.items() if name not in _LEFT_OUT}
+    return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -1,0 +1,66 @@
+"""Runs torchtitan with EnvPipe attached to its pipeline; no file of torchtitan is changed.
+
+    torchrun --nproc-per-node 4 -m envpipe_megatron.torchtitan --envpipe-output runs/first ...
+
+What begins with --envpipe- is EnvPipe's, as docs/megatron_lm.md lists it; all else is torchtitan's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.flags import FLAGS
+
+_PREFIX = "--envpipe-"
+
+
+class TorchtitanError(EnvPipeError):
+    """torchtitan is not there, or an option has no value."""
+
+
+def main() -> None:
+    """Hook torchtitan's trainer, and run its own command."""
+    try:
+        settings, sys.argv[1:] = divided(sys.argv[1:])
+        try:
+            import torchtitan.train as command  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise TorchtitanError(
+                f"torchtitan cannot be imported: {error}",
+                remedy="Install it, or run this in its checkout, with its requirements.",
+            ) from error
+        from envpipe_megatron.integrations.torchtitan import hook
+
+        hook(command.Trainer, **settings)
+    except EnvPipeError as error:
+        sys.exit(f"Error: {error}")
+    # Releases up to 0.2 are given the class of the trainer.
+    takes_trainer = bool(inspect.signature(command.main).parameters)
+    command.main(*[command.Trainer] * takes_trainer)
+
+
+def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """EnvPipe's settings by name, and the rest of a command line; TorchtitanError without a value."""
+    settings: dict[str, object] = {}
+    rest: list[str] = []
+    left = iter(arguments)
+    for word in left:
+        if not word.startswith(_PREFIX):
+            rest.append(word)
+            continue
+        name, is_given, value = word.removeprefix(_PREFIX).partition("=")
+        if "action" in FLAGS.get(name, {}):
+            settings[name] = True
+            continue
+        given = value if is_given else next(left, None)
+        if given is None:
+            raise TorchtitanError("An option has no value", value=word)
+        settings[name] = given
+    return settings, rest
+
+
+if __name__ == "__main__":
+    main()

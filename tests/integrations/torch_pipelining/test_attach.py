@@ -1,0 +1,166 @@
+"""Schedules of torch.distributed.pipelining with EnvPipe attached: the same bits, less energy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import attached_ranks
+import pytest
+from attached_ranks import Case
+from changed_preset import write_changed_preset
+from memory_folder import memory_folder
+from on_request import on_request
+from rank_pool import RankFailedError, RankPool
+
+from envpipe_megatron.core.kinds import parse_unit
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+ORDER, UNITS = "order", "units"
+#: Enough for a plan to run.
+PLANNED = 34
+
+
+@pytest.fixture
+def trained(pool: RankPool) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """What a case comes to by torch alone, and with EnvPipe attached."""
+
+    def run(case: Case, preset: str = "a100-sxm") -> tuple[list[Any], list[Any]]:
+        with memory_folder() as folder:
+            ours = pool.run(attached_ranks.train, case, folder, preset)
+        alone = pool.run(attached_ranks.train, case, None)
+        for own, with_envpipe in zip(alone, ours, strict=True):
+            assert own["weights"] == with_envpipe["weights"]
+            assert own["losses"] == with_envpipe["losses"]
+        assert sum(len(own["losses"]) for own in alone) >= case.steps * case.microbatches
+        return alone, ours
+
+    return run
+
+
+KEPT = {
+    "ScheduleLoopedBFS": "backwards do not come in the order of microbatches",
+    "ScheduleInterleavedZeroBubble": "backwards are split",
+    "ScheduleZBVZeroBubble": "backwards are split",
+    "ScheduleDualPipeV": "backwards are split",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
+    """Splits, Vs and backwards in reverse get clocks in their own order, at any clock."""
+    count = 12 if name == "ScheduleDualPipeV" else 8
+    # Torch's own evaluation hangs where stages lie in a V.
+    evaluated = None if name in attached_ranks.V_SHAPED else 3
+    _, ours = trained(Case(name, count, chunks=2, steps=16, evaluated=evaluated))
+    for rank in ours:
+        assert rank["level"] == UNITS
+        assert rank["phases"][-1] in ("profile", "reconfigure")
+        assert len(rank["executed"]) == len(set(rank["executed"]))
+    assert f"against order: {name} (its {KEPT[name]})" in ours[0]["said"][0]
+    if name == "ScheduleDualPipeV":  # whole backwards among others are two units that run as one
+        kinds = {str(parse_unit(unit).kind) for unit in ours[0]["executed"]}
+        assert kinds == {"forward", "input-gradient", "weight-gradient"}
+        assert any(unit.endswith("+") for unit in ours[0]["executed"])
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("Schedule1F1B", 1), ("ScheduleGPipe", 1), ("ScheduleInterleaved1F1B", 2)]
+)
+def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
+    _, ours = trained(Case(name, chunks=chunks, steps=PLANNED, settings={"baseline_steps": 4}))
+    plan = ours[0]["plan"]
+    for stage, rank in enumerate(ours):
+        assert rank["level"] == ORDER
+        assert rank["phases"][-1] in ("reconfigure", "steady")
+        assert rank["executed"] == plan.labels()[stage]
+    assert len(ours[0]["clocks"]) > 3
+
+
+def test_a_job_saves_as_its_plan_says(trained):
+    """Within a point of saving, and no slower than half a percent."""
+    case = Case("Schedule1F1B", steps=75, forward_s=(0.03, 0.03, 0.03, 0.05))
+    _, ours = trained(case)
+    compared = ours[0]["summary"]["job"]["comparison"]
+    cost, baseline = ours[0]["predicted"]
+    assert cost.saving_percent(baseline) > 8
+    assert abs(compared["saving_percent"] - cost.saving_percent(baseline)) < 1
+    assert compared["slowdown_percent"] < 0.5
+    assert "steady against baseline: envpipe saved" in " ".join(ours[0]["said"])
+    assert all(not rank["said"] for rank in ours[1:])
+
+
+def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained, tmp_path):
+    changes = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
+    preset = str(write_changed_preset(tmp_path / "few.toml", changes))
+    settings = {
+        "type": "envelope",
+        "reconfigure": "default",
+        "baseline_steps": 3,
+        "profile_steps": 1,
+        "max_in_flight": 6,
+    }
+    _, ours = trained(Case("Schedule1F1B", steps=45, settings=settings), preset)
+    assert ours[0]["plan"].name == "envpipe"
+    assert any(ours[0]["plan"].extra_forwards)
+
+
+def test_a_level_that_is_named_is_what_changes(trained):
+    for level, phases in (
+        ("observe", {"framework", "warm-up", "steady"}),
+        ("uniform", {"framework", "warm-up", "profile", "steady"}),
+    ):
+        settings = {"level": level, "baseline_steps": 3}
+        _, ours = trained(Case("Schedule1F1B", steps=8, settings=settings))
+        assert {rank["level"] for rank in ours} == {level}
+        assert set(ours[0]["phases"]) <= phases
+        assert ours[0]["plan"] is None
+
+
+def test_random_numbers_keep_the_order_of_chunks(trained):
+    """With dropout, a rank's forwards draw the same numbers in their own order alone."""
+    dropout = Case("ScheduleInterleaved1F1B", chunks=2, dropout=0.1, steps=6)
+    _, ours = trained(dropout)
+    assert {rank["level"] for rank in ours} == {UNITS}
+    assert "another order gives forwards other numbers" in " ".join(ours[0]["said"])
+    _, ours = trained(replace(dropout, schedule="Schedule1F1B", chunks=1))
+    assert {rank["level"] for rank in ours} == {ORDER}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"channel": "posted"}, "nothing to choose .got channel"),
+        ({"no_such": 1}, "No such option"),
+        ({"level": "order", "max_in_flight": 1}, "in flight is below"),
+    ],
+)
+def test_settings_that_are_wrong_are_told_before_training(pool, tmp_path, settings, said):
+    with pytest.raises(RankFailedError, match=said):
+        pool.run(attached_ranks.train, Case("Schedule1F1B", settings=settings), tmp_path)
+
+
+def test_a_level_that_cannot_be_had_is_an_error_on_every_rank(pool, tmp_path):
+    case = Case("ScheduleLoopedBFS", chunks=2, settings={"level": "order"})
+    with pytest.raises(RankFailedError, match="Level order cannot be had with: ScheduleLoopedBFS"):
+        pool.run(attached_ranks.train, case, tmp_path)
+
+
+def test_what_is_no_schedule_is_refused():
+    from envpipe_megatron.integrations.torch_pipelining import attach
+
+    with pytest.raises(Exception, match=r"no schedule of torch\.distributed"):
+        attach(object())
+
+
+@on_request("PIPELINE")
+@pytest.mark.parametrize("name", [*KEPT, "ScheduleInterleaved1F1B"])
+def test_long_runs_save_and_keep_their_bits(trained, name):
+    count = 16
+    evaluated = None if name in attached_ranks.V_SHAPED else 3
+    _, ours = trained(Case(name, count, chunks=2, steps=120, evaluated=evaluated))
+    compared = ours[0]["summary"]["job"]["comparison"]
+    assert compared["saving_percent"] > -0.5
+    assert compared["slowdown_percent"] < 0.5
