@@ -14,6 +14,10 @@ __all__ = ["fake_nvml", "fake_nvml_library", "fake_nvml_node"]
 # Megatron's decorators would import torch's compiler, which takes each rank three seconds.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+# Workers share the cores: threads of numpy and torch would only wait for each other, and spin
+# meanwhile. Neither is imported yet.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests fork hundreds of children that live for milliseconds: looking through all objects of this
 # process for garbage takes each a fifth of a second, and a copy of them.
 os.register_at_fork(after_in_child=gc.freeze)

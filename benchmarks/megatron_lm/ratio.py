@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-from scipy import stats
+from scipy.special import stdtrit
 
 from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.models import (
@@ -270,7 +270,7 @@ def _bounded(ratios: Sequence[float]) -> tuple[float, Callable[[float], float]]:
     logarithms = [math.log(value) for value in ratios]
     mean, count = statistics.fmean(logarithms), len(ratios)
     error = statistics.stdev(logarithms) / math.sqrt(count) if count > 1 else math.inf
-    return math.exp(mean), lambda q: math.exp(mean + stats.t.ppf(q, max(1, count - 1)) * error)
+    return math.exp(mean), lambda q: math.exp(mean + stdtrit(max(1, count - 1), q) * error)
 
 
 def memory_rows(state: State) -> list[dict[str, Any]]:

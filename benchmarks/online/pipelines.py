@@ -37,13 +37,14 @@ class Conditions:
     ) -> float:
         """What a unit takes at a clock that is asked for."""
         work_s = at_max_s * self.slower.get(kind, 1.0)
-        return preset.unit_time_s(kind.value, self._reached_mhz(clock_mhz), work_s)
+        return preset.unit_time_s(kind.value, self.reached_mhz(clock_mhz), work_s)
 
     def busy_power_w(self, preset: GpuPreset, kind: Kind, clock_mhz: float) -> float:
         """What it draws meanwhile."""
-        return self.hungrier * preset.busy_power_w(kind.value, self._reached_mhz(clock_mhz))
+        return self.hungrier * preset.busy_power_w(kind.value, self.reached_mhz(clock_mhz))
 
-    def _reached_mhz(self, clock_mhz: float) -> float:
+    def reached_mhz(self, clock_mhz: float) -> float:
+        """The clock that comes of one that is asked for."""
         return clock_mhz if self.limit_mhz is None else min(clock_mhz, self.limit_mhz)
 
 
@@ -64,6 +65,7 @@ class MemoryGpu:
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
         self.state = EmulatedState(preset.name, preset.max_frequency_mhz)
         self.conditions = Conditions()
+        self._by_clock: dict[tuple[Kind, float], tuple[float, float]] = {}
 
     def clock_state(self) -> ClockState:
         """As of a GPU that tells nothing but its clock."""
@@ -77,21 +79,32 @@ class MemoryGpu:
 
     def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
         """As `EmulatedGpu.run_unit`; start and end, s."""
-        state, preset, now = self.state, self.preset, self.conditions
+        state, refresh_s = self.state, self.preset.refresh_s
         self.advance_to(ready_s)
         start_s, left = state.end_s, 1.0
-        if state.pending is not None:
-            settle_s, mhz = state.pending[1], state.clock_mhz
-            whole_s = now.unit_time_s(preset, kind, mhz, time_at_max_s)
-            if settle_s < start_s + whole_s:
-                left -= (settle_s - start_s) / whole_s
-                state.commit(settle_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
-                state.settle()
-        mhz = state.clock_mhz
-        end_s = state.end_s + left * now.unit_time_s(preset, kind, mhz, time_at_max_s)
-        state.commit(end_s, now.busy_power_w(preset, kind, mhz), preset.refresh_s)
+        whole_s, power_w = self._unit(kind, time_at_max_s)
+        if state.pending is not None and (settle_s := state.pending[1]) < start_s + whole_s:
+            left -= (settle_s - start_s) / whole_s
+            state.commit(settle_s, power_w, refresh_s)
+            state.settle()
+            whole_s, power_w = self._unit(kind, time_at_max_s)
+        end_s = state.end_s + left * whole_s
+        state.commit(end_s, power_w, refresh_s)
         state.settle()
         return start_s, end_s
+
+    def _unit(self, kind: Kind, at_max_s: float) -> tuple[float, float]:
+        """Time and power of a whole unit at the clock that runs; worked out once for each clock."""
+        now = self.conditions
+        key = kind, now.reached_mhz(self.state.clock_mhz)
+        if key not in self._by_clock:
+            kind_of, mhz = kind.value, key[1]
+            self._by_clock[key] = (
+                self.preset.unit_time_s(kind_of, mhz, 1.0),
+                self.preset.busy_power_w(kind_of, mhz),
+            )
+        times, power_w = self._by_clock[key]
+        return at_max_s * now.slower.get(kind, 1.0) * times, now.hungrier * power_w
 
     def advance_to(self, time_s: float) -> None:
         """Wait until then, at the power of the clocks that run meanwhile."""

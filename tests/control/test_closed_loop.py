@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from on_request import on_request
 
+from benchmarks.online import long
 from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.long import footprints
 from benchmarks.online.pipelines import Faults, Pipelines
 from benchmarks.online.runs import (
     Ran,
@@ -55,8 +55,25 @@ def run(
     )
 
 
-@pytest.mark.parametrize("preset", ["a100-sxm", "a40"])
-@pytest.mark.parametrize("forward_s", [(0.03,) * STAGES, (0.03, 0.03, 0.0375)])
+@pytest.fixture(scope="module")
+def calm() -> Ran:
+    """A job that nothing happens to."""
+    return run()
+
+
+#: Times of forwards.
+EVEN, UNEVEN = (0.03,) * STAGES, (0.03, 0.03, 0.0375)
+
+
+@pytest.mark.parametrize(
+    ("preset", "forward_s"),
+    [
+        ("a40", EVEN),
+        ("a100-sxm", UNEVEN),
+        pytest.param("a100-sxm", EVEN, marks=on_request("CONTROL")),
+        pytest.param("a40", UNEVEN, marks=on_request("CONTROL")),
+    ],
+)
 def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
     ran = run(forward_s, preset=preset, iterations=50)
     assert ran.steady <= 40
@@ -90,7 +107,7 @@ def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(ki
         assert len(too_slow) == (kind in ("slow", "capped"))
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=on_request("CONTROL")), 3])
 def test_replicas_follow_the_slowest_and_come_back(replicas):
     faults = scripted("replica", BEGIN, END, STAGES, replicas)
     ran = run(replicas=replicas, faults=faults)
@@ -115,24 +132,24 @@ def test_a_job_that_changes_again_and_again_goes_on_saving():
 @pytest.mark.parametrize(
     ("replicas", "hiccups"), [(2, 0.01), pytest.param(8, 0.05, marks=on_request("CONTROL"))]
 )
-def test_hiccups_raise_no_alarm_and_are_not_followed(replicas, hiccups):
+def test_hiccups_raise_no_alarm_and_are_not_followed(calm, replicas, hiccups):
     ran = run(replicas=replicas, hiccups=hiccups)
-    calm = run()
     assert ran.saved(60, 120) == pytest.approx(calm.saved(60, 120), abs=0.005)
     assert ran.longer(60, 120) < 0.005
     assert [text for at, text in ran.said if at >= 60] == []
 
 
-@pytest.mark.parametrize("scatter", [0.01, 0.02])
-def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(scatter):
-    ran, calm = run(scatter=scatter), run()
+@pytest.mark.parametrize("scatter", [pytest.param(0.01, marks=on_request("CONTROL")), 0.02])
+def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(calm, scatter):
+    ran = run(scatter=scatter)
     assert ran.saved(60, 120) > calm.saved(60, 120) - 0.015
     assert ran.longer(60, 120) < 0.005
     assert not any("take" in text for at, text in ran.said if at >= 60)
 
 
-def test_a_long_job_holds_no_more_than_a_shorter_one():
-    _, middle, last = footprints(600, every=200)
+def test_a_long_job_holds_no_more_than_a_shorter_one(monkeypatch):
+    monkeypatch.setattr(long, "_CHANGES_EVERY", 100)
+    _, middle, last = long.footprints(360, every=120)
     assert last["changes that were answered"] >= 1  # plans were made and kept meanwhile
     assert last["objects"] < middle["objects"] + 1000
     for name in ("open files", "threads", "files in the folder"):

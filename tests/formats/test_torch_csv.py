@@ -3,16 +3,24 @@
 import csv
 import io
 import random
+from functools import cache
 from itertools import product
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import schedules as of_torch
 
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
+
+
+@cache
+def of_torch() -> ModuleType:
+    """Takes seconds to import, which no worker pays that only collects."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 def read(tmp_path, text):
@@ -23,7 +31,7 @@ def read(tmp_path, text):
 
 def rank_of(virtual_stage, ranks, placement):
     style = "v" if placement is Placement.V else "loop"
-    return of_torch.generate_stage_to_rank_mapping(ranks, 4 * ranks, style)[virtual_stage]
+    return of_torch().generate_stage_to_rank_mapping(ranks, 4 * ranks, style)[virtual_stage]
 
 
 def random_table(rng):
@@ -59,16 +67,17 @@ def is_ready(unit, done, virtual_stages):
 
 def torch_runs(rows, virtual_stages, microbatches):
     """Whether torch finds an order for its messages."""
-    actions = {rank: [of_torch._Action.from_str(cell) for cell in row] for rank, row in
+    actions = {rank: [of_torch()._Action.from_str(cell) for cell in row] for rank, row in
                enumerate(rows)}  # fmt: skip
     try:
-        ranks = of_torch._validate_schedule(actions, len(rows), virtual_stages, microbatches)
-        of_torch._add_send_recv(actions, ranks.__getitem__, virtual_stages)
+        ranks = of_torch()._validate_schedule(actions, len(rows), virtual_stages, microbatches)
+        of_torch()._add_send_recv(actions, ranks.__getitem__, virtual_stages)
     except AssertionError:
         return False
     return True
 
 
+@pytest.mark.xdist_group("megatron")  # whose worker imports the same
 def test_an_order_of_torch_is_one_here_and_comes_back(tmp_path):
     rng = random.Random(0)
     seen = set()
@@ -101,6 +110,7 @@ def test_an_order_of_torch_is_one_here_and_comes_back(tmp_path):
     assert len(seen) == 1 + 2 * 2
 
 
+@pytest.mark.xdist_group("megatron")
 @pytest.mark.parametrize(
     ("name", "placement", "peak"),
     [
@@ -118,7 +128,7 @@ def test_what_torch_writes_of_its_own_schedules(tmp_path, name, placement, peak)
     ]
     for stage in stages:
         stage.is_last = stage.stage_index == 7
-    schedule = getattr(of_torch, name)(stages, 8, loss_fn=print)
+    schedule = getattr(of_torch(), name)(stages, 8, loss_fn=print)
     path = tmp_path / "order.csv"
     schedule._dump_csv(str(path), format="compute_only")
     order = read_torch_csv(path)

@@ -99,9 +99,29 @@ class FastTime:
         emulated_executor.time = jumping  # type: ignore[assignment]
         gpu._monotonic_s = self.monotonic
         emulated_store.parse_state = _remembered_state
+        EmulatedState.to_json = _remembered_text  # type: ignore[method-assign]
 
 
-_parse_once = lru_cache(maxsize=4)(parse_state)
+#: States by the text of their file: of the last ones that this process has read or written.
+_known_states: dict[bytes, EmulatedState] = {}
+_to_json = EmulatedState.to_json
+
+
+def _copy(state: EmulatedState) -> EmulatedState:
+    return replace(state, ticks=[*state.ticks], segments=[*state.segments])
+
+
+def _know(text: bytes, state: EmulatedState) -> None:
+    _known_states[text] = state
+    for oldest in list(_known_states)[:-4]:
+        _known_states.pop(oldest, None)  # a meter's thread may have been faster
+
+
+def _remembered_text(state: EmulatedState) -> bytes:
+    """What `to_json` returns, for this process to read it again as it was."""
+    text = _to_json(state)
+    _know(text, _copy(state))
+    return text
 
 
 def _remembered_state(text: bytes) -> EmulatedState:
@@ -109,12 +129,11 @@ def _remembered_state(text: bytes) -> EmulatedState:
 
     Without sleeps the emulated GPUs' files would else be most of what a rank computes.
     """
-    state = _parse_once(text)
-    return replace(
-        state,
-        ticks=[*state.ticks],
-        segments=[*state.segments],
-    )
+    state = _known_states.get(text)
+    if state is None:
+        state = parse_state(text)
+        _know(text, state)
+    return _copy(state)
 
 
 def channel(timeout_s: float, collectives: Collectives | None = None) -> P2PChannel:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 
 STAGES, MICROBATCHES = 4, 8
 QUICK = {"baseline_steps": 3, "profile_steps": 1}
-STEPS = 40
+STEPS = 34
 
 
 def letters(schedule: Schedule) -> list[str]:

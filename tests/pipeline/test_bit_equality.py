@@ -158,9 +158,18 @@ def orders(stages: int, microbatches: int) -> dict[str, Schedule]:
     }
 
 
+#: Others show the same, and sooner.
+ALSO_SCHEDULES = (
+    *("p2-M6-gpipe", "p2-M6-envpipe[4, 0]", "p4-M3-gpipe"),
+    *("p4-M8-1f1b", "p4-M8-envpipe[0, 1, 2, 0]", "p4-M8-envpipe[2, 2, 2, 2]"),
+)
 #: The head is tied to the embedding in every other one.
 SCHEDULES = [
-    pytest.param(*size, name, bool(number % 2), id=f"p{size[0]}-M{size[1]}-{name}")
+    pytest.param(
+        *(*size, name, bool(number % 2)),
+        id=f"p{size[0]}-M{size[1]}-{name}",
+        marks=on_request("PIPELINE") if f"p{size[0]}-M{size[1]}-{name}" in ALSO_SCHEDULES else (),
+    )
     for size in EXTRA_FORWARDS
     for number, name in enumerate(orders(*size))
 ]
@@ -258,12 +267,13 @@ def test_random_frequencies(stock, ours, tmp_path, chunks):
     assert_same_bits(results, stock(job))
 
 
-def test_whole_loop_online(stock, ours):
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=on_request("PIPELINE"))])
+def test_whole_loop_online(stock, ours, stages):
     """Warm-up, profile, plan, reconfigure, steady: training goes on through all of them."""
     # Few clocks, and units of which one iteration fills a window: else a hundred are trained twice.
     few = {"unit_s": 0.05, "clocks_mhz": CLOCKS_MHZ[::2]}
     how = Ours("envpipe", "envelope", "balanced", warmup_iterations=2, **few)
-    results = _run_online(stock, ours, Job(4, 6, steps=None), how)
+    results = _run_online(stock, ours, Job(stages, 6, steps=None), how)
     phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
     assert phases == ["warm-up", "profile", "reconfigure", "steady"]
     for result in results:
@@ -296,7 +306,7 @@ def _run_online(stock, ours, job: Job, how: Ours) -> list[Result]:
 # What megatron-core does around the units ----------------------------------------------------
 
 REDUCERS = [
-    ("overlap_grad_reduce",),
+    pytest.param(("overlap_grad_reduce",), marks=on_request("PIPELINE")),
     ("overlap_grad_reduce", "align_grad_reduce"),
     ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
 ]
@@ -327,12 +337,12 @@ ALIGNED = (
 )
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {
-    "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
     "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
     "some computed again": Job(4, 8, recompute=True, partial_checkpoints=2),
     "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
 }
 ALSO_AROUND = {
+    "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
     "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),

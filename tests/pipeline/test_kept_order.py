@@ -47,19 +47,19 @@ JOBS = {
     "no pipeline": Job(1, 3),
     "two chunks": Job(2, 6, chunks=2),
     "four chunks": Job(2, 4, chunks=4),
-    "four stages": Job(4, 8, chunks=2),
     "overlapped experts": Job(2, 5, chunks=2, group=3, combined=True, evaluate_after=1),
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
     "recompute": Job(2, 4, chunks=2, recompute=True),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
-    "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "reduced and evaluated": Job(2, 6, tied=True, reducer=(), evaluate_after=1),
 }
 
 
 SLOW = {
+    "four stages": Job(4, 8, chunks=2),
+    "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
     "overlapped experts, four chunks": Job(2, 8, chunks=4, group=3, combined=True, tied=True),
 }
 JOBS |= SLOW
@@ -87,7 +87,7 @@ CHANGING = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=on_request("PIPELINE")), "two chunks"])
 def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name):
     """Up, down and back; the full batch's plan is by file, others are planned when they come."""
     counts = (2, 2, 2, 6, 6, 6, 2, 4, 6, 4, 4, 2)
@@ -125,7 +125,7 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
         assert len(result.locked_mhz) <= len(changes) + 2 * len(counts)
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("two chunks", marks=on_request("PIPELINE"))])
 def test_each_number_of_microbatches_has_its_order(stock, ours, tmp_path, name):
     """The interpreter plans an order for each; the profile is by file."""
     counts = (2, 2, 6, 6, 2, 4, 4, 6, 4)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    schedules,
-)
 
 LAYERS, WIDTH, MICROBATCH = 8, 16, 4
-OWN = {1: Schedule1F1B, 2: ScheduleInterleaved1F1B}
 
 
 def train(
@@ -24,6 +17,14 @@ def train(
         table: the path of a table; None for the schedule of torch's own that fits.
         stages_of: the virtual stages of each rank.
     """
+    # Takes seconds to import, which nobody pays who only collects tests.
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        schedules,
+    )
+
     mine, num_virtual = stages_of[rank], sum(map(len, stages_of))
     each = LAYERS // num_virtual
     layers = {layer: _layer(layer) for at in mine for layer in range(at * each, (at + 1) * each)}
@@ -36,8 +37,11 @@ def train(
     ]  # fmt: skip
     loss = torch.nn.functional.mse_loss
     if table is None:
-        own = stages if len(stages) > 1 else stages[0]
-        schedule = OWN[len(stages)](own, microbatches, loss_fn=loss)
+        schedule = (
+            ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss)
+            if len(stages) > 1
+            else Schedule1F1B(stages[0], microbatches, loss_fn=loss)
+        )
     else:
         schedule = schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)
         schedule._load_csv(table)

@@ -8,6 +8,7 @@ from operator import le
 
 import pytest
 from core_cases import uniform_profile
+from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
@@ -221,8 +222,15 @@ def test_a_broken_plan_is_found_when_it_is_asked_for(stored_path, plans, line):
     assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-@pytest.mark.parametrize("wish", [{"min_dwell_s": 0.3}, {"change_time_s": 0.01}])
+@pytest.mark.parametrize(
+    ("schedule", "wish"),
+    [
+        ("1f1b", {"min_dwell_s": 0.3}),
+        ("auto", {"change_time_s": 0.01}),
+        pytest.param("1f1b", {"change_time_s": 0.01}, marks=on_request("CORE")),
+        pytest.param("auto", {"min_dwell_s": 0.3}, marks=on_request("CORE")),
+    ],
+)
 def test_deadlines_without_a_plan_are_left_out_of_a_frontier(schedule, wish):
     """The highest clock is not the fastest of the forward, so clocks must change to be fastest."""
     rows = {"forward": {1410: 0.100, 1395: 0.0995}, "backward": {1410: 0.200, 1395: 0.202}}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import F, I, W, uniform_profile
+from on_request import on_request
 from planning_cases import random_conditions, random_profile
 
 from envpipe_megatron.core.channel_model import check_message_order
@@ -128,7 +129,9 @@ def test_plans_keep_time_memory_and_the_bound(seed):
         assert answer.auto.next_microbatch_percent() >= 0
 
 
-@pytest.mark.parametrize("group_size", [None, 6, 9, 12])
+@pytest.mark.parametrize(
+    "group_size", [None, 9, *(pytest.param(size, marks=on_request("CORE")) for size in (6, 12))]
+)
 def test_the_baseline_is_the_framework_s_order_of_the_request(group_size, tmp_path):
     profile = uniform_profile(4, CURVE)
     own = builders.interleaved(4, 12, 2, group_size)

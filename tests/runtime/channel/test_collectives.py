@@ -12,6 +12,9 @@ from rank_pool import RankPool
 from envpipe_megatron.runtime.channel.collectives import FAN_IN, tree_groups
 from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES
 
+# One worker makes the pool.
+pytestmark = pytest.mark.xdist_group("twelve ranks")
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from core_cases import for_chunks
+from on_request import on_request
 from planning_cases import random_profile
 from preset_profile import preset_profile
 
@@ -363,7 +364,9 @@ def planned_online(seed: int) -> Plan:
     return adopted.plan
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=on_request("CORE")) for n in range(12, 24))]
+)
 def test_any_job_in_chunks_gets_a_plan_that_it_runs(seed):
     plan = planned_online(seed)
     order = plan.schedule
