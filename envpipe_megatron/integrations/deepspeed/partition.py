@@ -50,6 +50,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise EnvPipeError(
-            f"{PARTS} takes numbers with commas between them", value=text
-        ) from None
+        raise EnvPipeError(f"{PARTS} takes numbers with commas between them", value=text) from None

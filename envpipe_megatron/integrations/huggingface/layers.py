@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
@@ -107,6 +107,8 @@ class Layer(nn.Module):
 class TokenEmbedding(Layer):
     """From token numbers, [samples, length], to hidden states."""
 
+    embedding: Any
+
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take token numbers."""
         embedded: Tensor = self.embedding(hidden)
@@ -121,15 +123,15 @@ class TiedHead(TokenEmbedding):
         return tied_logits(self, hidden)
 
 
-def tied_logits(layer: Layer, hidden: Tensor) -> Tensor:
+def tied_logits(layer: TokenEmbedding, hidden: Tensor) -> Tensor:
     """Logits by the weights of an embedding."""
-    weight = layer.embedding.weight
-    assert isinstance(weight, Tensor)
-    return F.linear(hidden, weight)
+    return F.linear(hidden, layer.embedding.weight)
 
 
 class Plain(Layer):
     """A module that takes hidden states alone."""
+
+    module: Any
 
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take hidden states."""
@@ -147,6 +149,8 @@ class Head(Plain):
 
 class DecoderBlock(Layer):
     """A block of Llama, Qwen or Mistral: rotary positions, perhaps a sliding window."""
+
+    block: Any
 
     def arrange(self) -> None:
         """Find this block's window."""
@@ -168,6 +172,9 @@ class DecoderBlock(Layer):
 class GPT2Positions(Layer):
     """Adds what each position has learned."""
 
+    positions: Any
+    dropout: Any
+
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take hidden states."""
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -178,6 +185,8 @@ class GPT2Positions(Layer):
 class GPT2Block(Layer):
     """Attention to what came before, and a feed-forward network."""
 
+    block: Any
+
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take hidden states."""
         found: Tensor = self.block(hidden, attention_mask=self.attention.causal(hidden))
@@ -186,6 +195,8 @@ class GPT2Block(Layer):
 
 class BertPositions(Layer):
     """Adds what positions and segments have learned."""
+
+    embeddings: Any
 
     needs = ("token_type_ids",)
 
@@ -204,6 +215,8 @@ class BertPositions(Layer):
 class BertBlock(Layer):
     """Attention to all tokens, and a feed-forward network."""
 
+    block: Any
+
     needs = ("attention_mask",)
 
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
@@ -219,6 +232,8 @@ class BertTransform(Plain):
 
 class BertBias(Layer):
     """What BERT adds to its logits, for each word."""
+
+    predictions: Any
 
     def arrange(self) -> None:
         """Only the bias is new: the tied head has the matrix."""
@@ -240,6 +255,9 @@ class ResNetBlock(Plain):
 
 class ResNetHead(Layer):
     """The mean over each image, and its classes' logits [samples, classes]."""
+
+    pooler: Any
+    classifier: Any
 
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take [samples, channels, height, width]."""

@@ -83,10 +83,11 @@ def _attention(model: Any, config: Any) -> tuple[str, nn.Module | None]:
         return IMPLEMENTATIONS[0], None
     implementation = model.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
+        allowed = " or ".join(IMPLEMENTATIONS)
         raise ModelError(
             "Models with this implementation of attention are not split into stages",
             value=implementation,
-            remedy=f"Set attn_implementation of the configuration to {' or '.join(IMPLEMENTATIONS)}.",
+            remedy=f"Set attn_implementation of the configuration to {allowed}.",
         )
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:

@@ -119,7 +119,7 @@ class SplitModel:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a stage by their names in the unsplit model, for `safetensors.torch.save_file`.
+    """The weights of a stage by their names in the unsplit model; safetensors saves them.
 
     Args:
         module: a stage, a DeepSpeed PipelineModule, or anything with layers of a split model.

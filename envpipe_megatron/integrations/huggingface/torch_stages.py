@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Layer
+from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Layer, TokenEmbedding
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 
@@ -34,7 +33,11 @@ class Stage(nn.Module):
         self._extras = model.extras(0)
         #: The weights that another stage has, too; None without.
         self.tied_weight: nn.Parameter | None = None
-        tied = [layer for layer in layers if model.is_tied(layer.index)]
+        tied = [
+            layer
+            for layer in layers
+            if isinstance(layer, TokenEmbedding) and model.is_tied(layer.index)
+        ]
         for layer in tied:
             layer.embedding = tied[0].embedding  # one module where one stage has both
         if len(tied) == 1:
@@ -90,8 +93,8 @@ def pipeline_stage(
     """
     message = torch.empty_like(microbatch, device="meta")
     shapes = [message]
-    for stage in range(index + 1):
-        message = Stage(model, parts, stage, finished=False)(message)
+    for number in range(index + 1):
+        message = Stage(model, parts, number, finished=False)(message)
         shapes.append(message)
     inputs, outputs = (
         torch.empty(shape.shape, dtype=shape.dtype, device=device).requires_grad_(
@@ -99,12 +102,11 @@ def pipeline_stage(
         )
         for shape, is_message in zip(shapes[-2:], (index > 0, True), strict=True)
     )
-    num_stages = len(list(pairwise(parts)))
     stage = Stage(model, parts, index).to(device)
     return PipelineStage(
         stage,
         index,
-        num_stages,
+        len(parts) - 1,
         device,
         input_args=(inputs,),
         output_args=(outputs,),

@@ -1,8 +1,8 @@
 """Two ranks that train split models by torch.distributed.pipelining and by DeepSpeed.
 
 Started with DS_ACCELERATOR=cpu. Args: a folder, and names of `tiny_models.CONFIGS`. Each rank
-leaves `rank-<n>.pt`: by model and engine the losses, and the weights by their names in transformers;
-`whole` is the unsplit model, trained in one process.
+leaves `rank-<n>.pt`: by model and engine the losses, and the weights by their names in
+transformers; `whole` is the unsplit model, trained in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
 import deepspeed
 import tiny_models as tiny
 import torch
-import torch.distributed as dist
 from forked_ranks import run_forked
 from preset_profile import preset_profile
 from torch.distributed.pipelining import Schedule1F1B
