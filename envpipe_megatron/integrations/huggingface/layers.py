@@ -189,8 +189,9 @@ class GPT2Block(Layer):
 
     def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take hidden states."""
-        found: Tensor = self.block(hidden, attention_mask=self.attention.causal(hidden))
-        return found
+        found = self.block(hidden, attention_mask=self.attention.causal(hidden))
+        states: Tensor = found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
+        return states
 
 
 class BertPositions(Layer):
