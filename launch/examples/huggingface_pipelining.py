@@ -26,15 +26,14 @@ from envpipe_megatron.integrations.huggingface.torch_stages import (
 MICROBATCHES, MICROBATCH, LENGTH, STEPS = 8, 2, 32, 100
 
 
-def instrument(stage, pipeline: InstrumentedPipeline) -> None:
-    """Let a stage say when its units begin and end."""
-    for kind in ("forward", "backward"):
+def instrumented(unit, pipeline: InstrumentedPipeline, kind: str):
+    """A unit of a stage that says when it begins and ends."""
 
-        def unit(*args, kind=kind, own=getattr(stage, f"{kind}_one_chunk"), **kwargs):
-            with pipeline.instruction(kind):
-                return own(*args, **kwargs)
+    def run(*args, **kwargs):
+        with pipeline.instruction(kind):
+            return unit(*args, **kwargs)
 
-        setattr(stage, f"{kind}_one_chunk", unit)
+    return run
 
 
 def train(folder: str | None, device: torch.device) -> None:
@@ -55,7 +54,8 @@ def train(folder: str | None, device: torch.device) -> None:
         dist.group.WORLD, MICROBATCHES,
         message=((MICROBATCH, LENGTH, config.hidden_size), torch.get_default_dtype()),
     )  # fmt: skip
-    instrument(stage, pipeline)
+    stage.forward_one_chunk = instrumented(stage.forward_one_chunk, pipeline, "forward")
+    stage.backward_one_chunk = instrumented(stage.backward_one_chunk, pipeline, "backward")
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model.loss)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-3)
     losses: list[torch.Tensor] = []

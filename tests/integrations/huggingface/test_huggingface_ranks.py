@@ -17,6 +17,10 @@ pytest.importorskip("deepspeed")
 import torch
 from on_request import on_request
 
+from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
+
 pytestmark = pytest.mark.xdist_group("launch")
 
 IN_CI = ["llama", "gpt2"]
@@ -69,6 +73,33 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", IN_CI)
 def test_ten_steps_equal_those_of_the_whole_model(ranks, name):
     check(ranks, name)
+
+
+class Counting:
+    """Each layer takes as long as its number in the order of measurements says."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def measure(self, run) -> tuple[float, float]:
+        run()
+        self.runs += 1
+        return float(self.runs), 1.0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_layers_can_be_profiled_for_a_cut(name, tmp_path):
+    import tiny_models as tiny
+
+    model = split_model(tiny.config_of(name))
+    inputs, extras, labels = tiny.microbatches(name)[0]
+    batch = ((inputs, *extras.values()) if extras else inputs, labels)
+    meter, path = Counting(), tmp_path / "layers.csv"
+    layers = deepspeed_layers(model)
+    profile_layers(layers, batch, model.loss, 1410, meter, torch.device("cpu"), path)
+    assert meter.runs == 2 * len(model.entries)
+    parts = model.parts(2, f"time:{path}")
+    assert parts[0] == 0 < parts[1] < parts[2] == len(model.entries)
 
 
 @on_request("HUGGINGFACE")
