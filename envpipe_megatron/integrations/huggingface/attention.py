@@ -71,10 +71,12 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         assert self._rotary is not None
         with torch.inference_mode(False), torch.no_grad():
-            rotary = copy.deepcopy(self._rotary).to(device)
-            positions = torch.arange(length, device=device)[None]
-            cosines, sines = rotary(torch.empty(0, dtype=dtype, device=device), positions)
-        return cosines, sines
+            # Older versions switch autocast off, which no `meta` has.
+            where = torch.device("cpu") if device.type == "meta" else device
+            rotary = copy.deepcopy(self._rotary).to(where)
+            positions = torch.arange(length, device=where)[None]
+            cosines, sines = rotary(torch.empty(0, dtype=dtype, device=where), positions)
+        return cosines.to(device), sines.to(device)
 
     def _finished(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._as_bias:
