@@ -30,6 +30,7 @@ class Attention:
     def __init__(self, implementation: str, rotary: nn.Module | None = None) -> None:
         self._as_bias = implementation == "eager"
         self._rotary = rotary
+        self._copies: dict[torch.device, nn.Module] = {}
         self._causal = functools.lru_cache(_KEPT)(self._make_causal)
         self._angles = functools.lru_cache(_KEPT)(self._make_angles)
 
@@ -73,7 +74,9 @@ class Attention:
         with torch.inference_mode(False), torch.no_grad():
             # Older versions switch autocast off, which no `meta` has.
             where = torch.device("cpu") if device.type == "meta" else device
-            rotary = copy.deepcopy(self._rotary).to(where)
+            if where not in self._copies:  # a copy to a GPU waits for it: once, and never again
+                self._copies[where] = copy.deepcopy(self._rotary).to(where)
+            rotary = self._copies[where]
             positions = torch.arange(length, device=where)[None]
             cosines, sines = rotary(torch.empty(0, dtype=dtype, device=where), positions)
         return cosines.to(device), sines.to(device)
