@@ -140,6 +140,8 @@ def test_weights_do_not_depend_on_the_cut_or_on_the_rank(name):
         alone = Stage(model, model.parts(3), index)
         for weight, found in weights_of(alone).items():
             assert torch.equal(found, whole[weight]), weight
+    unsplit = model._skeleton.model
+    assert all(tensor.is_meta for tensor in unsplit.parameters()), "nobody holds the whole"
     other = weights(stages_of(split_model(tiny.config_of(name), seed=1)))
     assert any(not torch.equal(whole[weight], other[weight]) for weight in whole)
 
