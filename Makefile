@@ -28,7 +28,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) \
-		-c $(CONSTRAINTS) -e '.[megatron,deepspeed,dev]'
+		-c $(CONSTRAINTS) -e '.[megatron,deepspeed,huggingface,dev]'
 	touch $@
 
 clean:

@@ -35,7 +35,7 @@ for path in sorted(root.rglob("*.py")):
         name = ".".join(("envpipe_megatron", *parts))
         importlib.import_module(name)
         print(name)
-heavy = {"torch", "megatron", "deepspeed"} & set(sys.modules)
+heavy = {"torch", "megatron", "deepspeed", "transformers"} & set(sys.modules)
 if sys.modules["pynvml"].nvmlLib is not None:
     heavy.add("libnvidia-ml.so.1")
 sys.exit(f"imported: {heavy}" if heavy else 0)

@@ -1,4 +1,4 @@
-"""Versions: those of DeepSpeed that EnvPipe goes with, and what is installed.
+"""Versions: those of DeepSpeed and Transformers that EnvPipe goes with, and what is installed.
 
 Those of Megatron are the patches'.
 """
@@ -10,6 +10,9 @@ from importlib import metadata
 #: From the first that was tested, below the next minor one: what its engine is made of is not
 #: promised to stay.
 DEEPSPEED = ((0, 19, 6), (0, 20))
+#: As DEEPSPEED: which modules a model is made of is not promised to stay. 5.0, 5.8, 5.16 and 5.24
+#: were tested.
+TRANSFORMERS = ((5, 0), (5, 25))
 
 
 def as_text(version: tuple[int, ...]) -> str:

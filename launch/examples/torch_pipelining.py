@@ -62,12 +62,18 @@ def train(model: torch.nn.Module, data: torch.Tensor, steps: int, **settings) ->
     return losses
 
 
-if __name__ == "__main__":
+def device_of_rank() -> torch.device:
+    """This rank's device; its group is made, too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+if __name__ == "__main__":
+    device = device_of_rank()
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()
     data = torch.randn(MICROBATCHES * MICROBATCH, WIDTH)
     train(torch.nn.Sequential(*layers).to(device), data.to(device), steps=200)

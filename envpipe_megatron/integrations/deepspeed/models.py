@@ -24,9 +24,17 @@ from envpipe_megatron.integrations.deepspeed.layers import (
     TokenEmbedding,
     TransformerShape,
 )
+from envpipe_megatron.integrations.losses import IGNORED_LABEL, language_model_loss
 
-#: A label that is not predicted.
-IGNORED_LABEL = -100
+__all__ = [
+    "IGNORED_LABEL",
+    "PRESETS",
+    "Preset",
+    "bert_layers",
+    "gpt2_layers",
+    "language_model_loss",
+    "llama_layers",
+]
 
 
 def gpt2_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
@@ -71,21 +79,6 @@ def bert_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
         LayerSpec(BertTransform, shape, seed + 2 + shape.num_layers),
         TiedLayerSpec("embedding", TokenEmbedding, shape, seed, forward_fn=_tied_logits),
     ]
-
-
-def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the labels that are not `IGNORED_LABEL`; 0 if all are.
-
-    Logits are [samples, length, vocabulary], labels [samples, length]: the next tokens, or for BERT
-    those that were masked. The loss is in fp32, whatever the logits' data type.
-    """
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-    )
-    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def _tied_logits(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""A split model for DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+from envpipe_megatron.integrations.deepspeed.partition import PARTS, PipelineModule
+from envpipe_megatron.integrations.huggingface.layers import TokenEmbedding, tied_logits
+from envpipe_megatron.integrations.huggingface.split import SplitModel
+
+_KEY = "embedding"
+_WEIGHT = "embedding.weight"
+
+
+def deepspeed_layers(model: SplitModel) -> list[LayerSpec]:
+    """The layers as DeepSpeed's specs, which build one when its stage needs it.
+
+    A batch's inputs are token numbers [samples, length], or images. Those of BERT are a tuple
+    (token numbers, segment numbers, whether each position holds a token), each [samples, length],
+    the last one of truth values, which travel with the hidden states: its engine needs
+    `set_has_attention_mask(True)`.
+    """
+    specs = []
+    for index, entry in enumerate(model.entries):
+        if entry.tied:
+            spec = TiedLayerSpec(
+                _KEY, TokenEmbedding, model, 0, forward_fn=tied_logits, tied_weight_attr=_WEIGHT
+            )
+        elif model.is_tied(index):
+            spec = TiedLayerSpec(_KEY, entry.layer, model, index, tied_weight_attr=_WEIGHT)
+        else:
+            spec = LayerSpec(entry.layer, model, index)
+        specs.append(spec)
+    return specs
+
+
+def pipeline_module(
+    model: SplitModel,
+    num_stages: int,
+    cut: str | Sequence[int] = "parameters",
+    **arguments: Any,
+) -> PipelineModule:
+    """Make DeepSpeed's PipelineModule of a split model; for `initialize`, on every rank.
+
+    Args:
+        model: what `split_model` gave.
+        num_stages: p; more ranks than that are replicas.
+        cut: as in `SplitModel.parts`.
+        arguments: others of PipelineModule; without a `loss_fn` it is the model's.
+
+    Raises EnvPipeError for a cut that does not fit.
+    """
+    parts = model.parts(num_stages, cut)
+    return PipelineModule(
+        deepspeed_layers(model),
+        num_stages=num_stages,
+        partition_method=PARTS + ",".join(map(str, parts)),
+        **{"loss_fn": model.loss, **arguments},
+    )

@@ -1,0 +1,266 @@
+"""Layers of a pipeline: each holds modules of transformers, and calls them as the model does.
+
+`families` says which layers a model has. A layer is made on the device `meta` and takes no memory
+until `split` gives it weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
+from torch import Tensor, nn
+
+from envpipe_megatron.integrations.huggingface.attention import Attention
+
+#: Hidden states, alone or with what later layers need.
+Message = Tensor | tuple[Tensor, ...]
+#: Inputs of a model beside the first, in the order in which messages have them.
+EXTRAS = ("token_type_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer of a model: its class, and by attribute the module's name in the unsplit model.
+
+    `tied` layers have the weights of the first layer.
+    """
+
+    layer: type[Layer]
+    modules: Mapping[str, str]
+    tied: bool = False
+
+
+class Builder(Protocol):
+    """Gives layers what they are made of."""
+
+    attention: Attention
+
+    def entry(self, index: int) -> Entry:
+        """What a layer is made of."""
+
+    def module(self, name: str) -> nn.Module:
+        """A module of the unsplit model, on the device `meta`."""
+
+    def extras(self, index: int) -> tuple[str, ...]:
+        """Those of `EXTRAS` that a layer or a later one needs."""
+
+    def finish(self, layer: Layer) -> None:
+        """Give a layer its weights."""
+
+
+class Layer(nn.Module):
+    """A layer of a split model; DeepSpeed's specs call the class.
+
+    Args:
+        builder: has the unsplit model's modules, and weights.
+        index: the layer's place in the model.
+        finished: whether it gets weights, or stays on the device `meta`.
+    """
+
+    #: Those of `EXTRAS` that `run` takes.
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, builder: Builder, index: int, finished: bool = True) -> None:
+        super().__init__()
+        entry = builder.entry(index)
+        self.index = index
+        self.attention = builder.attention
+        self.takes, self.gives = builder.extras(index), builder.extras(index + 1)
+        self.names = dict(entry.modules)
+        for attribute, name in entry.modules.items():
+            self.add_module(attribute, copy.deepcopy(builder.module(name)))
+        self.arrange()
+        if finished:
+            builder.finish(self)
+
+    def arrange(self) -> None:
+        """Leave out what other layers hold."""
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """The layer's work; hidden states are [samples, length, hidden], of images [n, c, h, w]."""
+        raise NotImplementedError
+
+    def forward(self, message: Message) -> Message:
+        """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
+
+        A tuple has the `takes` behind the hidden states, and so has what is returned the `gives`.
+        """
+        if isinstance(message, Tensor):
+            return self.run(message)
+        hidden, *others = message
+        extras = dict(zip(self.takes, others, strict=True))
+        hidden = self.run(hidden, **{name: extras[name] for name in self.needs})
+        return (hidden, *(extras[name] for name in self.gives)) if self.gives else hidden
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and lasting buffers by their name in the unsplit model."""
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            attribute, _, rest = name.partition(".")
+            yield f"{self.names[attribute]}.{rest}", tensor
+
+
+class TokenEmbedding(Layer):
+    """From token numbers, [samples, length], to hidden states."""
+
+    embedding: Any
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take token numbers."""
+        embedded: Tensor = self.embedding(hidden)
+        return embedded
+
+
+class TiedHead(TokenEmbedding):
+    """From hidden states to logits, by the first layer's weights."""
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states."""
+        return tied_logits(self, hidden)
+
+
+def tied_logits(layer: TokenEmbedding, hidden: Tensor) -> Tensor:
+    """Logits by the weights of an embedding."""
+    return F.linear(hidden, layer.embedding.weight)
+
+
+class Plain(Layer):
+    """A module that takes hidden states alone."""
+
+    module: Any
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states."""
+        found: Tensor = self.module(hidden)
+        return found
+
+
+class FinalNorm(Plain):
+    """The norm before the head."""
+
+
+class Head(Plain):
+    """From hidden states to logits, with its own weights."""
+
+
+class DecoderBlock(Layer):
+    """A block of Llama, Qwen or Mistral: rotary positions, perhaps a sliding window."""
+
+    block: Any
+
+    def arrange(self) -> None:
+        """Find this block's window."""
+        config = self.block.self_attn.config
+        kinds = getattr(config, "layer_types", None)
+        sliding = kinds is None or kinds[self.block.self_attn.layer_idx] == "sliding_attention"
+        self.window = getattr(config, "sliding_window", None) if sliding else None
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states."""
+        found: Tensor = self.block(
+            hidden,
+            attention_mask=self.attention.causal(hidden, self.window),
+            position_embeddings=self.attention.angles(hidden),
+        )
+        return found
+
+
+class GPT2Positions(Layer):
+    """Adds what each position has learned."""
+
+    positions: Any
+    dropout: Any
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        found: Tensor = self.dropout(hidden + self.positions(positions))
+        return found
+
+
+class GPT2Block(Layer):
+    """Attention to what came before, and a feed-forward network."""
+
+    block: Any
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states."""
+        found = self.block(hidden, attention_mask=self.attention.causal(hidden))
+        states: Tensor = found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
+        return states
+
+
+class BertPositions(Layer):
+    """Adds what positions and segments have learned."""
+
+    embeddings: Any
+
+    needs = ("token_type_ids",)
+
+    def arrange(self) -> None:
+        """The first layer holds the words, which are tied."""
+        del self.embeddings.word_embeddings
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states, and segment numbers [samples, length]; none are all 0."""
+        found: Tensor = self.embeddings(
+            inputs_embeds=hidden, token_type_ids=extras.get("token_type_ids")
+        )
+        return found
+
+
+class BertBlock(Layer):
+    """Attention to all tokens, and a feed-forward network."""
+
+    block: Any
+
+    needs = ("attention_mask",)
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take hidden states, and whether each position holds a token, [samples, length]."""
+        mask = self.attention.padding(hidden, extras.get("attention_mask"))
+        found: Tensor = self.block(hidden, attention_mask=mask)
+        return found
+
+
+class BertTransform(Plain):
+    """What comes before BERT's tied head."""
+
+
+class BertBias(Layer):
+    """What BERT adds to its logits, for each word."""
+
+    predictions: Any
+
+    def arrange(self) -> None:
+        """Only the bias is new: the tied head has the matrix."""
+        del self.predictions.transform, self.predictions.decoder
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take logits."""
+        found: Tensor = hidden + self.predictions.bias
+        return found
+
+
+class ResNetStem(Plain):
+    """The first convolution, of images [samples, channels, height, width]."""
+
+
+class ResNetBlock(Plain):
+    """One block of convolutions and its shortcut."""
+
+
+class ResNetHead(Layer):
+    """The mean over each image, and its classes' logits [samples, classes]."""
+
+    pooler: Any
+    classifier: Any
+
+    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take [samples, channels, height, width]."""
+        logits: Tensor = self.classifier(self.pooler(hidden))
+        return logits

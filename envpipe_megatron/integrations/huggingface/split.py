@@ -1,0 +1,132 @@
+"""A model of transformers as a list of layers, which stages are made of; see `split_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Entry, Layer
+from envpipe_megatron.integrations.huggingface.skeleton import Skeleton
+from envpipe_megatron.integrations.huggingface.weights import Checkpoint
+from envpipe_megatron.policies.partitions.parts import make_parts
+
+DEFAULT_SEED = 1234
+
+
+def split_model(
+    config: Any, weights: str | Path | None = None, seed: int = DEFAULT_SEED
+) -> SplitModel:
+    """Make layers of a model of transformers; any rank makes those of its stage.
+
+    Every rank calls it, with the same arguments. No rank holds more of the model than its stage:
+    the whole is made without memory, and of files only a stage's tensors are read.
+
+    Args:
+        config: a configuration of transformers whose `model_type` is llama, mistral, qwen2, qwen3,
+            gpt2, bert (masked words) or resnet (classes of images). Attention is as its
+            `attn_implementation` says, sdpa or eager.
+        weights: a folder as `save_pretrained` leaves it, its index or a `.safetensors` file. None
+            for weights that are drawn as transformers draws them.
+        seed: of weights that are drawn. Each layer has its own, so they do not depend on the cut.
+
+    Parameters have torch's default data type: set that before, or let the engine convert them.
+
+    Raises:
+        ModelError: a model, setting or version of transformers that is not split here.
+        WeightsError: files that are not the model's.
+    """
+    return SplitModel(Skeleton(config), None if weights is None else Path(weights), seed)
+
+
+class SplitModel:
+    """The layers of a model, as `split_model` makes them.
+
+    `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
+    """
+
+    def __init__(self, skeleton: Skeleton, weights: Path | None, seed: int) -> None:
+        self._skeleton = skeleton
+        self._seed = seed
+        self.attention = skeleton.attention
+        self.entries: Sequence[Entry] = tuple(skeleton.entries)
+        self.loss = skeleton.family.loss
+        bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
+        self.num_parameters = tuple(
+            sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
+        )
+        self._checkpoint = None
+        if weights is not None:
+            self._checkpoint = Checkpoint(
+                weights,
+                skeleton.family,
+                needed={name for layer in bare for name, _ in layer.named_weights()},
+                known=skeleton.model.state_dict().keys(),
+                prefix=skeleton.model.base_model_prefix,
+            )
+
+    def parts(self, num_stages: int, cut: str | Sequence[int] = "parameters") -> list[int]:
+        """The first layer of each stage, and the number of layers.
+
+        Args:
+            num_stages: p.
+            cut: `parameters`; `time:FILE` or `energy:FILE`, a layer CSV of all `entries`, which
+                `integrations.deepspeed.layer_profile` measures; or the parts themselves.
+
+        Raises EnvPipeError for a cut that does not fit.
+        """
+        return make_parts(cut, self.num_parameters, num_stages)
+
+    def layer(self, index: int, finished: bool = True) -> Layer:
+        """Make a layer on the CPU, with its weights; or on `meta`, without."""
+        return self.entries[index].layer(self, index, finished)
+
+    def is_tied(self, index: int) -> bool:
+        """Whether a layer's weights are also another's: of the first layer and of a tied head."""
+        return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
+
+    # What layers ask for.
+
+    def entry(self, index: int) -> Entry:
+        """What a layer is made of."""
+        return self.entries[index]
+
+    def module(self, name: str) -> nn.Module:
+        """A module of the unsplit model, on the device `meta`."""
+        return self._skeleton.module(name)
+
+    def extras(self, index: int) -> tuple[str, ...]:
+        """Which inputs beside the first a layer or a later one needs, in order."""
+        needed = {name for entry in self.entries[index:] for name in entry.layer.needs}
+        return tuple(name for name in EXTRAS if name in needed)
+
+    def finish(self, layer: Layer) -> None:
+        """Give a layer its weights: from files, or drawn from its seed."""
+        layer.to_empty(device="cpu")
+        if self._checkpoint is not None:
+            for name, tensor in layer.named_weights():
+                with torch.no_grad():
+                    tensor.copy_(self._checkpoint.read(name, tuple(tensor.shape)))
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps it as it is
+        index = 0 if self.entries[layer.index].tied else layer.index
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed + index)
+            for attribute in layer.names:
+                self._skeleton.initialize(layer.get_submodule(attribute))
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a stage by their names in the unsplit model; safetensors saves them.
+
+    Args:
+        module: a stage, a DeepSpeed PipelineModule, or anything with layers of a split model.
+    """
+    return {
+        name: tensor.detach()
+        for layer in module.modules()
+        if isinstance(layer, Layer)
+        for name, tensor in layer.named_weights()
+    }

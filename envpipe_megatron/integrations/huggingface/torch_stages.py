@@ -1,0 +1,154 @@
+"""Stages of a split model for torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Layer, TokenEmbedding
+from envpipe_megatron.integrations.huggingface.split import SplitModel
+
+
+class Stage(nn.Module):
+    """Layers of a split model, one after the other.
+
+    Args:
+        model: what `split_model` gave.
+        parts: what its `parts` gave.
+        index: the stage.
+        finished: whether layers get weights, or stay on the device `meta`.
+    """
+
+    def __init__(
+        self, model: SplitModel, parts: Sequence[int], index: int, finished: bool = True
+    ) -> None:
+        super().__init__()
+        layers = [model.layer(each, finished) for each in range(parts[index], parts[index + 1])]
+        self.layers = nn.ModuleList(layers)
+        self._extras = model.extras(0)
+        #: The weights that another stage has, too; None without.
+        self.tied_weight: nn.Parameter | None = None
+        tied = [
+            layer
+            for layer in layers
+            if isinstance(layer, TokenEmbedding) and model.is_tied(layer.index)
+        ]
+        for layer in tied:
+            layer.embedding = tied[0].embedding  # one module where one stage has both
+        if len(tied) == 1:
+            self.tied_weight = tied[0].embedding.weight
+
+    def forward(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
+        """Take what the stage before gave, or the model's inputs.
+
+        Args:
+            hidden: hidden states; on the first stage token numbers [samples, length] or images.
+            extras: of BERT `token_type_ids` and `attention_mask`, [samples, length], the same on
+                every stage: arguments of `schedule.step` by name, on each rank.
+
+        Raises EnvPipeError for a mask that the model's layers do not take.
+        """
+        unknown = [name for name, value in extras.items() if value is not None]
+        unknown = [name for name in unknown if name not in self._extras]
+        if unknown:
+            raise EnvPipeError(
+                "This model is split without these inputs",
+                value=unknown,
+                remedy="Sequences are of full length. Pad at the end, where no token before it "
+                "looks, with labels of -100, and leave the mask out."
+                if EXTRAS[1] in unknown
+                else "Leave them out.",
+            )
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            hidden = layer.run(hidden, **{name: extras.get(name) for name in layer.needs})
+        return hidden
+
+
+def pipeline_stage(
+    model: SplitModel,
+    parts: Sequence[int],
+    index: int,
+    microbatch: Tensor,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> PipelineStage:
+    """Make a stage of torch's, with its layers on a device; every rank makes its own.
+
+    Messages' shapes are found on the device `meta`. Torch would find them by a forward, which
+    draws random numbers and, in ResNet, changes the running means.
+
+    Args:
+        model: what `split_model` gave.
+        parts: what its `parts` gave.
+        index: the stage.
+        microbatch: the model's first input, of one microbatch, on any device.
+        device: where the stage's layers are.
+        group: of the pipeline; None for all ranks.
+    """
+    message = torch.empty_like(microbatch, device="meta")
+    shapes = [message]
+    for number in range(index + 1):
+        message = Stage(model, parts, number, finished=False)(message)
+        shapes.append(message)
+    inputs, outputs = (
+        torch.empty(shape.shape, dtype=shape.dtype, device=device).requires_grad_(
+            shape.is_floating_point() and is_message
+        )
+        for shape, is_message in zip(shapes[-2:], (index > 0, True), strict=True)
+    )
+    stage = Stage(model, parts, index).to(device)
+    return PipelineStage(
+        stage,
+        index,
+        len(parts) - 1,
+        device,
+        input_args=(inputs,),
+        output_args=(outputs,),
+        group=group,
+    )
+
+
+def reduce_tied_gradients(
+    stages: Sequence[nn.Module], group: dist.ProcessGroup | None = None
+) -> None:
+    """Add the gradients of weights that the first and the last stage share.
+
+    Every rank of the pipeline calls it in each step: after `schedule.step`, and before gradients
+    are clipped and the optimizer steps. Weights begin equal, and so they stay. Without shared
+    weights it does nothing.
+
+    Args:
+        stages: this rank's `Stage`s.
+        group: of the pipeline, whose first rank has the first stage and whose last rank the last
+            one, or whose first rank has both (stages in a V); None for all ranks.
+    """
+    tied = [stage.tied_weight for stage in stages if isinstance(stage, Stage)]
+    own = [weight for weight in tied if weight is not None]
+    gradients = [weight.grad for weight in own if weight.grad is not None]
+    if len(gradients) != len(own):
+        raise EnvPipeError(
+            "Shared weights have no gradient",
+            remedy="Call reduce_tied_gradients after schedule.step, before gradients are cleared.",
+        )
+    if len(gradients) == 2:
+        total = gradients[0] + gradients[1]
+        for gradient in gradients:
+            gradient.copy_(total)
+    elif gradients:
+        mine = gradients[0].contiguous()
+        theirs = torch.empty_like(mine)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        peer = size - 1 - rank
+        exchange = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        gradients[0].add_(theirs)  # a + b is b + a: both ranks have the same bits

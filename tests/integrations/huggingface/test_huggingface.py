@@ -1,0 +1,363 @@
+"""Split models in one process: as the unsplit ones, from drawn weights and from files."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+import tiny_models as tiny
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.pipelining import PipelineStage
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.huggingface import (
+    ModelError,
+    WeightsError,
+    split_model,
+    weights_of,
+)
+from envpipe_megatron.integrations.huggingface.torch_stages import (
+    Stage,
+    pipeline_stage,
+    reduce_tied_gradients,
+)
+
+pytestmark = pytest.mark.xdist_group("launch")
+
+ATTENTION = [(name, "sdpa") for name in tiny.CONFIGS] + [
+    (name, "eager") for name in ("llama", "mistral", "gpt2", "bert")
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Others run beside it: threads that wait for each other take far longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def stages_of(model, num_stages=2, cut="parameters"):
+    parts = model.parts(num_stages, cut)
+    return [Stage(model, parts, index) for index in range(num_stages)]
+
+
+def weights(stages):
+    return {name: weight for stage in stages for name, weight in weights_of(stage).items()}
+
+
+@torch.no_grad()
+def disturb(module) -> None:
+    """Norms and biases of a new model are ones and zeros, which hide what they do."""
+    generator = torch.Generator().manual_seed(8)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def chained(stages, hidden, **extras):
+    for stage in stages:
+        hidden = stage(hidden, **extras)
+    return hidden
+
+
+@pytest.mark.parametrize(("name", "attention"), ATTENTION)
+def test_logits_are_those_of_the_whole_model(name, attention):
+    config = tiny.config_of(name, attention)
+    model = split_model(config)
+    stages = [stage.eval() for stage in stages_of(model, 3)]
+    for stage in stages:
+        disturb(stage)
+    whole = tiny.whole_with(config, weights(stages)).eval()
+    inputs, extras, _ = tiny.microbatches(name)[0]
+    logits = chained(stages, inputs, **extras)
+    assert torch.equal(logits, whole(inputs, **extras).logits)
+    message = (inputs, *extras.values()) if extras else inputs
+    for layer in (layer for stage in stages for layer in stage.layers):
+        message = layer(message)  # as DeepSpeed hands messages on
+    assert torch.equal(message, logits)
+
+
+def test_bert_without_other_inputs_sees_all_as_one_segment():
+    config = tiny.config_of("bert")
+    stages = stages_of(split_model(config))
+    whole = tiny.whole_with(config, weights(stages)).eval()
+    inputs = tiny.microbatches("bert")[0][0]
+    logits = chained([stage.eval() for stage in stages], inputs)
+    assert torch.equal(logits, whole(inputs).logits)
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_ten_steps_in_one_process(name):
+    """Stages that are chained by hand, each with its own backward, as a pipeline has them."""
+    config = tiny.config_of(name)
+    model = split_model(config)
+    stages = stages_of(model)
+    whole = tiny.whole_with(config, weights(stages))
+    expected = tiny.train_whole(whole, name)
+    tied = stages[0].tied_weight is not None
+    assert tied == model.is_tied(0) == (stages[1].tied_weight is not None)
+    optimizers = [tiny.Momentum(stage.parameters()) for stage in stages]
+    losses = []
+    for _ in range(tiny.STEPS):
+        total = 0.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for inputs, extras, labels in tiny.microbatches(name):
+            sent = stages[0](inputs, **extras)
+            received = sent.detach().requires_grad_()
+            loss = model.loss(stages[1](received, **extras), labels) / tiny.MICROBATCHES
+            loss.backward()
+            sent.backward(received.grad)
+            total += loss.item()
+        reduce_tied_gradients(stages)
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(total)
+    exact = {"rtol": 1e-5, "atol": 1e-6} if tied else {"rtol": 0, "atol": 0}
+    assert losses == pytest.approx(expected, rel=1e-6 if tied else 0)
+    for weight, found in weights(stages).items():
+        torch.testing.assert_close(found, whole.state_dict()[weight], **exact)
+    if tied:
+        assert torch.equal(stages[0].tied_weight, stages[1].tied_weight)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deep resnet"])
+def test_weights_do_not_depend_on_the_cut_or_on_the_rank(name):
+    model = split_model(tiny.config_of(name))
+    state = torch.get_rng_state()
+    whole = weights(stages_of(model, 1))
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers go on"
+    torch.manual_seed(99)
+    for index in reversed(range(3)):
+        alone = Stage(model, model.parts(3), index)
+        for weight, found in weights_of(alone).items():
+            assert torch.equal(found, whole[weight]), weight
+    unsplit = model._skeleton.model
+    assert all(tensor.is_meta for tensor in unsplit.parameters()), "nobody holds the whole"
+    other = weights(stages_of(split_model(tiny.config_of(name), seed=1)))
+    assert any(not torch.equal(whole[weight], other[weight]) for weight in whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied llama", "gpt2", "bert", "resnet"])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_weights_from_files(name, shard_size, tmp_path):
+    config = tiny.config_of(name)
+    saved = tiny.whole_model(config)
+    saved.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
+    model = split_model(config, weights=tmp_path)
+    stages = [stage.eval() for stage in stages_of(model)]
+    state = saved.state_dict()
+    for weight, found in weights(stages).items():
+        assert torch.equal(found, state[weight]), weight
+    inputs, extras, _ = tiny.microbatches(name)[0]
+    assert torch.equal(chained(stages, inputs, **extras), saved.eval()(inputs, **extras).logits)
+
+
+def test_a_stage_reads_only_the_files_that_it_needs(tmp_path):
+    config = tiny.config_of("llama")
+    tiny.whole_model(config).save_pretrained(tmp_path, max_shard_size="8KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    model = split_model(config, weights=tmp_path)
+    parts = model.parts(2)
+    needed = weights_of(Stage(model, parts, 1))
+    files = {index["weight_map"][weight] for weight in needed}
+    assert files < set(index["weight_map"].values())
+    for file in set(index["weight_map"].values()) - files:
+        (tmp_path / file).unlink()
+    again = weights_of(Stage(split_model(config, weights=tmp_path), parts, 1))
+    assert all(torch.equal(again[weight], needed[weight]) for weight in needed)
+    with pytest.raises(WeightsError, match=r"cannot be read.*Fetch"):
+        Stage(model, parts, 0)
+
+
+def test_old_names_of_files(tmp_path):
+    """GPT-2's first files have no prefix, BERT's call norms by gamma and beta, and have more."""
+    config = tiny.config_of("gpt2")
+    whole = tiny.whole_model(config)
+    old = {
+        name.removeprefix("transformer."): weight.clone()
+        for name, weight in whole.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file({**old, "h.0.attn.bias": torch.ones(1)}, tmp_path / "gpt2.safetensors")
+    found = weights(stages_of(split_model(config, weights=tmp_path / "gpt2.safetensors")))
+    assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in found.items())
+
+    config = tiny.config_of("bert")
+    whole = tiny.whole_model(config)
+    renamed = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {"cls.seq_relationship.weight": torch.ones(1)}
+    for name, weight in whole.state_dict().items():
+        for now, then in renamed.items():
+            name = name.replace(now, then)
+        old[name] = weight.clone()
+    save_file(old, tmp_path / "bert.safetensors")
+    found = weights(stages_of(split_model(config, weights=tmp_path / "bert.safetensors")))
+    assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in found.items())
+
+
+def changed(tmp_path, change):
+    config = tiny.config_of("llama")
+    tiny.whole_model(config).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    return config
+
+
+def test_files_of_another_model(tmp_path):
+    def without_norm(tensors):
+        del tensors["model.norm.weight"]
+
+    def with_more(tensors):
+        tensors["model.norm.bias"] = torch.ones(1)
+
+    def narrow(tensors):
+        tensors["lm_head.weight"] = torch.ones(tiny.WORDS, 16)
+
+    for change, words in ((without_norm, "lacks 1"), (with_more, "model.norm.bias")):
+        with pytest.raises(WeightsError, match=words):
+            split_model(changed(tmp_path, change), weights=tmp_path)
+    model = split_model(changed(tmp_path, narrow), weights=tmp_path)
+    Stage(model, model.parts(2), 0)
+    with pytest.raises(WeightsError, match=r"lm_head.weight .* another shape .*\(61, 32\)"):
+        Stage(model, model.parts(2), 1)
+    tied = tiny.config_of("tied llama")
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
+        split_model(tied, weights=tmp_path / "..")
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    with pytest.raises(WeightsError, match="no weights in safetensors"):
+        split_model(tied, weights=tmp_path / "bad.safetensors")
+
+
+def test_models_that_are_not_split():
+    with pytest.raises(ModelError, match=r"got 't5'.*llama, .*resnet"):
+        split_model(transformers.T5Config())
+    with pytest.raises(ModelError, match="got 'str'"):
+        split_model("llama")
+    with pytest.raises(ModelError, match="is_decoder to false"):
+        split_model(transformers.BertConfig(is_decoder=True))
+    with pytest.raises(ModelError, match="sdpa or eager"):
+        split_model(tiny.config_of("llama", "flex_attention"))
+
+
+def test_versions_that_were_not_tried(monkeypatch):
+    from envpipe_megatron.integrations.huggingface import skeleton
+
+    monkeypatch.setattr(skeleton, "transformers", SimpleNamespace(__version__="4.57.0"))
+    with pytest.raises(ModelError, match=r"got '4\.57\.0'.*transformers>="):
+        split_model(tiny.config_of("llama"))
+
+
+def test_a_causal_model_takes_no_mask():
+    stages = stages_of(split_model(tiny.config_of("llama")))
+    inputs = tiny.microbatches("llama")[0][0]
+    with pytest.raises(EnvPipeError, match=r"attention_mask.*Pad at the end"):
+        stages[0](inputs, attention_mask=torch.ones_like(inputs))
+
+
+def test_cuts(tmp_path):
+    model = split_model(tiny.config_of("gpt2"))
+    count = len(model.entries)
+    total = sum(model.num_parameters)
+    whole = tiny.whole_model(tiny.config_of("gpt2"))
+    head = tiny.WORDS * 32
+    assert total == sum(weight.numel() for weight in whole.parameters()) + head
+    parts = model.parts(3)
+    heaviest = max(sum(model.num_parameters[a:b]) for a, b in pairwise(parts))
+    for a in range(1, count):
+        for b in range(a + 1, count):
+            other = max(sum(model.num_parameters[c:d]) for c, d in pairwise([0, a, b, count]))
+            assert heaviest <= other
+    assert model.parts(2, [0, 2, count]) == [0, 2, count]
+    lines = ["layer,instruction,frequency,time,energy"]
+    for layer in range(count):
+        time_s = 4.0 if layer == count - 1 else 1.0
+        for kind in ("forward", "backward"):
+            lines += [f"{layer},{kind},1410,{time_s},300", f"{layer},{kind},1200,{time_s + 1},200"]
+    path = tmp_path / "layers.csv"
+    path.write_text("\n".join(lines) + "\n")
+    assert model.parts(2, f"time:{path}") == [0, 5, count]
+    assert model.parts(2, f"energy:{path}") == [0, 5, count]
+    for cut, words in (
+        ([0, 3], "no parts of 7 layers for 2 stages"),
+        ([0, 0, count], "rising"),
+        ("uniform", "time:FILE"),
+        ("time:nowhere.csv", "nowhere.csv"),
+    ):
+        with pytest.raises(EnvPipeError, match=words):
+            model.parts(2, cut)
+    with pytest.raises(EnvPipeError, match="1 to 7 stages"):
+        model.parts(8)
+
+
+def test_half_precision_leaves_rotary_angles_whole():
+    """Frequencies in bfloat16 would be wrong by percents at far positions."""
+    stages = [stage.bfloat16() for stage in stages_of(split_model(tiny.config_of("llama")))]
+    rotary = stages[0].layers[1].attention._rotary
+    assert rotary.inv_freq.dtype == torch.float32
+    cosines, _ = stages[0].layers[1].attention.angles(torch.empty(1, 12, 32, dtype=torch.bfloat16))
+    exact = torch.cos(torch.arange(12.0)[:, None] * rotary.inv_freq).bfloat16()
+    assert torch.equal(cosines[0, :, :4], exact)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "resnet"])
+def test_weights_have_the_default_type(name, tmp_path):
+    config = tiny.config_of(name)
+    saved = tiny.whole_model(config).bfloat16()
+    disturb(saved)
+    saved.save_pretrained(tmp_path)
+    whole = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        stages = [stage.eval() for stage in stages_of(split_model(config, weights=tmp_path))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    inputs, extras, _ = tiny.microbatches(name)[0]
+    inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    logits, expected = chained(stages, inputs, **extras), whole(inputs, **extras).logits
+    assert logits.dtype == torch.bfloat16
+    # BERT's bias is added after the head: it rounds once more.
+    torch.testing.assert_close(logits, expected, rtol=0.01 if name == "bert" else 0, atol=0.002)
+    assert torch.equal(logits, expected) or name == "bert"
+
+
+def test_messages_are_known_without_a_forward(monkeypatch):
+    """Torch would run one, on whatever is in memory: a ResNet's running means would change."""
+    monkeypatch.setattr(PipelineStage, "__init__", lambda stage, *given, **named: record(named))
+    found = []
+
+    def record(named):
+        found.append((named["input_args"][0], named["output_args"][0]))
+
+    model = split_model(tiny.config_of("resnet"))
+    images = tiny.microbatches("resnet")[0][0]
+    parts, hidden = model.parts(3), images
+    for index, stage in enumerate(stages_of(model, 3)):
+        pipeline_stage(model, parts, index, images, torch.device("cpu"))
+        given, got = found[-1]
+        assert given.shape == hidden.shape
+        hidden = stage(hidden)
+        assert got.shape == hidden.shape
+        assert got.requires_grad
+        assert given.requires_grad == (index > 0)
+
+
+def test_shared_weights_need_their_gradients():
+    stages = stages_of(split_model(tiny.config_of("gpt2")))
+    with pytest.raises(EnvPipeError, match=r"after schedule\.step"):
+        reduce_tied_gradients(stages)
+    reduce_tied_gradients(stages_of(split_model(tiny.config_of("llama"))))
+    (one,) = stages_of(split_model(tiny.config_of("gpt2")), 1)
+    assert one.tied_weight is None
+    assert one.layers[0].embedding is one.layers[-1].embedding
