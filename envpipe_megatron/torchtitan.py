@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
-    """EnvPipe's settings by name, and the rest of a command line; TorchtitanError without a value."""
+    """EnvPipe's settings by name, and what else a command line has."""
     settings: dict[str, object] = {}
     rest: list[str] = []
     left = iter(arguments)

@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B
-from torch_pipelining import InstrumentedPipeline, device_of_rank
+from torch_pipelining import device_of_rank
 from transformers import AutoConfig, GPT2Config
 
 from envpipe_megatron.integrations.huggingface import split_model
@@ -22,18 +22,9 @@ from envpipe_megatron.integrations.huggingface.torch_stages import (
     pipeline_stage,
     reduce_tied_gradients,
 )
+from envpipe_megatron.integrations.torch_pipelining import attach
 
 MICROBATCHES, MICROBATCH, LENGTH, STEPS = 8, 2, 32, 100
-
-
-def instrumented(unit, pipeline: InstrumentedPipeline, kind: str):
-    """A unit of a stage that says when it begins and ends."""
-
-    def run(*args, **kwargs):
-        with pipeline.instruction(kind):
-            return unit(*args, **kwargs)
-
-    return run
 
 
 def train(folder: str | None, device: torch.device) -> None:
@@ -50,23 +41,17 @@ def train(folder: str | None, device: torch.device) -> None:
     ).to(device)
     tokens, labels = text[:, :-1], text[:, 1:]
     stage = pipeline_stage(model, parts, rank, tokens[:MICROBATCH], device)
-    pipeline = InstrumentedPipeline(
-        dist.group.WORLD, MICROBATCHES,
-        message=((MICROBATCH, LENGTH, config.hidden_size), torch.get_default_dtype()),
-    )  # fmt: skip
-    stage.forward_one_chunk = instrumented(stage.forward_one_chunk, pipeline, "forward")
-    stage.backward_one_chunk = instrumented(stage.backward_one_chunk, pipeline, "backward")
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model.loss)
+    pipeline = attach(schedule)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-3)
     losses: list[torch.Tensor] = []
     for step in range(1, STEPS + 1):
-        with pipeline.step():
-            optimizer.zero_grad()
-            schedule.step(*([tokens] if rank == 0 else []), target=labels, losses=losses)
-            reduce_tied_gradients([stage.submod])  # before clipping and the optimizer
-            optimizer.step()
+        optimizer.zero_grad()
+        schedule.step(*([tokens] if rank == 0 else []), target=labels, losses=losses)
+        reduce_tied_gradients([stage.submod])  # before clipping and the optimizer
+        optimizer.step()
         if step % 10 == 0:
-            report = pipeline.report()  # on every rank
+            report = pipeline.report().line()  # on every rank
             if rank == stages - 1:
                 loss = torch.stack(losses).mean().item()
                 print(f"step {step} | loss {loss:.4f} |{report}", flush=True)
