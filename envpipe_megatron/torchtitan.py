@@ -32,7 +32,7 @@ def main() -> None:
                 f"torchtitan cannot be imported: {error}",
                 remedy="Install it, or run this in its checkout, with its requirements.",
             ) from error
-        from envpipe_megatron.integrations.torchtitan import hook
+        from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
 
         hook(command.Trainer, **settings)
     except EnvPipeError as error:
@@ -52,7 +52,11 @@ def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
             rest.append(word)
             continue
         name, is_given, value = word.removeprefix(_PREFIX).partition("=")
-        if "action" in FLAGS.get(name, {}):
+        if name not in FLAGS:
+            raise TorchtitanError(
+                "No such option of EnvPipe", value=word, remedy=f"There are {', '.join(FLAGS)}."
+            )
+        if "action" in FLAGS[name]:
             settings[name] = True
             continue
         given = value if is_given else next(left, None)

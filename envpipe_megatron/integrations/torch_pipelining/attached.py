@@ -50,7 +50,7 @@ from envpipe_megatron.integrations.torch_pipelining.units import Units
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
-#: The bill tells phases apart by reports: after so many steps without one, there is one anyway.
+#: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
 #: Limits of this framework ask for none.
 _NO_ARGUMENTS = argparse.Namespace()
@@ -141,7 +141,8 @@ class AttachedPipeline:
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
-        self._unreported = 0
+        #: Steps so far; None once somebody asks for reports.
+        self._unreported: int | None = 0
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         self.job = self._make_job()
@@ -171,10 +172,9 @@ class AttachedPipeline:
     def report(self) -> IntervalReport:
         """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
 
-        The last step is in the next report, since it has not ended. No report is of more than the
-        last ten steps.
+        The last step is in the next report, since it has not ended.
         """
-        self._unreported = 0
+        self._unreported = None
         return IntervalReport.gather(self.job.session)
 
     def end_training(self) -> None:
@@ -268,9 +268,10 @@ class AttachedPipeline:
         if self._begun:
             self._begun = False
             self.job.session.end_step()
-            self._unreported += 1
-            if self._unreported == _REPORT_EVERY:
-                self.report()
+            if self._unreported is not None:
+                self._unreported += 1
+                if self._unreported % _REPORT_EVERY == 0:
+                    IntervalReport.gather(self.job.session)
 
     def _announce(self) -> None:
         if self.job.collectives.is_planner:

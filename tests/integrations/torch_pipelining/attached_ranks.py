@@ -99,6 +99,7 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(100 + rank)
     losses: list[bytes] = []
+    lines: list[str] = []
     for step in range(case.steps):
         data = torch.randn(2, case.microbatches * MICROBATCH, WIDTH, generator=generator)
         inputs = [data[0]] if 0 in mine else []
@@ -111,19 +112,20 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
         schedule.step(*inputs, target=target, losses=of_microbatches)
         optimizer.step()
         losses += [bits(loss) for loss in of_microbatches]
+        if pipeline is not None and step % 10 == 9:
+            lines.append(pipeline.report().line())
     found = {
         "losses": losses,
         "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()},
     }
     if pipeline is not None:
         session = pipeline.job.session
-        line = pipeline.report().line()
         pipeline.end_training()
         plan = session.state.plan
         found |= {
             "level": str(pipeline.level),
             "said": said,
-            "line": line,
+            "lines": lines,
             "phases": [phase.value for phase, _, _ in session.state.iterations],
             "times": [time_s for _, time_s, _ in session.state.iterations],
             "executed": session.executed,

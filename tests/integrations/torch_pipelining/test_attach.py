@@ -90,6 +90,7 @@ def test_a_job_saves_as_its_plan_says(trained):
     assert compared["slowdown_percent"] < 0.5
     assert "steady against baseline: envpipe saved" in " ".join(ours[0]["said"])
     assert all(not rank["said"] for rank in ours[1:])
+    assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 
 
 def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained, tmp_path):

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline, attach
+from envpipe_megatron.integrations.torch_pipelining.attached import (
+    AttachedPipeline,
+    AttachError,
+    attach,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,8 @@ _SAME_JOB = (
     "quantize",
     "hf_assets_path",
 )
-#: Of these, what may change from start to start.
+#: Of its sections, what may change from start to start.
 _LEFT_OUT = ("steps", "dataset_path", "global_batch_size", "data_parallel_replicate_degree")
-
-
-class TorchtitanError(EnvPipeError):
-    """A class that is no trainer of torchtitan's."""
 
 
 def hook(trainer: type[Any], **settings: Any) -> None:
@@ -47,13 +46,11 @@ def hook(trainer: type[Any], **settings: Any) -> None:
         settings: as `torch_pipelining.attach` takes them; by default `output` is the folder
             `envpipe` in torchtitan's dump folder.
 
-    Raises TorchtitanError if the class has no `train`.
+    Raises AttachError if the class has no `train`.
     """
     train = getattr(trainer, "train", None)
     if train is None:
-        raise TorchtitanError(
-            "EnvPipe needs a trainer with the method train", value=trainer.__name__
-        )
+        raise AttachError("A trainer has a method train", value=trainer.__name__)
     trainer.train = functools.wraps(train)(
         lambda self: _train(self, functools.partial(train, self), settings)
     )
