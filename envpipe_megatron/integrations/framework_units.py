@@ -75,7 +75,7 @@ class Followed:
     def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
         self._run = run
         self._highest_clock = highest_clock
-        self._in_order = True
+        self._in_order, self._running = True, False
 
     def begin(self, seen: Seen) -> None:
         """A unit begins."""
@@ -85,15 +85,19 @@ class Followed:
             logger.warning("In this iteration, %s came in place of %s", seen, expected)
             self._highest_clock()
         if self._in_order:
+            self._running = True
             self._run.begin_unit()
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
         if self._in_order:
+            self._running = False
             self._run.end_unit()
 
     def complete(self) -> None:
         """Give a run whose units came otherwise the rest of them, as if they took no time."""
+        if self._running:  # it has failed
+            self._run.end_unit()
         while self._run.next_unit is not None:
             self._run.begin_unit()
             self._run.end_unit()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
@@ -137,7 +138,7 @@ class Job:
         own = PlanRequest(
             num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
         )
-        check_in_flight(options.max_in_flight, len(pipeline), own)
+        check_in_flight(options.max_in_flight, framework_order(len(pipeline), own))
         self.device = open_device(
             self.collectives,
             len(pipeline),
@@ -334,14 +335,11 @@ def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
     }
 
 
-def check_in_flight(
-    limit: int | tuple[int, ...] | str | None, num_stages: int, request: PlanRequest
-) -> None:
-    """Refuse by a JobError a limit below what the framework's own order of a request holds."""
+def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) -> None:
+    """Refuse by a JobError a limit below what the framework's own order holds."""
     if limit is None or isinstance(limit, str):
         return
-    limits = limit if isinstance(limit, tuple) else (limit,) * num_stages
-    own = framework_order(num_stages, request)
+    limits = limit if isinstance(limit, tuple) else (limit,) * own.num_stages
     needed = own.microbatches_in_flight
     if any(most < least for most, least in zip(limits, needed, strict=True)):
         held = ", ".join(f"{least:g}" for least in needed)

@@ -19,7 +19,7 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_same_everywhere,
 )
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.request import PlanRequest, framework_order
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:
@@ -60,17 +60,17 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
 
 @pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
 def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
-    check_in_flight(limit, 4, PlanRequest(8))
+    check_in_flight(limit, framework_order(4, PlanRequest(8)))
 
 
 @pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
 def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
     with pytest.raises(JobError, match=r"own order \(1f1b\) holds, 4, 3, 2, 1 .*at least 4"):
-        check_in_flight(limit, 4, PlanRequest(8))
+        check_in_flight(limit, framework_order(4, PlanRequest(8)))
 
 
 def test_few_microbatches_need_no_more() -> None:
-    check_in_flight(2, 4, PlanRequest(2))
+    check_in_flight(2, framework_order(4, PlanRequest(2)))
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_chunks_hold_what_the_interleaved_order_does(
 ) -> None:
     request = PlanRequest(8, num_chunks=2, group_size=group_size)
     for limit in (*kept, None, "memory"):
-        check_in_flight(limit, 4, request)
+        check_in_flight(limit, framework_order(4, request))
     for limit in below:
         with pytest.raises(JobError, match=rf"own order \(interleaved\) holds, {holds}"):
-            check_in_flight(limit, 4, request)
+            check_in_flight(limit, framework_order(4, request))
 
 
 def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:

@@ -7,8 +7,10 @@ schedule's own function, in a planned one by torch's own runtime of tables.
 from __future__ import annotations
 
 import argparse
+import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +30,7 @@ from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
     Placement,
+    check_in_flight,
     close_at_exit,
     own_gloo_group,
 )
@@ -115,7 +118,7 @@ class AttachedPipeline:
         refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
         if refused:
             raise AttachError(
-                "Torch sends the messages and runs the units, so there is nothing to choose",
+                "Options that do not go with a schedule of torch's, which sends its own messages",
                 value=refused,
                 remedy="Leave it out.",
             )
@@ -131,13 +134,13 @@ class AttachedPipeline:
         )
         prepare_files(self._options, self._num_stages)
         self._own, why_not = _own_order(schedule)
-        self._limits = _of_all_ranks(limits_of(self._own, why_not, self._stages))
+        self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._placement = Placement(
             own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
         )
         self._decision = decide(_NO_ARGUMENTS, self._limits, self._options.level)
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
-        self._units.of(schedule)
+        self._units.hear_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
@@ -146,7 +149,6 @@ class AttachedPipeline:
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         self.job = self._make_job()
-        close_at_exit(self.close)
         self._announce()
         schedule.step = self._step
 
@@ -185,14 +187,26 @@ class AttachedPipeline:
         """
         if not self._closed:
             self._end_step()
-            self._closed = True
-            self._schedule.step = self._torch_step
+            self._release()
             self.job.end()
+            self.close()
 
     def close(self) -> None:
-        """Give the clock back and finish the energy log; safe to call twice."""
-        self._closed = True
+        """Give the clock back and finish the energy log; safe to call twice.
+
+        The schedule is torch's alone from here on.
+        """
+        self._release()
         self.job.close()
+        atexit.unregister(self.job.close)
+
+    def _release(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._schedule.step = self._torch_step
+            self._units.release()
+            if self._runner is not None and self._own is not None:
+                self._runner.turn_to(self._own)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -217,27 +231,48 @@ class AttachedPipeline:
 
     def _told(self, run: StageRun, *args: Any, **kwargs: Any) -> Any:
         assert self._runner is not None
-        runs = self._runner.turn_to(run.order.schedule)
+        try:
+            runs = self._runner.turn_to(run.order.schedule)
+        except Exception as error:  # alike on every rank, which all have the same order
+            return self._in_own_order(error, run, *args, **kwargs)
         followed = Followed(run, self.job.session.highest_clock)
-        self._units.of(runs)
+        self._units.hear_losses_of(runs)
         self._units.reporter = followed
         try:
-            step = self._torch_step if runs is self._schedule else runs.step
-            result = step(*args, **kwargs)
-        finally:
-            self._units.reporter = None
+            if runs is self._schedule:
+                result = self._torch_step(*args, **kwargs)
+            else:
+                result = self._runner.step(runs, *args, **kwargs)
+        except BaseException:
+            # Whoever catches it may train on: no clock and no unit of this step is left over.
+            self._units.forget()
+            with suppress(EnvPipeError):
+                followed.complete()
+                self.pause()
+            raise
+        self._units.reporter = None
         followed.complete()
+        return result
+
+    def _in_own_order(self, error: Exception, run: StageRun, *args: Any, **kwargs: Any) -> Any:
+        """A step by torch alone, and the job's level from here on: its runtime refused an order."""
+        result = self._torch_step(*args, **kwargs)
+        Followed(run, self.job.session.highest_clock).complete()
+        self._end_step()
+        why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
+        self._lower(_of_all_ranks([stands_against(run.order.schedule.name, Level.UNITS, why)]))
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Torch's alone: its units are held against the order that it says."""
-        seen, self._units.drew = Recorded(), False
+        seen, self._units.drew = Recorded(), set()
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)
         finally:
-            self._units.reporter = None
-        drew, self._units.drew, self._seen = bool(self._units.drew), None, True
+            self._units.forget()
+            drew, self._units.drew = self._units.drew, None
+        self._seen = True
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = self.job.collectives.from_planner(_message_of(self._stages))
         self._message = TensorSpec(shapes, dtypes, current_device())
@@ -255,9 +290,11 @@ class AttachedPipeline:
             return
         self._decision = decide(_NO_ARGUMENTS, self._limits, highest)
         self.job.close()
+        atexit.unregister(self.job.close)
         self._options = replace(self._options, plan_file=None, profile_file=None)
         self.job = self._make_job()
         self.job.session.begin_step()
+        self._begun = True
         self._announce()
 
     def _end_step(self) -> None:
@@ -299,9 +336,11 @@ class AttachedPipeline:
             num_chunks=chunks if reorders else 1,
             group_size=group_size(self._num_stages, count) if reorders and chunks > 1 else None,
         )
+        if own is not None:
+            check_in_flight(options.max_in_flight, own)
         facts = self._facts
         same_job = {"start": self._start} if facts is None else {"facts": facts}
-        return Job(
+        job = Job(
             options,
             placement,
             JobFacts(
@@ -312,18 +351,27 @@ class AttachedPipeline:
             self._say,
             one_clock=level is Level.UNIFORM and options.policy != "baseline",
         )
+        close_at_exit(job.close)
+        return job
 
 
 def _checked_stages(schedule: Any) -> list[Any]:
     try:
         stages = stages_of(schedule)
         trains = schedule._loss_fn is not None
+        attached = isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline)
     except AttributeError:
         raise AttachError(
             "This is no schedule of torch.distributed.pipelining, or of another version of torch",
             value=f"{type(schedule).__name__}, torch {torch.__version__}",
             remedy="Attach to what torch's Schedule1F1B and others make.",
         ) from None
+    if attached:
+        raise AttachError(
+            "EnvPipe is attached to this schedule already",
+            value=type(schedule).__name__,
+            remedy="Call end_training of what the first attach returned.",
+        )
     if not trains:
         raise AttachError(
             "The schedule has no loss function, so it does not train",

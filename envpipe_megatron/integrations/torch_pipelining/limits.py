@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +12,14 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
+#: Of a schedule; one that has its own is to be called as it is.
+_FUNCTIONS = ("_compute_loss", "_split_inputs", "_merge_outputs", "_step_microbatches")
 
-def limits_of(order: Schedule | None, why_not: str, stages: Sequence[Any]) -> list[Limit]:
-    """Limits by a schedule's own order, and by what stages share.
+
+def limits_of(
+    schedule: Any, order: Schedule | None, why_not: str, stages: Sequence[Any]
+) -> list[Limit]:
+    """Limits by a schedule's own order, by what stages share, and by functions of the user's.
 
     Args:
         order: None if it is not known, for the reason `why_not`.
@@ -29,6 +34,12 @@ def limits_of(order: Schedule | None, why_not: str, stages: Sequence[Any]) -> li
         why = f"not every stage has a {missing} to be measured"
         found.append(stands_against(order.name, Level.UNIFORM, why))
     found += [stands_against(order.name, Level.UNITS, why) for why in _against_others(order)]
+    if getattr(schedule, "_comp_type_to_function_map", None):
+        why = "it may run several units at once"
+        found.append(stands_against("a function of one's own for units", Level.UNIFORM, why))
+    if own := [name for name in _FUNCTIONS if name in vars(schedule)]:
+        why = "torch's runtime of tables does not have it"
+        found.append(stands_against(f"{own[0]} of one's own", Level.UNITS, why))
     if _share_parameters(stages):
         why = "their gradients add up in the order of the units"
         found.append(stands_against("parameters of several stages on a rank", Level.UNITS, why))
@@ -36,9 +47,9 @@ def limits_of(order: Schedule | None, why_not: str, stages: Sequence[Any]) -> li
 
 
 def limits_seen(
-    order: Schedule, stages: Sequence[Any], *, as_told: bool, drew: bool
+    order: Schedule, stages: Sequence[Any], *, as_told: bool, drew: Collection[Kind]
 ) -> list[Limit]:
-    """Limits by the first step: what ran, as it was told or not, and whether forwards drew.
+    """Limits by the first step: what ran, as it was told or not, and what drew random numbers.
 
     The stages know by then what they receive.
     """
@@ -46,7 +57,10 @@ def limits_seen(
     if not as_told:
         why = "its units did not run one by one as the schedule says"
         found.append(stands_against(order.name, Level.UNIFORM, why))
-    if drew and order.num_chunks > 1:
+    if Kind.BACKWARD in drew:
+        why = "another order gives units other numbers"
+        found.append(stands_against("random numbers in backwards", Level.UNITS, why))
+    elif drew and order.num_chunks > 1:
         # Each stage's forwards keep their order in any order of units; a rank's do not.
         why = "another order gives forwards other numbers"
         found.append(stands_against("random numbers on ranks of several stages", Level.UNITS, why))

@@ -23,6 +23,16 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.torch_csv import order_of_rows, table_rows
 
+#: What a step goes by besides its order.
+_HANDED_ON = (
+    "_loss_fn",
+    "scale_grads",
+    "_args_chunk_spec",
+    "_kwargs_chunk_spec",
+    "_output_merge_spec",
+)
+#: Tables of so many orders are kept: a job turns from its plan to its own order and back.
+_KEPT_TABLES = 2
 #: Their tables, in torch 2.13 and before, do not say what they run.
 _WITHOUT_TABLE = {Schedule1F1B: builders.one_f_one_b, ScheduleGPipe: builders.gpipe}
 
@@ -92,51 +102,65 @@ class Runner:
 
     def __init__(self, schedule: Any, own: Schedule) -> None:
         self._schedule, self._own = schedule, own
-        #: What runs orders by table, and which it has; a schedule of one stage a rank runs none.
+        #: What runs orders by table; a schedule of one stage a rank runs none.
         self._runtime: Any = None
-        self._loaded: Schedule | None = None
-        self._own_tables: tuple[Any, Any] | None = None
+        #: What torch makes of orders, by their units: of the own one, and of those that ran last.
+        self._tables: dict[Any, tuple[Any, Any]] = {}
         if isinstance(schedule, _PipelineScheduleRuntime):
-            self._runtime, self._loaded = schedule, own
-            self._own_tables = schedule.pipeline_order, schedule.pipeline_order_with_comms
+            self._runtime = schedule
+            self._tables[own.stages] = schedule.pipeline_order, schedule.pipeline_order_with_comms
 
     def turn_to(self, order: Schedule) -> Any:
-        """What is to make the next step, so that it runs this order of the same units."""
-        if order.stages == self._own.stages:
-            if self._own_tables is None:
-                return self._schedule
-            order = self._own
+        """What is to make the next step, so that it runs this order of the same units.
+
+        Raises what torch raises if its runtime does not take the order.
+        """
+        if order.stages == self._own.stages and order.stages not in self._tables:
+            return self._schedule
         if self._runtime is None:
             self._runtime = _runtime_like(self._schedule)
         runtime = self._runtime
-        if order is self._own and self._loaded is not order:
-            assert self._own_tables is not None
-            runtime.pipeline_order, runtime.pipeline_order_with_comms = self._own_tables
-        elif order is not self._loaded:
-            rows = enumerate(table_rows(order))
-            runtime.pipeline_order = {
-                rank: [_Action.from_str(cell) for cell in row] for rank, row in rows
-            }
-            runtime._prepare_schedule_with_comms(runtime.pipeline_order)
-        self._loaded = order
+        if order.stages not in self._tables:
+            self._tables[order.stages] = self._lowered(order)
+            for oldest in list(self._tables)[:-_KEPT_TABLES]:
+                if oldest != self._own.stages:
+                    del self._tables[oldest]
+        runtime.pipeline_order, runtime.pipeline_order_with_comms = self._tables[order.stages]
         return runtime
+
+    def step(self, runs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step by what `turn_to` returned, that is not the schedule itself.
+
+        The schedule is the user's, who may change it or have it evaluate between two steps; its
+        stages are shared, and whether they are prepared for training is in either.
+        """
+        for name in _HANDED_ON:
+            setattr(runs, name, getattr(self._schedule, name))
+        theirs = _prepared(self._schedule)
+        ours = _prepared(runs)
+        for own, other in zip(ours, theirs, strict=True):
+            setattr(runs, own, getattr(self._schedule, other))
+        try:
+            return runs.step(*args, **kwargs)
+        finally:
+            for own, other in zip(ours, theirs, strict=True):
+                setattr(self._schedule, other, getattr(runs, own))
+
+    def _lowered(self, order: Schedule) -> tuple[Any, Any]:
+        rows = enumerate(table_rows(order))
+        table = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
+        self._runtime._prepare_schedule_with_comms(table)
+        return table, self._runtime.pipeline_order_with_comms
 
 
 def _runtime_like(schedule: Any) -> Any:
-    """A runtime for the stages of a schedule, whose messages torch has prepared already."""
-    runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
-        stages_of(schedule),
-        schedule._n_microbatches,
-        loss_fn=schedule._loss_fn,
-        args_chunk_spec=schedule._args_chunk_spec,
-        kwargs_chunk_spec=schedule._kwargs_chunk_spec,
-        output_merge_spec=schedule._output_merge_spec,
-        scale_grads=schedule.scale_grads,
+    """A runtime for the stages of a schedule."""
+    return _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
+        stages_of(schedule), schedule._n_microbatches, loss_fn=schedule._loss_fn
     )
-    # To prepare again would run the model once more, which may change its buffers.
-    if isinstance(schedule, PipelineScheduleMulti):
-        prepared = schedule._stages_forward_initialized, schedule._stages_backward_initialized
-    else:
-        prepared = schedule._stage_forward_initialized, schedule._stage_backward_initialized
-    runtime._stages_forward_initialized, runtime._stages_backward_initialized = prepared
-    return runtime
+
+
+def _prepared(schedule: Any) -> list[str]:
+    """Where a schedule keeps whether its stages are prepared for forwards, and for backwards."""
+    stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
+    return [f"{stages}_forward_initialized", f"{stages}_backward_initialized"]

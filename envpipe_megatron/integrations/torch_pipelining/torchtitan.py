@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +63,21 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
     config = _config(trainer)
     if settings.get("output") is None:
         settings = {**settings, "output": Path(_dump_folder(config)) / "envpipe"}
-    pipeline = attach(schedule, facts=_facts(config), say=_say, **settings)
     try:
-        _report_with(trainer.metrics_processor, pipeline)
-        _pause_in(trainer.checkpointer, pipeline)
+        pipeline = attach(schedule, facts=_facts(config), say=_say, **settings)
+    except AttachError as error:  # alike on every rank
+        logger.warning("EnvPipe does nothing: %s", error)
+        return train()
+    metrics, checkpointer = trainer.metrics_processor, trainer.checkpointer
+    log, save = metrics.log, checkpointer.save
+    metrics.log = _with_energy(log, pipeline)
+    checkpointer.save = _paused(save, getattr(checkpointer, "_should_save", None), pipeline)
+    try:
         result = train()
-    except BaseException:
-        pipeline.close()  # other ranks may be gone: nothing is asked of them
-        raise
-    pipeline.end_training()
+        pipeline.end_training()
+    finally:
+        pipeline.close()  # where training failed, other ranks are asked nothing
+        metrics.log, checkpointer.save = log, save
     return result
 
 
@@ -81,33 +86,34 @@ def _say(text: str) -> None:
     print(f"[envpipe] {text}", flush=True)
 
 
-def _report_with(metrics: Any, pipeline: AttachedPipeline) -> None:
-    """Add energy to what torchtitan logs; all ranks log at the same steps."""
-    log = metrics.log
+def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callable[..., Any]:
+    """What logs energy beside torchtitan's metrics; all ranks log at the same steps."""
 
     @functools.wraps(log)
-    def with_energy(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def with_energy(
+        step: int, average: Any, most: Any, norm: Any, extra_metrics: Any = None, **kwargs: Any
+    ) -> Any:
         report = pipeline.report()
         if pipeline.job.collectives.is_planner and (line := report.line()):
             _say(line.strip(" |"))
-        return log(*args, extra_metrics={**(extra_metrics or {}), **report.scalars()}, **kwargs)
+        extra_metrics = {**(extra_metrics or {}), **report.scalars()}
+        return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 
-    metrics.log = with_energy
+    return with_energy
 
 
-def _pause_in(checkpointer: Any, pipeline: AttachedPipeline) -> None:
-    """Leave checkpoints out of the bill."""
-    save, saves_now = checkpointer.save, getattr(checkpointer, "_should_save", None)
-    if saves_now is None:
-        return
+def _paused(
+    save: Callable[..., Any], saves_now: Callable[..., bool] | None, pipeline: AttachedPipeline
+) -> Callable[..., Any]:
+    """What saves checkpoints, which are left out of the bill."""
 
     @functools.wraps(save)
     def paused(curr_step: int, last_step: bool = False) -> Any:
-        if saves_now(curr_step, last_step):
+        if saves_now is not None and saves_now(curr_step, last_step):
             pipeline.pause()
-        return save(curr_step, last_step)
+        return save(curr_step, last_step=last_step)
 
-    checkpointer.save = paused
+    return paused
 
 
 def _config(trainer: Any) -> Any:
@@ -122,18 +128,24 @@ def _dump_folder(config: Any) -> str:
 
 def _facts(config: Any) -> dict[str, Any]:
     """What tells this job from others: a name to read, and a digest of what units cost rests on."""
-    parts = {name: getattr(config, name, None) for name in _SAME_JOB}
-    text = json.dumps(parts, default=_plain, sort_keys=True)
+    parts = [repr(_plain(getattr(config, name, None))) for name in _SAME_JOB]
     model = getattr(config, "model", None) or getattr(config, "model_spec", None)
     names = (getattr(model, "name", None), getattr(model, "flavor", None))
     return {
         "model": " ".join(str(name) for name in names if name) or "torchtitan",
-        "configuration": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "configuration": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
     }
 
 
 def _plain(value: Any) -> Any:
+    """The same without what may change from start to start, and without addresses in memory."""
     if dataclasses.is_dataclass(value):
-        own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: each for name, each in own.items() if name not in _LEFT_OUT}
-    return getattr(value, "__qualname__", None) or type(value).__qualname__
+        own = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [(name, _plain(each)) for name, each in own if name not in _LEFT_OUT]
+    if isinstance(value, Mapping):
+        return [(str(name), _plain(each)) for name, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(value)

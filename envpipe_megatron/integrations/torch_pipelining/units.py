@@ -25,19 +25,31 @@ class Units:
 
     def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
         self.reporter: Reporter | None = None
-        #: Whether a forward has drawn random numbers; None where nobody wants to know.
-        self.drew: bool | None = None
+        #: The kinds of units that drew random numbers; None where nobody wants to know.
+        self.drew: set[Kind] | None = None
         self._split = split
         self._awaits_loss = False
+        #: Whose functions are replaced, by which names.
+        self._replaced: list[tuple[Any, str]] = []
         for chunk, stage in enumerate(stages):
             for name in _ORDINARY:
-                setattr(stage, name, self._around(stage, chunk, name))
+                self._replace(stage, name, self._around(stage, chunk, name))
 
-    def of(self, schedule: Any) -> None:
+    def release(self) -> None:
+        """Give stages and schedules their own functions back."""
+        self.reporter = None
+        while self._replaced:
+            delattr(*self._replaced.pop())
+
+    def forget(self) -> None:
+        """A step has failed: nothing is to be said of the rest of it."""
+        self.reporter, self._awaits_loss = None, False
+
+    def hear_losses_of(self, schedule: Any) -> None:
         """Have a schedule of these stages say when it has computed a loss."""
-        compute = schedule._maybe_compute_loss
-        if getattr(compute, "of_envpipe", False):
+        if any(of is schedule for of, _ in self._replaced):
             return
+        compute = schedule._maybe_compute_loss
 
         def maybe_compute_loss(*args: Any, **kwargs: Any) -> Any:
             result = compute(*args, **kwargs)
@@ -46,20 +58,29 @@ class Units:
                 self._end()
             return result
 
-        maybe_compute_loss.of_envpipe = True  # type: ignore[attr-defined]
-        schedule._maybe_compute_loss = maybe_compute_loss
+        self._replace(schedule, "_maybe_compute_loss", maybe_compute_loss)
+
+    def _replace(self, of: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(of, name, function)
+        self._replaced.append((of, name))
 
     def _around(self, stage: Any, chunk: int, name: str) -> Callable[..., Any]:
-        run = getattr(stage, name)
+        own = getattr(stage, name)
+
+        def run(kind: Kind, *args: Any, **kwargs: Any) -> Any:
+            if self.drew is None:
+                return own(*args, **kwargs)
+            before = _random_state(stage.device)
+            result = own(*args, **kwargs)
+            if not torch.equal(before, _random_state(stage.device)):
+                self.drew.add(kind)
+            return result
 
         def forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
-                return run(microbatch, *args, **kwargs)
+                return own(microbatch, *args, **kwargs)
             self.reporter.begin(Seen(Kind.FORWARD, microbatch, chunk))
-            before = None if self.drew is None else _random_state(stage.device)
-            result = run(microbatch, *args, **kwargs)
-            if before is not None and not torch.equal(before, _random_state(stage.device)):
-                self.drew = True
+            result = run(Kind.FORWARD, microbatch, *args, **kwargs)
             self._awaits_loss = stage.is_last
             if not self._awaits_loss:
                 self._end()
@@ -67,7 +88,7 @@ class Units:
 
         def backward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
-                return run(microbatch, *args, **kwargs)
+                return own(microbatch, *args, **kwargs)
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
             if not whole:
                 self.reporter.begin(Seen(Kind.INPUT_GRADIENT, microbatch, chunk))
@@ -77,15 +98,15 @@ class Units:
                 self.reporter.begin(Seen(Kind.WEIGHT_GRADIENT, microbatch, chunk))
             else:
                 self.reporter.begin(Seen(Kind.BACKWARD, microbatch, chunk))
-            result = run(microbatch, *args, **kwargs)
+            result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
             self._end()
             return result
 
         def weight_gradient(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
-                return run(microbatch, *args, **kwargs)
+                return own(microbatch, *args, **kwargs)
             self.reporter.begin(Seen(Kind.WEIGHT_GRADIENT, microbatch, chunk))
-            result = run(microbatch, *args, **kwargs)
+            result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
             self._end()
             return result
 

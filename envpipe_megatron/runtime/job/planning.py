@@ -135,9 +135,9 @@ def make_online(
         request = replace(
             request, schedule="interleaved", channel_capacity=None, max_in_flight=None
         )
-    if job.kept_order is not None:
-        request = _in_own_time(request, job.kept_order, profile)
-    else:  # no framework runs split backwards: none are to be planned
+    if job.own_order is not None:
+        request = _in_own_time(request, job.own_order, profile)
+    if job.kept_order is None:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
     limit = None
@@ -154,7 +154,7 @@ def make_online(
 
 
 def _in_own_time(request: PlanRequest, own: Schedule, profile: Profile) -> PlanRequest:
-    """The request within the time of an order that is kept, where that is none of Megatron's."""
+    """The request within the time of a framework's own order, where that is none of Megatron's."""
     if request.policy != "optimal":
         return request
     conditions = request_conditions(profile, request)

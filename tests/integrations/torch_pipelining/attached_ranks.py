@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import plain_stages
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.integrations.torch_pipelining import attach, attached
+from envpipe_megatron.integrations.torch_pipelining import attach, attached, orders
+from envpipe_megatron.integrations.torch_pipelining.attached import AttachError
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
@@ -32,8 +35,11 @@ class Case:
     steps: int = 12
     settings: dict[str, Any] = field(default_factory=dict)
     forward_s: Sequence[float] = (0.03,)
-    #: A step before which an evaluation runs.
-    evaluated: int | None = 3
+    #: Steps before which an evaluation runs.
+    evaluated: Collection[int] = (3,)
+    #: A step of which the loss raises once, on all ranks, before anything is sent.
+    fails: int | None = None
+    draws_in_backward: bool = False
 
     def virtual(self, rank: int, ranks: int) -> list[int]:
         """The stages of a rank."""
@@ -42,10 +48,23 @@ class Case:
         return [rank + chunk * ranks for chunk in range(self.chunks)]
 
 
-def layer(at: int, dropout: float) -> torch.nn.Module:
+class DrawsInBackward(torch.nn.Module):
+    """Draws other numbers when it is computed again for a backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(
+            lambda x: torch.nn.functional.dropout(x, 0.1),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        return made
+
+
+def layer(at: int, case: Case) -> torch.nn.Module:
     torch.manual_seed(at)
-    parts = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Dropout(dropout)
-    return torch.nn.Sequential(*parts)
+    last = DrawsInBackward() if case.draws_in_backward else torch.nn.Dropout(case.dropout)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), last)
 
 
 class FastJob(Job):
@@ -65,7 +84,7 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
 
     mine, num_virtual = case.virtual(rank, ranks), ranks * case.chunks
     each = LAYERS // num_virtual
-    layers = {at: layer(at, case.dropout) for v in mine for at in range(v * each, (v + 1) * each)}
+    layers = {at: layer(at, case) for v in mine for at in range(v * each, (v + 1) * each)}
     stages = [
         PipelineStage(
             torch.nn.Sequential(*(layers[v * each + n] for n in range(each))),
@@ -78,6 +97,38 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
     return kind(own, case.microbatches, loss_fn=torch.nn.functional.mse_loss), layers
 
 
+def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None:
+    """Let this process find an emulated GPU, as a launcher's environment does."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        ROOT_VARIABLE: str(root),
+        PRESET_VARIABLE: preset,
+        FORWARD_VARIABLE: ",".join(map(str, case.forward_s)),
+    }
+    attached.Job = FastJob  # type: ignore[misc]
+
+
+def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
+    """What a second attach says beside the first, and the levels of those that follow it."""
+    emulate(rank, case, root)
+    schedule, _ = make(case, rank, dist.get_world_size())
+    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
+    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
+    refused, levels = "", []
+    for _ in range(2):
+        pipeline = attach(schedule, say=lambda text: None)
+        try:
+            attach(schedule)
+        except AttachError as error:
+            refused = str(error)
+        for _ in range(2):
+            inputs = [data[0]] if 0 in mine else []
+            schedule.step(*inputs, target=data[1] if last in mine else None)
+        levels.append(str(pipeline.level))
+        pipeline.end_training()
+    return refused, levels
+
+
 def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") -> dict[str, Any]:
     """Train with EnvPipe attached, or by torch alone where there is no `root`."""
     ranks = dist.get_world_size()
@@ -86,13 +137,7 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
     said: list[str] = []
     pipeline = None
     if root is not None:
-        os.environ |= {
-            "LOCAL_RANK": str(rank),
-            ROOT_VARIABLE: str(root),
-            PRESET_VARIABLE: preset,
-            FORWARD_VARIABLE: ",".join(map(str, case.forward_s)),
-        }
-        attached.Job = FastJob  # type: ignore[misc]
+        emulate(rank, case, root, preset)
         pipeline = attach(schedule, say=said.append, **case.settings)
     weights = [weight for module in layers.values() for weight in module.parameters()]
     optimizer = torch.optim.Adam(weights, lr=1e-3)
@@ -105,10 +150,13 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
         inputs = [data[0]] if 0 in mine else []
         target = data[1] if last in mine else None
         of_microbatches: list[torch.Tensor] = []
-        if step == case.evaluated:
+        if step in case.evaluated:
             schedule.eval(*inputs, target=target, losses=of_microbatches)
             losses += [bits(loss) for loss in of_microbatches]
         optimizer.zero_grad()
+        if step == case.fails:
+            with contextlib.suppress(RuntimeError), torch.no_grad():
+                schedule.step(*inputs, target=target)
         schedule.step(*inputs, target=target, losses=of_microbatches)
         optimizer.step()
         losses += [bits(loss) for loss in of_microbatches]
@@ -121,6 +169,11 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
     if pipeline is not None:
         session = pipeline.job.session
         pipeline.end_training()
+        found["released"] = not any(
+            callable(vars(of).get(name))
+            for of in (schedule, *orders.stages_of(schedule))
+            for name in ("_maybe_compute_loss", "forward_one_chunk", "backward_one_chunk")
+        )
         plan = session.state.plan
         found |= {
             "level": str(pipeline.level),

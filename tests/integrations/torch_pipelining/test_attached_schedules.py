@@ -53,7 +53,7 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
     """Splits, Vs and backwards in reverse get clocks in their own order, at any clock."""
     count = 12 if name == "ScheduleDualPipeV" else 8
     # Torch's own evaluation hangs where stages lie in a V.
-    evaluated = None if name in attached_ranks.V_SHAPED else 3
+    evaluated = () if name in attached_ranks.V_SHAPED else (3,)
     _, ours = trained(Case(name, count, chunks=2, steps=16, evaluated=evaluated))
     for rank in ours:
         assert rank["level"] == UNITS
@@ -70,12 +70,17 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
     ("name", "chunks"), [("Schedule1F1B", 1), ("ScheduleGPipe", 1), ("ScheduleInterleaved1F1B", 2)]
 )
 def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
-    _, ours = trained(Case(name, chunks=chunks, steps=PLANNED, settings={"baseline_steps": 4}))
+    evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
+    settings = {"baseline_steps": 4}
+    _, ours = trained(
+        Case(name, chunks=chunks, steps=PLANNED, settings=settings, evaluated=evaluated)
+    )
     plan = ours[0]["plan"]
     for stage, rank in enumerate(ours):
         assert rank["level"] == ORDER
         assert rank["phases"][-1] in ("reconfigure", "steady")
         assert rank["executed"] == plan.labels()[stage]
+        assert rank["released"], "the schedule is torch's alone again"
     assert len(ours[0]["clocks"]) > 3
 
 
@@ -126,14 +131,25 @@ def test_random_numbers_keep_the_order_of_chunks(trained):
     _, ours = trained(dropout)
     assert {rank["level"] for rank in ours} == {UNITS}
     assert "another order gives forwards other numbers" in " ".join(ours[0]["said"])
-    _, ours = trained(replace(dropout, schedule="Schedule1F1B", chunks=1))
+    whole = replace(dropout, schedule="Schedule1F1B", chunks=1)
+    _, ours = trained(whole)
     assert {rank["level"] for rank in ours} == {ORDER}
+    _, ours = trained(replace(whole, draws_in_backward=True))
+    assert {rank["level"] for rank in ours} == {UNITS}
+    assert "random numbers in backwards" in " ".join(ours[0]["said"])
+
+
+@pytest.mark.parametrize("level", ["units", "order"])
+def test_a_step_that_fails_and_is_caught_does_not_end_training(trained, level):
+    settings = {"level": level, "baseline_steps": 3}
+    _, ours = trained(Case("Schedule1F1B", steps=9, fails=5, settings=settings))
+    assert {rank["level"] for rank in ours} == {level}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"channel": "posted"}, "nothing to choose .got channel"),
+        ({"channel": "posted"}, "own messages .got channel"),
         ({"no_such": 1}, "No such option"),
         ({"level": "order", "max_in_flight": 1}, "in flight is below"),
     ],
@@ -149,6 +165,12 @@ def test_a_level_that_cannot_be_had_is_an_error_on_every_rank(pool, tmp_path):
         pool.run(attached_ranks.train, case, tmp_path)
 
 
+def test_one_attach_at_a_time_and_another_after_it(pool, tmp_path):
+    for refused, levels in pool.run(attached_ranks.attach_again, Case("Schedule1F1B"), tmp_path):
+        assert "attached to this schedule already" in refused
+        assert levels == [ORDER, ORDER]
+
+
 def test_what_is_no_schedule_is_refused():
     from envpipe_megatron.integrations.torch_pipelining import attach
 
@@ -160,7 +182,7 @@ def test_what_is_no_schedule_is_refused():
 @pytest.mark.parametrize("name", [*KEPT, "ScheduleInterleaved1F1B"])
 def test_long_runs_save_and_keep_their_bits(trained, name):
     count = 16
-    evaluated = None if name in attached_ranks.V_SHAPED else 3
+    evaluated = () if name in attached_ranks.V_SHAPED else (3,)
     _, ours = trained(Case(name, count, chunks=2, steps=120, evaluated=evaluated))
     compared = ours[0]["summary"]["job"]["comparison"]
     assert compared["saving_percent"] > -0.5

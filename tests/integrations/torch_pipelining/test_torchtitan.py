@@ -42,16 +42,16 @@ class Trainer:
         self.pp_schedule = schedule
         self.metrics_processor = SimpleNamespace(log=self._log)
         self.checkpointer = SimpleNamespace(
-            save=lambda step, last=False: self.told.append(f"save {step}"),
+            save=lambda step, last_step=False: self.told.append(f"save {step}"),
             _should_save=lambda step, last=False: step == 2 or last,
         )
         self.fails = fails
 
-    def _log(self, step: int, loss: float, extra_metrics: Any = None) -> None:
+    def _log(self, step: int, loss: float, most: Any, norm: Any, extra_metrics: Any) -> None:
         self.told.append((step, loss, extra_metrics))
 
     def train(self) -> str:
-        self.metrics_processor.log(1, 0.5, extra_metrics={"lr": 1})
+        self.metrics_processor.log(1, 0.5, 0.6, 0.7, {"lr": 1})
         self.checkpointer.save(1)
         self.checkpointer.save(2)
         if self.fails:
@@ -102,7 +102,7 @@ def test_a_trainer_trains_with_energy_in_its_metrics_and_no_checkpoint_in_the_bi
     trainer = kind(tmp_path)
     assert trainer.train() == "trained"
     metrics = (1, 0.5, {"lr": 1, "envpipe": 2})
-    assert trainer.told == [metrics, "save 1", "pause", "save 2", "pause", "save 3", "end"]
+    assert trainer.told == [metrics, "save 1", "pause", "save 2", "pause", "save 3", "end", "close"]
     ((schedule, how),) = attached
     assert (schedule, how["level"], how["output"]) == ("schedule", "units", tmp_path / "envpipe")
     assert how["facts"]["model"] == "llama3"
@@ -114,6 +114,16 @@ def test_a_trainer_that_fails_gives_clocks_back_and_asks_nobody(hooked, tmp_path
     with pytest.raises(RuntimeError, match="of a test"):
         trainer.train()
     assert trainer.told[-1] == "close"
+
+
+def test_a_schedule_that_is_none_of_torchs_trains_by_itself(hooked, tmp_path, monkeypatch, caplog):
+    def refuse(schedule: Any, **how: Any) -> Any:
+        raise AttachError("No schedule of a test")
+
+    kind, _ = hooked()
+    monkeypatch.setattr(torchtitan, "attach", refuse)
+    assert kind(tmp_path).train() == "trained"
+    assert "EnvPipe does nothing: No schedule of a test" in caplog.text
 
 
 def test_without_a_pipeline_nothing_is_attached(hooked, tmp_path, caplog):
