@@ -10,7 +10,6 @@ import argparse
 import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -146,6 +145,8 @@ class AttachedPipeline:
         self._begun = self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
+        #: What was told of the last step, if that has failed.
+        self._failed: Followed | None = None
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         self.job = self._make_job()
@@ -244,11 +245,10 @@ class AttachedPipeline:
             else:
                 result = self._runner.step(runs, *args, **kwargs)
         except BaseException:
-            # Whoever catches it may train on: no clock and no unit of this step is left over.
+            # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
             self._units.forget()
-            with suppress(EnvPipeError):
-                followed.complete()
-                self.pause()
+            self._failed = followed
+            self.job.session.highest_clock()
             raise
         self._units.reporter = None
         followed.complete()
@@ -298,7 +298,12 @@ class AttachedPipeline:
         self._announce()
 
     def _end_step(self) -> None:
-        """The last step ends: the optimizer has stepped."""
+        """The last step ends: the optimizer has stepped, or the step has failed."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self._begun = False
+            failed.complete()
+            self.job.session.pause()
         whole, self._whole = self._whole, None
         if whole is not None:
             whole.end_unit()
