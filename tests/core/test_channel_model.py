@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 from channel_search import explore_all, stopping_points
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import on_request
@@ -189,7 +190,7 @@ def random_order(
     return Schedule("random", num_microbatches, 1, tuple(tuple(order) for order in orders))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.integers(1, 8), st.integers(1, 24), st.randoms(use_true_random=False))
 def test_asynchronous_sends_carry_every_random_order(
     num_stages: int, num_microbatches: int, rng: random.Random
@@ -202,7 +203,7 @@ def test_asynchronous_sends_carry_every_random_order(
     assert verdicts == sorted(verdicts)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.integers(2, 3), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_all_interleavings_of_random_orders_end_alike(
     num_stages: int, num_microbatches: int, rng: random.Random
@@ -212,7 +213,7 @@ def test_all_interleavings_of_random_orders_end_alike(
         assert_one_stopping_point(schedule, capacity)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(2, 6), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_message_order_is_checked_against_a_plain_comparison(
     num_stages: int, num_microbatches: int, rng: random.Random
@@ -287,7 +288,7 @@ def test_as_many_messages_are_under_way_as_is_said_and_no_more(
             assert most_under_way(schedule) >= most, where(schedule)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.integers(2, 3), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_with_its_slots_an_order_finishes_in_all_interleavings(
     num_stages: int, num_microbatches: int, rng: random.Random

@@ -16,6 +16,7 @@ from core_cases import (
     random_schedule,
     rows_of,
 )
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -242,7 +243,7 @@ def random_case(seed):
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS)
 def test_changes_that_take_nothing_change_nothing(seed):
     """Also with waiting power that does not depend on the clock: then it is the blocking power."""
@@ -305,7 +306,7 @@ def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
     return times
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(SEEDS)
 def test_late_clocks_follow_the_history_of_the_stages_clock(seed):
     rng, schedule, profile, frequency, conditions = random_case(seed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import PROFILE, B, random_schedule, uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ def random_conditions(rng, num_stages):
     return {name: value for name, value in every.items() if rng.random() < 0.5}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     rng = random.Random(seed)

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of, uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,7 +143,7 @@ def test_a_file_that_is_no_csv_is_refused_with_its_name(tmp_path, content):
         read_profile(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(alphabet='0123456789.,-eE_ \n"\r\tforwadbckn', max_size=60))
 def test_whatever_follows_the_header_is_read_or_refused(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "fuzz.csv"

@@ -15,6 +15,7 @@ from core_cases import (
     run_naively,
     units_of,
 )
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def jobs_with_orders(draw):
     return num_microbatches, num_chunks, tuple(tuple(order) for order in orders)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(jobs_with_orders())
 def test_accepts_exactly_what_a_naive_run_finishes(job):
     num_microbatches, num_chunks, orders = job
@@ -65,7 +66,7 @@ def test_accepts_exactly_what_a_naive_run_finishes(job):
         assert all(f"{name} waits for" in str(caught.value) for name in stuck)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32))
 def test_topological_order_respects_stage_order_and_messages(seed):
     schedule = random_schedule(random.Random(seed))
@@ -138,7 +139,7 @@ def test_outer_envelope_of_4_by_4_by_hand():
     assert names == last_stage | edges
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_memory_and_warmup_are_those_of_a_walk_through_the_order(seed):
     schedule = random_schedule(random.Random(seed))

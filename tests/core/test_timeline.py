@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from core_cases import naive_times, random_schedule
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def random_case(seed, *, zeros=False):
     return rng, schedule, duration, latency
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(SEEDS)
 def test_times_are_those_of_a_naive_recursion(seed):
     _, schedule, duration, latency = random_case(seed, zeros=True)
@@ -53,7 +54,7 @@ def test_2_by_2_by_hand():
     assert timeline.wait_s.tolist() == [[0, 0, 2, 1], [1 + 2, 0, 0, 0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS)
 def test_slack_is_exactly_what_a_unit_can_be_delayed_by(seed):
     _, schedule, duration, latency = random_case(seed)
@@ -71,7 +72,7 @@ def test_slack_is_exactly_what_a_unit_can_be_delayed_by(seed):
             assert late == pytest.approx(iteration + 0.125, rel=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(SEEDS)
 def test_the_critical_path_is_contiguous_and_as_long_as_the_iteration(seed):
     _, schedule, duration, latency = random_case(seed, zeros=True)

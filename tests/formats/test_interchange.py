@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import parse_stages, random_orders, uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_a_plan_comes_back_in_its_own_order(tmp_path, schedule):
     assert again.cost == plan.cost
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_order_comes_back_or_is_refused_for_its_microbatches(tmp_path_factory, seed):
     rng = random.Random(seed)

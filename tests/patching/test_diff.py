@@ -1,6 +1,7 @@
 import subprocess
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patch_project import maker
@@ -18,7 +19,7 @@ def contents(draw):
     return text + b"\n" if draw(st.booleans()) else text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(contents(), contents())
 def test_a_diff_applies_reverts_and_fits_at_one_place_only(before, after):
     if before == after or not after:
@@ -36,7 +37,9 @@ def test_a_diff_applies_reverts_and_fits_at_one_place_only(before, after):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(contents(), contents())
 def test_git_apply_makes_the_same_bytes(tmp_path, before, after):

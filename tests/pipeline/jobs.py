@@ -26,6 +26,7 @@ class Job:
             then calls another one, in whose place `training.in_turn` stands.
         counts: number of microbatches of each step, where that changes.
         bert: whether the model is Megatron's BERT, in place of its GPT.
+        layers: of the whole model; None for one of each chunk, and at least two.
         lengths: of the sequences of each microbatch, in turn, where they vary.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
@@ -43,6 +44,7 @@ class Job:
     counts: tuple[int, ...] = ()
     bert: bool = False
     lengths: tuple[int, ...] = ()
+    layers: int | None = None
     steps: int | None = 3
     tied: bool = False
     deallocate: bool = True

@@ -1,4 +1,4 @@
-"""Four ranks that train through a patched megatron-core: `patched_core_rank.py FOLDER`.
+"""Two ranks that train through a patched megatron-core: `patched_core_rank.py FOLDER`.
 
 The hook is the only way by which EnvPipe's function gets to the training run.
 """
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 
-STAGES = 4
+STAGES = 2
 
 
 def train(folder: Path, rank: int) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("pipeline")
     ("stages", "extra", "options"),
     [
         (4, (2, 2, 1, 0), {"tied": True, "reducer": ("overlap_grad_reduce",)}),
-        (2, (4, 1), {"recompute": True, "deallocate": False}),
+        (2, (4, 1), {"layers": 4, "recompute": True, "deallocate": False}),
     ],
 )
 def test_peaks_are_as_predicted(pool: RankPool, tmp_path, stages, extra, options):

@@ -47,7 +47,7 @@ JOBS = {
 }
 
 
-SLOW = ("1f1b", "per-token loss")
+SLOW = ("1f1b", "dropout", "per-token loss")
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def _evaluate(job: Job, call: Any, result: Result) -> None:
 def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], None]]:
     """The chunks of this stage, what clears their gradients, and what steps their weights."""
     config = TransformerConfig(
-        num_layers=max(4, job.stages * job.chunks),
+        num_layers=job.layers or max(2, job.stages * job.chunks),
         hidden_size=HIDDEN,
         num_attention_heads=4,
         pipeline_model_parallel_size=job.stages,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from core_cases import uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from envpipe_megatron.policies.request import (
     request_profile,
 )
 
-FIXED = settings(max_examples=150, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(150), deadline=None, derandomize=True)
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
 
 

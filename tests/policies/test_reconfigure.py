@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import profile_of, uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,7 +166,7 @@ def test_ends_when_nothing_on_the_path_can_rise():
         assert last == Step(path, {}, Ended.NOTHING_CAN_RISE)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
 def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks(seed, policy):
     rng = random.Random(seed)
@@ -203,7 +204,7 @@ def test_ends_at_the_limit_of_steps():
     assert (untouched.frequency_mhz == plan.frequency_mhz).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
 def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
     """Also with unbalanced stages, latency, and a highest clock that is not the fastest."""
@@ -299,7 +300,7 @@ def without_lowering(plan, policy):
         return reconfigure(plan, policy)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
 def test_lowering_saves_energy_and_costs_no_time(seed, policy):
     """Also with late clocks, tails, waiting power by clock, and profiles that make no sense."""

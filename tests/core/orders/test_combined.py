@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, paired, steps_of
 from core_cases import B, F, I, W, parse_stages, random_orders, run_naively
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def by_unit(orders, times):
     return rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SEEDS)
 def test_pairs_begin_with_both_inputs_and_their_outputs_leave_at_their_end(seed):
     rng, microbatches, chunks, orders, times, latency = random_case(seed)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ def test_no_order_of_a_small_job_is_shorter(stages, microbatches, most_held):
     assert least_s - 1e-9 <= found_s <= 1.01 * least_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 3),
@@ -149,7 +150,7 @@ def test_any_job_gets_an_order_within_its_limits(
             assert own == sorted(own)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),

@@ -9,6 +9,7 @@ from dataclasses import astuple
 
 import pytest
 from energy_lines import bill, job, note, parsed, window
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -48,7 +49,7 @@ KEYS = {
 }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(windows, max_size=20), st.randoms())
 def test_sums_are_the_same_to_the_last_bit_in_whatever_order_nodes_send(entries, random):
     """Each GPU's lines come in order, and those of GPUs in any."""

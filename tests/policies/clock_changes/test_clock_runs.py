@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders, uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_profile
@@ -114,7 +115,7 @@ def runs_last(stage, clocks, table, dwell_s):
     return True
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_the_cheapest_of_all_assignments_is_found(seed):
     table, cost_j, allowed, late, change_j, dwell_s = random_case(random.Random(seed))

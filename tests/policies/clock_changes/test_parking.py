@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -109,7 +110,7 @@ class TestWaiting:
         assert waiting_floor_w(PROFILE, plain, parking=True).tolist() == [40.0, 50.0]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_parking_never_costs_energy_and_never_moves_a_unit(seed):
     rng = random.Random(seed)

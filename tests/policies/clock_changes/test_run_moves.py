@@ -7,6 +7,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -66,7 +67,7 @@ class Case:
 
 
 SEEDS = st.integers(0, 2**32)
-FIXED = settings(max_examples=80, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(80), deadline=None, derandomize=True)
 
 
 @FIXED

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -52,7 +53,7 @@ class Case:
         return np.broadcast_to(np.arange(shape[1]) % 2, shape)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     rng = random.Random(seed)
@@ -77,7 +78,7 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     assert energy_j == pytest.approx(program.solve(deadline_s).cost_j, abs=1e-5 * scale_j, rel=1e-5)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_can(seed):
     rng = random.Random(seed)

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_conditions, random_profile, try_everything
@@ -42,7 +43,7 @@ def garbage(case, scale_w):
     return Prices(some(units), some(units), scale_w * some(stages))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_any_duals_give_a_bound(seed):
     """Below the relaxed optimum, for all builders' orders and chunks, and at any scale."""
@@ -57,7 +58,7 @@ def test_any_duals_give_a_bound(seed):
         assert bound <= optimum_j + 1e-7 * abs(optimum_j)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_any_duals_give_a_bound_on_what_exists(seed):
     """Below the best of all assignments of frequencies that meet the deadline."""
@@ -89,7 +90,7 @@ def test_any_duals_give_a_bound_on_what_exists(seed):
 
 
 @SOLVERS
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_a_solvers_duals_give_the_optimum(max_simplex_units, seed):
     case = Case(seed)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -15,7 +16,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 
 SEEDS = st.integers(0, 2**32)
-FIXED = settings(max_examples=60, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 def choices_of(forward, backward=None, waiting_power_w=0.0, gpus=1):

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_profile
@@ -31,7 +32,7 @@ def problem_of(case):
     return case.program(INTERIOR_POINT)._solver._problem
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_newton_step_solves_the_linear_equations(seed):
     """From any positive point: a full step leaves no residual, and changes products as told."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import B, F, needs, profile_of, rows_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import Job, random_profile
@@ -88,7 +89,7 @@ def slow_optimum_j(case):
 
 
 @SOLVERS
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_both_solvers_find_the_optimum_of_the_definitions(max_simplex_units, seed):
     case = Case(seed)
@@ -140,7 +141,7 @@ def test_both_solvers_agree_where_pipelines_are_longer(schedule, factor):
 
 
 @SOLVERS
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_deadlines_one_after_the_other_give_what_each_gives_alone(max_simplex_units, seed):
     case = Case(seed)
@@ -154,7 +155,7 @@ def test_deadlines_one_after_the_other_give_what_each_gives_alone(max_simplex_un
 
 
 @SOLVERS
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_a_deadline_before_the_fastest_iteration_is_refused(max_simplex_units, seed):
     case = Case(seed)

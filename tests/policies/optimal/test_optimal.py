@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import B, F, for_chunks, profile_of, random_orders, rows_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -48,7 +49,7 @@ def one_f_one_b(rng):
     return Optimizer(schedule, job.profile, job.conditions)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     rng = random.Random(seed)
@@ -69,7 +70,7 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_on_1f1b_a_plan_takes_no_more_than_the_baseline(seed):
     rng = random.Random(seed)
@@ -109,7 +110,7 @@ def test_by_hand_bound_and_plan_of_one_forward_and_one_backward():
     assert plan.gap_percent == pytest.approx(4.0)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_later_deadline_never_costs_energy(seed):
     """Exactly so for relaxed energies and bounds.
@@ -132,7 +133,7 @@ def test_a_later_deadline_never_costs_energy(seed):
         assert rise.max() <= tolerance
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_without_a_deadline_in_the_way_every_unit_costs_its_least(seed):
     """Waiting that costs nothing: then nothing but the units' own energy is left to lower."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_cases import INTERIOR_POINT, SOLVERS, Case
@@ -19,7 +20,7 @@ def assert_in_time(case, chosen):
     assert case.chosen_s(chosen) <= case.deadline_s * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_floor_is_the_slowest_hull_choice_within_the_duration(seed):
     case = Case(seed)
@@ -41,7 +42,7 @@ def test_a_floor_is_the_slowest_hull_choice_within_the_duration(seed):
         assert not slower.size or unit.time_s[slower[0]] > given_s
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_repair_brings_choices_that_are_too_slow_within_the_deadline(seed):
     case = Case(seed)
@@ -71,7 +72,7 @@ def one_of_each(forward, backward, deadline_s, chosen):
     return Rounding(builders.one_f_one_b(1, 1), choices, 0.0, np.zeros(1), deadline_s, list(chosen))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_spending_slack_leaves_no_unit_that_could_be_slower(seed):
     case = Case(seed)
@@ -110,7 +111,7 @@ def test_a_pair_of_moves_finds_what_greedy_spending_misses():
     assert rounding.cost_j == 13.0
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
     case = Case(seed)
@@ -128,7 +129,7 @@ def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
 
 
 @SOLVERS
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_choices_are_in_time_and_no_worse_than_any_way_alone(max_simplex_units, seed):
     case = Case(seed)
@@ -151,7 +152,7 @@ def test_choices_are_in_time_and_no_worse_than_any_way_alone(max_simplex_units, 
 
 
 @pytest.mark.parametrize("carry", CARRIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time(carry, seed):
     case = Case(seed)
@@ -167,7 +168,7 @@ def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time
 
 
 @pytest.mark.parametrize("carry", CARRIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_carrying_keeps_durations_that_exist(carry, seed):
     """Hull points within the deadline are taken as they are."""

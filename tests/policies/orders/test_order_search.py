@@ -6,6 +6,7 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 from core_cases import uniform_profile
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import Job, random_job
@@ -48,7 +49,7 @@ def any_job(seed, max_microbatches=8):
     return rng, random_job(rng, stages=(2, 3, 4), max_microbatches=max_microbatches)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
     rng, job = any_job(seed)
@@ -82,7 +83,7 @@ def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
     assert worth == sorted(worth)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_the_plan_is_in_time_and_never_above_1f1bs(seed):
     rng, job = any_job(seed)

@@ -5,6 +5,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +111,7 @@ def jobs(draw, max_layers=6, max_stages=4, max_microbatches=6):
 
 
 @given(jobs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_least_bottleneck_then_time_then_spread_of_all_splits(job):
     table, num_stages, num_microbatches = job
     found = least_bottleneck(SplitSpace(table, num_stages, num_microbatches))
@@ -128,7 +129,7 @@ def test_least_bottleneck_then_time_then_spread_of_all_splits(job):
 
 
 @given(jobs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_fastest_of_all_splits(job):
     table, num_stages, num_microbatches = job
     space = SplitSpace(table, num_stages, num_microbatches)
@@ -139,7 +140,7 @@ def test_fastest_of_all_splits(job):
 
 
 @given(jobs(max_layers=8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_the_search_stands_on(job):
     """Splits are listed once each, by cost; timed as Timeline does; and keep their bound."""
     table, num_stages, num_microbatches = job
@@ -191,7 +192,7 @@ def planned_energy(table, split, num_microbatches, power_w, deadline_s):
 
 
 @given(jobs(max_layers=5, max_stages=3, max_microbatches=4), st.sampled_from([0.0, 0.05, 0.3]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_least_energy_of_all_splits_that_are_fast_enough(job, tolerance):
     table, num_stages, num_microbatches = job
     found = least_energy(SplitSpace(table, num_stages, num_microbatches), 80.0, tolerance, 10_000)
@@ -229,7 +230,7 @@ def test_energy_needs_energies():
 
 
 @given(jobs(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_splits_above_the_memory_limit_are_left_out(job, data):
     table, num_stages, num_microbatches = job
     sizes = st.lists(
