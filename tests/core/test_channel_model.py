@@ -7,10 +7,9 @@ from itertools import pairwise, product
 
 import pytest
 from channel_search import explore_all, stopping_points
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import on_request
+from on_request import examples, on_request
 
 from envpipe_megatron.core.channel_model import (
     StuckStage,

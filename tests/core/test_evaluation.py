@@ -16,9 +16,9 @@ from core_cases import (
     random_schedule,
     rows_of,
 )
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import PlanError, evaluate

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import PROFILE, B, random_schedule, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import unit

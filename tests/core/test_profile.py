@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.orders.builders import interleaved, one_f_one_b
 from envpipe_megatron.core.profile import make_profile, read_profile

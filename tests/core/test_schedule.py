@@ -15,9 +15,9 @@ from core_cases import (
     run_naively,
     units_of,
 )
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
 from envpipe_megatron.core.orders import builders

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 from core_cases import naive_times, random_schedule
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline, critical_path, is_envelope

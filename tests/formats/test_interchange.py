@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import parse_stages, random_orders, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, ScheduleError

@@ -1,4 +1,4 @@
-"""Tests that take too long to run each time."""
+"""What takes too long to run each time."""
 
 import os
 
@@ -7,7 +7,13 @@ import pytest
 
 def on_request(what: str) -> pytest.MarkDecorator:
     """Skip unless ENVPIPE_<what>_FULL=1 asks for it."""
-    variable = f"ENVPIPE_{what}_FULL"
-    return pytest.mark.skipif(
-        os.environ.get(variable, "") in ("", "0"), reason=f"takes long: set {variable}=1"
-    )
+    return pytest.mark.skipif(not _asked_for(what), reason=f"takes long: set ENVPIPE_{what}_FULL=1")
+
+
+def examples(count: int) -> int:
+    """How many examples of a property are tried: all with ENVPIPE_CORE_FULL=1, and half else."""
+    return count if _asked_for("CORE") else (count + 1) // 2
+
+
+def _asked_for(what: str) -> bool:
+    return os.environ.get(f"ENVPIPE_{what}_FULL", "") not in ("", "0")

@@ -1,9 +1,9 @@
 import subprocess
 
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from patch_project import maker
 
 from envpipe_megatron.patching.diff import PatchError, parse_patch

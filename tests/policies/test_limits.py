@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 from core_cases import uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import ScheduleError

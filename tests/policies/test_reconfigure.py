@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import profile_of, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, paired, steps_of
 from core_cases import B, F, I, W, parse_stages, random_orders, run_naively
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions

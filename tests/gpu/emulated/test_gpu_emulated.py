@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import (

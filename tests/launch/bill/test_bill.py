@@ -9,9 +9,9 @@ from dataclasses import astuple
 
 import pytest
 from energy_lines import bill, job, note, parsed, window
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from rich.console import Console
 
 from envpipe_megatron.launch.bill.bill import Bill, NodeBill, Ranges, bill_of

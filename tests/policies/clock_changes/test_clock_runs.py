@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_profile
 
 from envpipe_megatron.core.conditions import Conditions

@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import random_orders, uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import on_request
+from on_request import examples, on_request
 from planning_cases import random_job
 
 from envpipe_megatron.core.conditions import Conditions

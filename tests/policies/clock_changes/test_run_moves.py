@@ -7,9 +7,9 @@ from itertools import groupby
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_job
 
 from envpipe_megatron.core.conditions import Conditions

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_job
 from scipy.optimize import OptimizeResult
 

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_conditions, random_profile, try_everything
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import OptimizeResult

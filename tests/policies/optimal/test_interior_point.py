@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, Case
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import B, F, needs, profile_of, rows_of
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import Job, random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import linprog

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import B, F, for_chunks, profile_of, random_orders, rows_of
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import random_job
 
 from envpipe_megatron.core.conditions import Conditions

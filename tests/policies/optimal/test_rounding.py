@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from program_cases import INTERIOR_POINT, SOLVERS, Case
 
 from envpipe_megatron.core.orders import builders

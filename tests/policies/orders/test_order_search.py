@@ -6,9 +6,9 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 from core_cases import uniform_profile
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import examples
 from planning_cases import Job, random_job
 
 from envpipe_megatron.core.channel_model import completes
