@@ -61,6 +61,11 @@ class Limit:
         return f"{self.feature} ({self.reason})"
 
 
+def stands_against(feature: str, highest: Level, reason: str) -> Limit:
+    """A limit that a job is known to have, whatever its arguments."""
+    return Limit(feature, lambda args: True, highest, reason)
+
+
 @dataclass(frozen=True)
 class Decision:
     """The level of a job, and for each level above it what stands against that one.

@@ -21,7 +21,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement
-from envpipe_megatron.integrations.levels import Decision, Level, Limit
+from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
@@ -93,16 +93,16 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     """What the model that was built has about EnvPipe's order, whatever the flags say."""
     config = get_model_config(model[0])
     found = [
-        Limit(feature, lambda args: True, Level.UNITS, "the interpreter does not run it")
+        stands_against(feature, Level.UNITS, "the interpreter does not run it")
         for feature in unsupported(config)
     ]
     own = type(unwrap_model(model[0]))
     if not issubclass(own, GPTModel):
         feature = f"models other than GPTModel: {own.__name__}"
-        found.append(Limit(feature, lambda args: True, Level.ORDER, NOT_PROVEN))
+        found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
     if config.variable_seq_lengths:
         feature = "sequences of varying length"
-        found.append(Limit(feature, lambda args: True, Level.ORDER, NOT_PROVEN))
+        found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
     return found
 
 

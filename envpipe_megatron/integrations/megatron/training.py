@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.integrations.hooking import check_profiled
 from envpipe_megatron.integrations.job import Job, close_at_exit
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
+from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import (
     limits_of,
@@ -152,7 +152,7 @@ class Training:
         Raises LevelError if `asked` is level `order`.
         """
         features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
-        limit = Limit(features, lambda args: True, Level.UNITS, why)
+        limit = stands_against(features, Level.UNITS, why)
         self._decision = self._decide(asked, limit)
         if self._options.plan_file is not None and self.job.collectives.is_planner:
             say(f"the plan {self._options.plan_file} is not run: it may be of another order")

@@ -33,15 +33,11 @@ from envpipe_megatron.integrations.job import (
     close_at_exit,
     own_gloo_group,
 )
-from envpipe_megatron.integrations.levels import Level, Limit, decide
+from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
-from envpipe_megatron.integrations.torch_pipelining.limits import (
-    limits_of,
-    limits_seen,
-    stands_against,
-)
+from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     Runner,
     group_size,

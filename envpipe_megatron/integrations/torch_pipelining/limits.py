@@ -9,7 +9,7 @@ from typing import Any
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.integrations.levels import Level, Limit
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 #: Of a schedule; one that has its own is to be called as it is.
@@ -68,11 +68,6 @@ def limits_seen(
         why = "torch's runtime of tables has none"
         found.append(stands_against("messages that skip a stage", Level.UNITS, why))
     return found
-
-
-def stands_against(feature: str, highest: Level, reason: str) -> Limit:
-    """A limit of every job that has it."""
-    return Limit(feature, lambda args: True, highest, reason)
 
 
 def _against_others(order: Schedule) -> Iterator[str]:
