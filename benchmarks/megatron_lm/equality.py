@@ -146,7 +146,7 @@ def _with_transformer_engine() -> list[Setting]:
     made = []
     for mapping in (PP2, PP4):
         made += [
-            Setting(f"te-bf16-{mapping.name}", mapping, arms=ALL_ARMS),
+            Setting(f"te-bf16-{mapping.name}", mapping, arms=(*ALL_ARMS, LOOP)),
             Setting(f"te-fp8-{mapping.name}", mapping, (_BF16, "--fp8-format hybrid"), ALL_ARMS),
         ]
     experts = f"{EXPERTS} --moe-grouped-gemm {EXPERT_PARALLEL}"

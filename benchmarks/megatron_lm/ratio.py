@@ -105,6 +105,9 @@ def setting(
     )
     size = TINY_ON_CPU if site.cpu else GPT_1_3B
     size = replace(size, microbatches=microbatches or size.microbatches)
+    if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
+        # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
+        size = replace(size, layers=size.layers // 2)
     return Setting(size.fitting(fitting[like].mapping), replace(fitting[like], arms=arms))
 
 
