@@ -30,7 +30,9 @@ from benchmarks.megatron_lm.models import (
     ORDER_ARMS,
     STOCK,
     TINY_ON_CPU,
+    TRANSFORMER_ENGINE,
     UNITS,
+    WIDE,
     Mapping,
     Planned,
     Size,
@@ -103,7 +105,8 @@ def setting(
     arms = tuple(
         arm for arm in fitting[like].arms if arm in (STOCK, *only) or not (only or arm == OFF)
     )
-    size = TINY_ON_CPU if site.cpu else GPT_1_3B
+    size = WIDE if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
+    size = TINY_ON_CPU if site.cpu else size
     size = replace(size, microbatches=microbatches or size.microbatches)
     if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
         # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.

@@ -59,10 +59,10 @@ class HostExecutor:
         """No order here parks."""
         raise NotImplementedError
 
-    def end_iteration(self) -> StageRecord:
+    def end_iteration(self) -> Callable[[], StageRecord]:
         """Nothing is left to wait for."""
-        end_s = self._ends[-1]
-        return make_record(self._starts, self._ends, self._begin_s, end_s, end_s)
+        starts_s, ends_s, end_s = self._starts, self._ends, self._ends[-1]
+        return lambda: make_record(starts_s, ends_s, self._begin_s, end_s, end_s)
 
     def now_s(self) -> float:
         """The host's monotonic clock."""

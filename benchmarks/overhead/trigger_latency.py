@@ -217,7 +217,7 @@ class CudaDevice:
 
     def end_iteration(self) -> list[float]:
         """As the interpreter does, and keep the ends."""
-        self._executor.end_iteration()
+        self._executor.end_iteration()()
         return [1e6 * self._base.elapsed_time(event) for event in self._completions]
 
     def finish(self) -> tuple[Callable[[float], float], float]:
@@ -231,10 +231,10 @@ class CudaDevice:
 
     def reading_us(self, repeats: int = 50) -> float:
         """What the executor pays a unit for reading an iteration's events, microseconds."""
-        self._executor.end_iteration()
+        self._executor.end_iteration()()
         begin_ns = time.perf_counter_ns()
         for _ in range(repeats):
-            self._executor.end_iteration()
+            self._executor.end_iteration()()
         return (time.perf_counter_ns() - begin_ns) / repeats / UNITS / 1e3
 
     def _offset_bounds_ns(self) -> tuple[float, float, float]:

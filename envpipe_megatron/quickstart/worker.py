@@ -87,7 +87,8 @@ class QuickstartRank:
                 )
                 optimizer.step()
                 losses.append([float(entry["loss"]) for entry in reduced])
-                phase, time_s, wall_s = session.state.iterations[-1]
+                phase, record = session.state.phase, session.last_record
+                assert record is not None
                 steady += phase is Phase.STEADY
                 if self.last:
                     emit(
@@ -96,8 +97,8 @@ class QuickstartRank:
                         phase=phase.value,
                         iteration=iteration,
                         loss=float(np.mean(losses[-1])),
-                        iteration_time_s=time_s,
-                        wall_time_s=wall_s,
+                        iteration_time_s=record.iteration_time_s,
+                        wall_time_s=record.wall_time_s,
                     )
                 if len(losses) == settings.baseline_iterations:
                     digest = _digest(model)  # after as many steps as the baseline makes
@@ -174,7 +175,7 @@ class QuickstartRank:
                 steps_compared=common,
                 iterations=[
                     {"phase": phase.value, "iteration_time_s": time_s, "wall_time_s": wall_s}
-                    for phase, time_s, wall_s in state.iterations
+                    for phase, time_s, wall_s in session.iterations
                 ],
                 schedule=state.plan.schedule.name if state.plan else "1f1b",
                 times_trusted=Fidelity(

@@ -242,7 +242,7 @@ def train(
             "units": session.executed,
             "refused": refused,
             "held": sum(buffer is not None for buffer in held),
-            "steps": len(session.state.iterations),
+            "steps": len(session.iterations),
         }
         engine.end_training()
     engine.destroy()

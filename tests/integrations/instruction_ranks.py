@@ -62,7 +62,7 @@ def seen(session: Session) -> dict[str, Any]:
     """What a job came to."""
     plan = session.state.plan
     return {
-        "iterations": [(phase.value, time_s) for phase, time_s, _ in session.state.iterations],
+        "iterations": [(phase.value, time_s) for phase, time_s, _ in session.iterations],
         "executed": session.executed,
         "schedule": None if plan is None else plan.schedule.name,
         "frequency_mhz": None if plan is None else plan.frequency_mhz.tolist(),

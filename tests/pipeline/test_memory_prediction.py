@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from jobs import Job
 from live_memory import MESSAGE_BYTES, train_and_watch
+from on_request import on_request
 from rank_pool import RankPool
 from test_bit_equality import by_plan
 
@@ -18,7 +19,12 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 @pytest.mark.parametrize(
     ("stages", "extra", "options"),
     [
-        (4, (2, 2, 1, 0), {"tied": True, "reducer": ("overlap_grad_reduce",)}),
+        pytest.param(
+            4,
+            (2, 2, 1, 0),
+            {"tied": True, "reducer": ("overlap_grad_reduce",)},
+            marks=on_request("PIPELINE"),
+        ),
         (2, (4, 1), {"layers": 4, "recompute": True, "deallocate": False}),
     ],
 )

@@ -57,7 +57,7 @@ def train_unseen(
             "notes": state.notes,
             "requested": requested,
             "executed": session.executed,
-            "iterations": [time_s for _, time_s, _ in state.iterations],
+            "iterations": [time_s for _, time_s, _ in session.iterations],
         }
     finally:
         session.close()

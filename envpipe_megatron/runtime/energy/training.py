@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -138,29 +139,68 @@ class TrainingEnergy:
         #: The last step since a pause, whether it is over, and whether it is counted.
         self._last: Window | None = None
         self._over = self._counted = False
+        #: Calls that wait until the times of an iteration may be read.
+        self._held_back: list[Callable[[], None]] = []
         self.baselines: dict[str, BaselineEnergy] = {}
         for batch, baseline in baselines.items():
             self._know_baseline(batch, baseline)
 
     def begin_step(self) -> None:
         """The next step begins now."""
-        self._begun_s = self._now_s()
+        self._in_turn(partial(self._begin_step, self._now_s()))
+
+    def _begin_step(self, now_s: float) -> None:
+        self._begun_s = now_s
 
     def add_between_phases(self, iteration: int, begin_s: float) -> None:
         """What ran since then prepared the phase that the iteration begins."""
+        self.catch_up()
         if self._begun_s is None:
             return
         begin_s = min(self._begun_s, begin_s)
         self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
 
     def add(
+        self,
+        phase: str,
+        iteration: int,
+        record: StageRecord,
+        receives: NDArray[np.bool_],
+        *,
+        late: bool = False,
+    ) -> None:
+        """An iteration has run: all units of its step. The meter is neither read nor waited for.
+
+        Args:
+            phase: with its batch, as `phase_in_batch` writes it.
+            iteration: its number.
+            record: the times.
+            receives: [units_per_stage], whether a unit's input comes from another stage: the wait
+                before it is blocking, the wait before another is idle.
+            late: do not look at the record before `catch_up`, which whatever asks for energy calls.
+        """
+        self.catch_up()
+        add = partial(self._add, phase, iteration, record, receives)
+        if late:
+            self._held_back.append(add)
+        else:
+            add()
+
+    def catch_up(self) -> None:
+        """Bill what is held back; waits for the last unit of the iteration that was added."""
+        held_back, self._held_back = self._held_back, []
+        for call in held_back:
+            call()
+
+    def _in_turn(self, call: Callable[[], None]) -> None:
+        if self._held_back:
+            self._held_back.append(call)
+        else:
+            call()
+
+    def _add(
         self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
     ) -> None:
-        """An iteration has run: all units of its step. Neither reads nor waits.
-
-        `receives` is [units_per_stage], whether a unit's input comes from another stage: the wait
-        before it is blocking, the wait before another is idle.
-        """
         begin_s = record.begin_s if self._begun_s is None else min(self._begun_s, record.begin_s)
         self._begun_s = None
         self._put(
@@ -177,7 +217,9 @@ class TrainingEnergy:
 
     def end_step(self, iteration: int) -> None:
         """The step ends now, whoever ran its iteration; a second call does nothing."""
-        end_s = self._now_s()
+        self._in_turn(partial(self._end_step, iteration, self._now_s()))
+
+    def _end_step(self, iteration: int, end_s: float) -> None:
         if self._begun_s is not None:
             begin_s, self._begun_s = self._begun_s, None
             self._put(Window(FRAMEWORK, iteration, iteration, begin_s, end_s), over=True)
@@ -189,12 +231,16 @@ class TrainingEnergy:
 
     def pause(self) -> None:
         """Something that is not training follows, up to the next step's begin."""
+        self.catch_up()
         self._count()
         self.log.interrupt()
         self._last = self._begun_s = None
 
     def close(self) -> None:
-        """Write what is left of the log, after one more look at the counter."""
+        """Write what is left of the log, after one more look at the counter.
+
+        What is held back is left out: nobody may be left to wait for.
+        """
         self._count()
         self.log.close()
 
@@ -206,6 +252,7 @@ class TrainingEnergy:
         first = batch not in self._settled
         if not first and batch not in self._warmups:
             return
+        self.catch_up()
         self._settled.add(batch)
         own = measure_baseline(self._warmups.pop(batch, []), self._meter)
         mean, stages = self._over_gpus(own)
@@ -226,6 +273,7 @@ class TrainingEnergy:
 
     def measure_into(self, interval: Interval | None) -> None:
         """Add each step that ends from now on to an interval, until the next call."""
+        self.catch_up()
         self._count()
         self._measured = interval
 
@@ -235,17 +283,19 @@ class TrainingEnergy:
         It is that of an average GPU of the job; None if a rank has no step in its interval. Waits
         for a look at the counter if there was none since the last step.
         """
+        self.catch_up()
         if interval.spans and self._meter.last_refresh_s < interval.spans[-1][1]:
             self._meter.catch_up()
         return self._over_gpus(interval.measure(self._meter).step)[0]
 
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap; neither reads nor waits.
+        """What training took on this GPU since the last lap; the meter is not waited for.
 
         Its end was a moment ago, so the energy up to there is extrapolated from the last refresh.
         What that errs by goes into the next lap: steps end at much the same power, other than they
         have on average, so that all laps would err to the same side.
         """
+        self.catch_up()
         self._count()
         lap, self._lap = self._lap, Interval()
         if not lap.spans:

@@ -177,20 +177,21 @@ class EmulatedExecutor:
         self._in_wait = _InWait(self._gpu, self._begin_s + self._ends[-1] + after_s)
         return self._in_wait
 
-    def end_iteration(self) -> StageRecord:
-        """The iteration ends on all stages when the slowest has ended."""
+    def end_iteration(self) -> Callable[[], StageRecord]:
+        """The iteration ends on all stages when the slowest has ended; all is known at once."""
         # The request after the last unit belongs to its end, whenever its thread gets to it.
         self._settle_clock()
         # What has followed the units since, such as an optimizer, is not the iteration's.
         end_s = self._collectives.latest(self._begin_s + self._ends[-1])
         self._gpu.advance_to(end_s)
-        return make_record(
+        record = make_record(
             self._starts,
             self._ends,
             self._begin_s,
             end_s - self._begin_s,
             time.monotonic() - self._wall_begin_s,
         )
+        return lambda: record
 
     def now_s(self) -> float:
         """Where this GPU's committed work ends: what no unit does takes no emulated time."""

@@ -7,12 +7,13 @@ the device; the executor knows when the device began and ended it. Each ended un
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class StageRecord:
             input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
-        wall_time_s: on the host's clock, until the times were read.
+        wall_time_s: on the host's clock, until all units had been handed over or, on emulated GPUs,
+            had ended.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
     """
@@ -65,6 +67,30 @@ class StageRecord:
         """End of the iteration on the time base of the meter."""
         return self.begin_s + self.iteration_time_s
 
+    def marked(self, **marks: Any) -> StageRecord:
+        """The same with another `number`, or not `followed`; no time is read for that."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **marks)
+        return other
+
+
+def late_record(read: Callable[[], StageRecord]) -> StageRecord:
+    """A record that is read, once, when one of its times is first asked for."""
+    record = object.__new__(_LateRecord)
+    record.__dict__["_read"] = functools.cache(read)
+    return record
+
+
+class _LateRecord(StageRecord):
+    def __getattr__(self, name: str) -> Any:
+        """A time that is not there yet."""
+        if "_read" not in self.__dict__ or name.startswith("_"):
+            raise AttributeError(name)
+        found = self._read().__dict__
+        self.__dict__.update({**found, **self.__dict__})  # what it is marked with stays
+        del self.__dict__["_read"]
+        return getattr(self, name)
+
 
 class Executor(Protocol):
     """Times units; one iteration is begin_iteration, units, end_iteration."""
@@ -81,8 +107,11 @@ class Executor(Protocol):
     def in_wait(self, after_s: float) -> Completion:
         """What is true so long after the unit that has ended last, or when the next one begins."""
 
-    def end_iteration(self) -> StageRecord:
-        """Wait for the last unit and read all times."""
+    def end_iteration(self) -> Callable[[], StageRecord]:
+        """All units have been handed over; what is returned waits for the last and reads all times.
+
+        It is to be called before the iteration after the next one begins.
+        """
 
     def now_s(self) -> float:
         """Outside an iteration: now, on the time base of the GPU's meter."""
@@ -112,7 +141,7 @@ class CudaExecutor:
     """CUDA events around each unit; the host waits when it reads them, if at all.
 
     Events are used again in the iteration after the next: the clock controller's thread may be a
-    few units behind, never an iteration.
+    few units behind, never an iteration. Times that nobody has read by then are lost.
     """
 
     def __init__(self) -> None:
@@ -150,30 +179,49 @@ class CudaExecutor:
         self._in_wait = Later(self._ends[-1], after_s)
         return self._in_wait
 
-    def end_iteration(self) -> StageRecord:
-        """Read the events, once the last unit has ended.
+    def end_iteration(self) -> Callable[[], StageRecord]:
+        """Reads the events, once the last unit has ended.
 
-        The optimizer has mostly stepped since, and so has the last unit ended. Then the host does
-        not wait for all that the stream holds now, which would take away its lead, but for a look
-        at the clock twice a minute.
+        The optimizer has mostly stepped since, or the next iteration's units have been handed over,
+        and so has the last unit ended. Then the host does not wait for all that the stream holds
+        now, which would take away its lead, but for a look at the clock twice a minute.
         """
-        last = self._ends[-1]
+        wall_time_s = time.monotonic() - self._begin_s
+        return partial(
+            self._read,
+            self._events,
+            self._recorded,
+            self._begin,
+            self._starts,
+            self._ends,
+            wall_time_s,
+        )
+
+    def _read(
+        self,
+        recorded: list[torch.cuda.Event],
+        count: int,
+        begin: torch.cuda.Event,
+        starts: list[torch.cuda.Event],
+        ends: list[torch.cuda.Event],
+        wall_time_s: float,
+    ) -> StageRecord:
+        last = ends[-1]
         ended = last.query()  # type: ignore[no-untyped-call]  # torch's
         if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
             if ended:
                 self._seen.record(self._stream)
             else:  # it is kept, and the one before is recorded in its place
-                self._events[self._recorded - 1], self._seen = self._seen, last
+                recorded[count - 1], self._seen = self._seen, last
             self._seen.synchronize()
             self._seen_s = time.monotonic()
-            begin_s = self._seen_s - self._begin.elapsed_time(self._seen) / 1e3
+            begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
         else:
-            begin_s = self._seen_s + self._seen.elapsed_time(self._begin) / 1e3
-        starts, ends = (
-            [self._begin.elapsed_time(event) / 1e3 for event in events]
-            for events in (self._starts, self._ends)
+            begin_s = self._seen_s + self._seen.elapsed_time(begin) / 1e3
+        starts_s, ends_s = (
+            [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
         )
-        return make_record(starts, ends, begin_s, ends[-1], time.monotonic() - self._begin_s)
+        return make_record(starts_s, ends_s, begin_s, ends_s[-1], wall_time_s)
 
     def now_s(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use."""

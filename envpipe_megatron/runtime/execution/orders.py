@@ -19,12 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IterationOrder:
-    """One iteration: the schedule, the frequency of each unit of each stage, and where to park."""
+    """One iteration: the schedule, the frequency of each unit of each stage, and where to park.
+
+    Attributes:
+        billed_late: whether its times may be read, and billed, while the next one runs: the phase
+            looks at no bill, and at what was measured some iterations later.
+    """
 
     phase: Phase
     schedule: Schedule
     frequency_mhz: NDArray[np.int64]
     parking: Parking | None = None
+    billed_late: bool = False
 
     def parked(self, stage: int) -> dict[int, tuple[int, float]]:
         """As `Parking.of_stage`; empty without parking."""

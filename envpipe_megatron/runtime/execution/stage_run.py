@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.completion import Completion, Done
-from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.executor import Executor, StageRecord, late_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 
 
@@ -53,6 +54,7 @@ class StageRun:
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
         self._sends: list[bool] = (successors >= 0).tolist()
         self._last_input: Completion = Done()
+        self._last_end: Completion = Done()
 
     @property
     def next_unit(self) -> Unit | None:
@@ -84,7 +86,7 @@ class StageRun:
         """The unit's work has been handed over: send what it made to where it is needed."""
         position = len(self.executed)
         unit = self.units[position]
-        completion = self._executor.end_unit()
+        completion = self._last_end = self._executor.end_unit()
         self.executed.append(unit.label(self.order.schedule.num_chunks))
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
@@ -105,7 +107,17 @@ class StageRun:
             self._channel.unless_lost(self._last_input.synchronize)
         self._channel.end_step()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has ended all units; nothing is waited for."""
+        return self.next_unit is None and self._last_end.query()
+
     def end(self) -> StageRecord:
-        """Wait for the last unit, and read the times."""
-        read = self._executor.end_iteration
-        return read() if self._channel is None else self._channel.unless_lost(read)
+        """The times, of which the first to be asked for waits for the last unit.
+
+        That raises ChannelError if a neighbour is gone or silent.
+        """
+        read = self._executor.end_iteration()
+        return late_record(
+            read if self._channel is None else partial(self._channel.unless_lost, read)
+        )

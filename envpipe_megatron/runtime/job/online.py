@@ -23,7 +23,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import plan_online
@@ -54,7 +54,7 @@ def run_online(
     kinds, nodes_mhz = profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
     replica = _replica(job)
     top_mhz = max(clocks_mhz)
-    order = constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz)
+    order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
     command = Command(Phase.WARMUP, 0, 0, 0.0, (0.0,) * job.num_stages)
     controller: Run | None = None
 
@@ -85,8 +85,11 @@ def run_online(
             _adopt(job, command.plan)
         if command.orders:
             clocked = command.orders[command.which[replica]]
-            order = IterationOrder(
-                command.phase, clocked.schedule, clocked.frequency_mhz, clocked.parking
+            order = replace(
+                order,
+                schedule=clocked.schedule,
+                frequency_mhz=clocked.frequency_mhz,
+                parking=clocked.parking,
             )
         order = replace(order, phase=command.phase)
         if command.note:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.control.background import Background
@@ -25,9 +24,6 @@ from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 
-#: A job of weeks must not grow.
-_KEPT_ITERATIONS = 10_000
-
 
 @dataclass
 class SessionState:
@@ -44,10 +40,6 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
-    #: This rank's latest iterations: phase, time on the GPU's time base in s, wall time in s.
-    iterations: deque[tuple[Phase, float, float]] = field(
-        default_factory=lambda: deque(maxlen=_KEPT_ITERATIONS)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     config, state = job.config, job.state
     schedule = _framework_schedule(job)
     top = max(job.gpu.supported_frequencies_mhz)
-    at_top = constant_order(Phase.WARMUP, schedule, top, top)
+    at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
     records = []
     job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
     for left in reversed(range(config.warmup_iterations)):
@@ -136,6 +136,7 @@ def _save_energy(
 
 def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
+    order = replace(order, billed_late=True)
     peaks = []
     for _ in range(_COMPARED_ITERATIONS):
         yield order

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,9 @@ from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
 
 logger = logging.getLogger(__name__)
 
+#: A job of weeks must not grow.
+_KEPT_ITERATIONS = 10_000
+
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
 
@@ -50,10 +54,11 @@ class Session:
     the framework's own order and no rank requests a clock; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
-    `pause` before anything that is not training. Times are read in `end_step`, so that the
-    optimizer is launched without a wait for the device. One that only calls `run_iteration` waits
-    there, and is billed without what surrounds the units of a phase's last iteration. A framework
-    that runs its units itself, in its own order, calls `open_iteration` instead.
+    `pause` before anything that is not training. Times are read when the next iteration's units
+    have been handed over, or in `end_step` where a phase looks at them: the optimizer is launched
+    without a wait for the device, and mostly the next iteration too. A framework that only calls
+    `run_iteration` is billed without what surrounds the units of a phase's last iteration. One that
+    runs its units itself, in its own order, calls `open_iteration` instead.
 
     Args:
         gpu: as `rank_gpu.open_rank_gpu` opens it.
@@ -151,11 +156,14 @@ class Session:
             self.describe_job,
         )
         self._batches = Batches(self.state)
-        #: The last iteration whose times are read; the phases get it when the next one begins.
+        #: The last iteration that has ended; the phases get it when the next one begins.
         self.last_record: StageRecord | None = None
-        #: The iteration whose times are not read yet.
-        self._unread: StageRun | None = None
+        #: The iteration that has not ended.
+        self._running: StageRun | None = None
+        #: The one whose times are to be read while the next one runs, and what writes it down.
+        self._late: tuple[StageRun, Callable[[], None]] | None = None
         self._step_begun = False
+        self._iterations: deque[tuple[Phase, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
         self._broken = False
         self._closed = False
         self._pid = os.getpid()
@@ -175,6 +183,15 @@ class Session:
     def baseline_of(self, interval: IntervalEnergy) -> BaselineEnergy | None:
         """The baseline of the batches of an interval; None if it is not known, or not one size."""
         return self._energy.baseline_of(interval.phases)
+
+    @property
+    def iterations(self) -> Sequence[tuple[Phase, float, float]]:
+        """This rank's latest: phase, time on the GPU's time base in s, wall time in s.
+
+        Waits for the last unit, if its times are not read yet.
+        """
+        self._catch_up()
+        return self._iterations
 
     @property
     def memory(self) -> tuple[StageMemory, ...] | None:
@@ -218,7 +235,8 @@ class Session:
         work = self._memory.watched(make_work)(schedule)
         execute(schedule, self._stage, work, run)
         self._memory.units_ended()
-        self._unread = run
+        self._catch_up()
+        self._running = run
         if not in_step:
             self.close_iteration()
 
@@ -231,9 +249,10 @@ class Session:
         """
         clock_mhz = max(self._gpu.supported_frequencies_mhz)
         at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
+        self._catch_up()
         run = StageRun(at_top, self._stage, self.executor, lambda *_: None, self._channel, specs)
         execute(order, self._stage, make_work(order), run)
-        run.end()
+        _ = run.end().end_s  # waits for the last unit
 
     def open_iteration(
         self, own_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
@@ -252,32 +271,52 @@ class Session:
         """
         count = own_order.num_microbatches
         run = self._open(count, specs, own_order, None, _batch_name(count, full_batch))
-        if self._config.reorders:
-            run.unit_ended = self._watched(run)
+        run.unit_ended = self._watched(run)
         run.begin()
-        self._unread = run
+        self._running = run
         return run
 
     def close_iteration(self) -> None:
-        """Read the times of an iteration of which all units have run, if they are not read yet.
+        """End an iteration of which all units have run; its times are read now, or later.
 
         Raises ChannelError if a neighbour is gone or silent.
         """
-        run = self._unread
+        run = self._running
         if run is None or run.next_unit is not None:
             return
-        self._unread = None
-        record = self.last_record = replace(run.end(), number=self.state.iteration)
-        self._broken = False
+        self._running = None
+        number, late = self.state.iteration, run.order.billed_late
+        record = self.last_record = run.end().marked(number=number)
         assert self._batches.now is not None
         phase = phase_in_batch(run.order.phase, self._batches.now.name)
         receives = run.order.schedule.receives[self._stage]
-        self._energy.add(phase, self.state.iteration, record, receives)
+        self._energy.add(phase, number, record, receives, late=late)
         # Once control has ended, requests are dropped.
         controlled = self._controlled and self.clock.error is None
         clocks_mhz = run.frequencies_mhz if controlled else None
-        self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
-        self.state.iterations.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
+
+        def write_down() -> None:
+            self._energy.catch_up()
+            self._timeline.add(phase, number, record, run.executed, clocks_mhz)
+            times_s = record.iteration_time_s, record.wall_time_s
+            self._iterations.append((run.order.phase, *times_s))
+
+        self._late = (run, write_down)
+        if not late:
+            self._catch_up()
+        self._broken = False
+
+    def _catch_up(self) -> None:
+        """Write the last iteration down, if that was left until its times may be read."""
+        if self._late is not None:
+            (_, write_down), self._late = self._late, None
+            write_down()
+
+    def _catch_up_at_the_end(self) -> None:
+        """The same, but where peers may be gone nothing is waited for, and what fails is left."""
+        with contextlib.suppress(Exception):
+            if self._late is not None and self._late[0].has_ended:
+                self._catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.
@@ -291,7 +330,7 @@ class Session:
     def end_step(self) -> None:
         """End the last iteration's step, after the optimizer, whose energy counts to this step.
 
-        The host waits for the last unit, if the optimizer has not. If no iteration was run since
+        The host waits for the last unit, if a phase looks at its times. If none was run since
         `begin_step`, the framework ran the step by itself, which is billed as phase `framework`.
         Raises ChannelError if a neighbour is gone or silent.
         """
@@ -302,8 +341,9 @@ class Session:
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self.close_iteration()
+        self._catch_up()
         if self.last_record is not None:
-            self.last_record = replace(self.last_record, followed=False)
+            self.last_record = self.last_record.marked(followed=False)
         self._energy.pause()
         self.highest_clock()
 
@@ -312,7 +352,8 @@ class Session:
         self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap."""
+        """What training took on this GPU since the last lap; waits for the last unit."""
+        self._catch_up()
         return self._energy.lap()
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
@@ -366,6 +407,7 @@ class Session:
                 if self._agent is not None:
                     last.callback(self._agent.close)
                 last.callback(self._energy.close)
+                last.callback(self._catch_up_at_the_end)
                 last.callback(self.executor.idle, METER_MARGIN_S)
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
@@ -399,13 +441,16 @@ class Session:
 
     def _watched(self, run: StageRun) -> Callable[[Unit], None]:
         """What looks at memory as units end that the framework runs."""
-        watch = self._memory.begin_units()
+        reorders = self._config.reorders
+        watch = self._memory.begin_units() if reorders else None
 
         def ended(unit: Unit) -> None:
             if watch is not None:
                 watch(unit)
             if run.next_unit is None:
-                self._memory.units_ended()
+                if reorders:
+                    self._memory.units_ended()
+                self._catch_up()
 
         return ended
 

@@ -94,7 +94,7 @@ def test_a_ratio_is_of_any_setting_of_equality_in_a_real_size(site, state):
     assert [job.name.split("/")[-1] for job in jobs] == [*ORDER_ARMS, UNITS]
     for job in jobs:
         given = dict(pairwise(job.arguments))
-        assert (given["--fp8-format"], given["--hidden-size"]) == ("hybrid", "2048")
+        assert (given["--fp8-format"], given["--hidden-size"]) == ("hybrid", "4096")
         assert job.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     with pytest.raises(click.UsageError, match="te-fp8-pp2"):
         ratio.setting(machine, like="te-fp8-pp4")

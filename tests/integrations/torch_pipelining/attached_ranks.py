@@ -6,12 +6,17 @@ import contextlib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import plain_stages
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
@@ -40,9 +45,17 @@ class Case:
     #: A step of which the loss raises once, on all ranks, before anything is sent.
     fails: int | None = None
     draws_in_backward: bool = False
+    #: What keeps two replicas of each stage alike, "fsdp" or "ddp"; empty for one.
+    replicated: str = ""
+
+    def replica(self, rank: int) -> int:
+        """Replicas of a stage are neighbours."""
+        return rank % 2 if self.replicated else 0
 
     def virtual(self, rank: int, ranks: int) -> list[int]:
         """The stages of a rank."""
+        if self.replicated:
+            rank, ranks = rank // 2, ranks // 2
         if self.schedule in V_SHAPED:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + chunk * ranks for chunk in range(self.chunks)]
@@ -82,19 +95,32 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
     """A schedule of small stages, and their layers."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    mine, num_virtual = case.virtual(rank, ranks), ranks * case.chunks
+    mine = case.virtual(rank, ranks)
+    group, replicate = dist.group.WORLD, lambda module: module
+    if case.replicated:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("stages", "replicas"))
+        group, ranks = mesh["stages"].get_group(), ranks // 2
+        replicate = partial(_replicated, case.replicated, mesh["replicas"])
+    num_virtual = ranks * case.chunks
     each = LAYERS // num_virtual
     layers = {at: layer(at, case) for v in mine for at in range(v * each, (v + 1) * each)}
     stages = [
         PipelineStage(
-            torch.nn.Sequential(*(layers[v * each + n] for n in range(each))),
-            v, num_virtual, torch.device("cpu"), group=dist.group.WORLD,
+            replicate(torch.nn.Sequential(*(layers[v * each + n] for n in range(each)))),
+            v, num_virtual, torch.device("cpu"), group=group,
         )
         for v in mine
     ]  # fmt: skip
     kind = getattr(schedules, case.schedule)
     own = stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0]
     return kind(own, case.microbatches, loss_fn=torch.nn.functional.mse_loss), layers
+
+
+def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(module, process_group=mesh.get_group())
+    sharded: torch.nn.Module = fully_shard(module, mesh=mesh)
+    return sharded
 
 
 def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None:
@@ -133,7 +159,8 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
     """Train with EnvPipe attached, or by torch alone where there is no `root`."""
     ranks = dist.get_world_size()
     schedule, layers = make(case, rank, ranks)
-    mine, last = case.virtual(rank, ranks), ranks * case.chunks - 1
+    mine = case.virtual(rank, ranks)
+    last = ranks * case.chunks // (2 if case.replicated else 1) - 1
     said: list[str] = []
     pipeline = None
     if root is not None:
@@ -141,7 +168,7 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
         pipeline = attach(schedule, say=said.append, **case.settings)
     weights = [weight for module in layers.values() for weight in module.parameters()]
     optimizer = torch.optim.Adam(weights, lr=1e-3)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5 + case.replica(rank))
     torch.manual_seed(100 + rank)
     losses: list[bytes] = []
     lines: list[str] = []
@@ -179,8 +206,8 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
             "level": str(pipeline.level),
             "said": said,
             "lines": lines,
-            "phases": [phase.value for phase, _, _ in session.state.iterations],
-            "times": [time_s for _, time_s, _ in session.state.iterations],
+            "phases": [phase.value for phase, _, _ in session.iterations],
+            "times": [time_s for _, time_s, _ in session.iterations],
             "executed": session.executed,
             "plan": None if plan is None else plan.schedule,
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
@@ -191,4 +218,5 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().numpy().tobytes()
+    own = tensor.detach()
+    return (own.to_local() if isinstance(own, DTensor) else own).numpy().tobytes()

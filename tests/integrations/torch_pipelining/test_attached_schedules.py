@@ -54,7 +54,8 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
     count = 12 if name == "ScheduleDualPipeV" else 8
     # Torch's own evaluation hangs where stages lie in a V.
     evaluated = () if name in attached_ranks.V_SHAPED else (3,)
-    _, ours = trained(Case(name, count, chunks=2, steps=16, evaluated=evaluated))
+    settings = {"baseline_steps": 4}
+    _, ours = trained(Case(name, count, chunks=2, steps=10, settings=settings, evaluated=evaluated))
     for rank in ours:
         assert rank["level"] == UNITS
         assert rank["phases"][-1] in ("profile", "reconfigure")
@@ -82,6 +83,23 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
         assert rank["executed"] == plan.labels()[stage]
         assert rank["released"], "the schedule is torch's alone again"
     assert len(ours[0]["clocks"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "chunks"),
+    [("fsdp", "ScheduleInterleaved1F1B", 2), ("ddp", "Schedule1F1B", 1)],
+)
+def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks):
+    """Two stages, and two replicas of each that see other data: sharded weights, or copies."""
+    settings = {"baseline_steps": 4}
+    case = Case(name, chunks=chunks, steps=PLANNED, settings=settings, replicated=how)
+    alone, ours = trained(case)
+    assert alone[0]["losses"] == alone[1]["losses"] == []
+    assert alone[2]["losses"] != alone[3]["losses"]
+    plan = ours[0]["plan"]
+    for rank, found in enumerate(ours):
+        assert found["level"] == ORDER
+        assert found["executed"] == plan.labels()[rank // 2]
 
 
 def test_a_job_saves_as_its_plan_says(trained):

@@ -93,7 +93,7 @@ class OneRank:
         self.gpu = FakeGpu(**gpu or {"refresh_s": 0.125, "counter_j": lambda time_s: 128 * time_s})
         self.meter = EnergyMeter(self.gpu, poll_s=3600)
         look(self.meter, self.gpu, seen_s)
-        self.now_s = 0.0
+        self.now_s, self.late = 0.0, False
         self.described: list[object] = []
         self.lines: list[dict[str, Any]] = []
         self.collectives = SimpleNamespace(
@@ -122,10 +122,11 @@ class OneRank:
         start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
         waits_s = np.array([0.1, 0.1]) * duration_s
         record = StageRecord(start_s, end_s, waits_s, begin_s, duration_s, duration_s)
-        self.energy.add(phase, 1, record, np.array([False, True]))
+        self.energy.add(phase, 1, record, np.array([False, True]), late=self.late)
 
     def spans(self) -> list[tuple[str, float, float]]:
         """What the log bills: phase, begin and end of each window."""
+        self.energy.catch_up()
         self.energy.close()
         return [
             (line["phase"], line["begin_s"], line["begin_s"] + line["duration_s"])
@@ -133,12 +134,14 @@ class OneRank:
         ]
 
 
-@pytest.fixture
-def rank() -> Iterator[Callable[..., OneRank]]:
+@pytest.fixture(params=[False, True], ids=["", "late"])
+def rank(request) -> Iterator[Callable[..., OneRank]]:
+    """Steps are billed as they are told, or all that is told waits for whoever asks."""
     made: list[OneRank] = []
 
     def make(*arguments: Any, **options: Any) -> OneRank:
         made.append(OneRank(*arguments, **options))
+        made[-1].late = request.param
         return made[-1]
 
     yield make
@@ -195,6 +198,7 @@ def test_all_that_is_told_of_one_job(rank):
     energy.settle_baseline()  # was settled
     job.step(Phase.WARMUP, 9.0, 9.0, 9.5)  # is not settled again
     assert energy.baselines[""].mean.iterations == 2
+    energy.catch_up()
     energy.close()
 
     def told(step: StepEnergy) -> dict[str, object]:

@@ -63,7 +63,7 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
             cuda.time_s += unit_s
             ends.append(timed.end_unit())
         assert not cuda.waited
-        record = timed.end_iteration()
+        record = timed.end_iteration()()
         assert cuda.waited.pop() == "event"
         assert record.start_s.tolist() == pytest.approx([0.0, 0.75, 1.75])
         assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
@@ -89,11 +89,31 @@ def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
             timed.end_unit()
         if cuda.host_is_late:
             cuda.time_s += 2.0  # the optimizer's
-        record = timed.end_iteration()
+        record = timed.end_iteration()()
         assert record.begin_s == pytest.approx(begin_s)
         assert record.iteration_time_s == pytest.approx(3.0)
         waits.append(len(cuda.waited))
     assert waits == [1, 1, 1, 2]
+
+
+def test_times_may_be_read_while_the_next_iteration_runs(cuda):
+    """Nothing is waited for then, and what the next one records changes none of them."""
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    reads = []
+    for number in range(4):
+        cuda.time_s, cuda.host_is_late = 100.0 + 9.0 * number, number > 0
+        timed.begin_iteration(schedule, 0)
+        for _ in range(2):
+            timed.begin_unit()
+            cuda.time_s += 1.0 + number
+            timed.end_unit()
+        reads.append(timed.end_iteration())
+        if number:
+            record = reads[number - 1]()
+            assert record.begin_s == pytest.approx(100.0 + 9.0 * (number - 1))
+            assert record.end_s.tolist() == pytest.approx([number, 2.0 * number])
+            assert record.wall_time_s == pytest.approx(2.0 * number)
+    assert cuda.waited == ["event"]  # for a look at the clock
 
 
 def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):

@@ -23,6 +23,8 @@ from envpipe_megatron.runtime.execution.interpreter import execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
+RECORD = make_record([0.5, 2.0], [1.0, 4.0], 10.0, 5.0, 6.0)
+
 
 class Event(str):
     """Stands for a unit's end; waiting for it is noted."""
@@ -74,9 +76,9 @@ class Parts:
         self.calls.append("wait")
         return wait()
 
-    def end_iteration(self) -> str:
+    def end_iteration(self) -> Any:
         self.calls.append("end")
-        return "record"
+        return lambda: self.calls.append("read") or RECORD
 
     def end_step(self) -> None:
         self.calls.append("end step")
@@ -137,8 +139,15 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         "end step",
     ]
     parts.calls.clear()  # an optimizer is handed over
-    assert run.end() == "record"
-    assert parts.calls == ["wait", "end"]
+    record = run.end().marked(number=7)
+    assert parts.calls == ["end"]
+    another = record.marked(followed=False)
+    for each in (record, another, record):
+        assert each.end_s is RECORD.end_s
+        assert (each.number, each.followed) == (7, each is not another)
+    assert record.iteration_time_s == RECORD.iteration_time_s
+    assert not hasattr(record, "something else")
+    assert parts.calls == ["end", "wait", "read"]
 
 
 @pytest.mark.parametrize(("stage", "last"), [(0, 4), (1, 3)])
@@ -149,7 +158,7 @@ def test_where_a_channel_lets_go_nothing_follows_units_whose_input_may_never_com
     run = run_of(schedule, stage, parts, parts)
     execute(schedule, stage, parts, run)
     assert parts.calls[-3:] == ["wait", f"input {last} has come", "end step"]
-    assert run.end() == "record"
+    assert run.end().end_s is RECORD.end_s
 
 
 def test_units_of_a_framework_are_timed_without_messages():
@@ -163,13 +172,13 @@ def test_units_of_a_framework_are_timed_without_messages():
         assert run.begin_unit() is None
         assert run.next_unit is seen[-1]  # also while it runs
         run.end_unit()
-    assert run.end() == "record"
+    assert run.end().end_s is RECORD.end_s
     assert tuple(seen) == schedule.stages[1]
     assert run.executed == [unit.label(2) for unit in schedule.stages[1]]
     units = len(seen)
     clocks = [(units + (n + 1) % units, f"event {n + 1}") for n in range(units)]
     each = [call for clock in clocks for call in ("unit", clock)]
-    assert parts.calls == [("begin", schedule.name, 1), *each, "end"]
+    assert parts.calls == [("begin", schedule.name, 1), *each, "end", "read"]
 
 
 class World:
@@ -253,7 +262,7 @@ def test_the_wall_clock_follows_emulated_time(world):
     assert (timed.fidelity.units, timed.fidelity.overruns) == (4, 2)
     assert list(timed.fidelity.real_shares) == [0.5, 5.0, 0.0, 0.5625]
     world.calls.clear()
-    record = timed.end_iteration()
+    record = timed.end_iteration()()
     assert world.calls == ["settle", ("advance", 59.5)]
     assert record.start_s.tolist() == [0.0, 1.0, 3.5, 7.0]
     assert record.end_s.tolist() == [1.0, 2.0, 5.5, 9.0]
@@ -271,7 +280,6 @@ def test_outside_iterations_idling_alone_takes_emulated_time(world):
 
 
 def test_a_record_tells_waits_units_and_its_end():
-    record = make_record([0.5, 2.0], [1.0, 4.0], 10.0, 5.0, 6.0)
-    assert record.receive_wait_s.tolist() == [0.5, 1.0]
-    assert record.unit_time_s.tolist() == [0.5, 2.0]
-    assert (record.end_of_iteration_s, record.wall_time_s) == (15.0, 6.0)
+    assert RECORD.receive_wait_s.tolist() == [0.5, 1.0]
+    assert RECORD.unit_time_s.tolist() == [0.5, 2.0]
+    assert (RECORD.end_of_iteration_s, RECORD.wall_time_s) == (15.0, 6.0)

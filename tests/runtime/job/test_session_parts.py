@@ -95,7 +95,7 @@ class World:
         self.log: Any = Noted("log", self.calls)
         self.meter: Any = Noted("meter", self.calls)
         self.executor: Any = Noted(
-            "executor", self.calls, end_unit="event", end_iteration=RECORD, now_s=77.0
+            "executor", self.calls, end_unit="event", end_iteration=lambda: RECORD, now_s=77.0
         )
         self.rank_clock: Any = Noted("rank clock", self.calls, summary=self.summary)
         self.rank_clock.controller = self.clock
@@ -226,7 +226,8 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         ("energy.begin_step",),
         ("memory.units_ended",),
         ("optimizer",),
-        ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES),
+        ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES, False),
+        ("energy.catch_up",),
         ("timeline.add", Phase.WARMUP, 0, TAKEN, UNITS, clocks),
         ("energy.end_step", 0),
     ]
@@ -236,6 +237,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         "executor.now_s",
         "memory.units_ended",
         "energy.add",
+        "energy.catch_up",
         "timeline.add",
     ]
     assert session.state.iteration == 1
@@ -244,7 +246,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     run(session)
     assert session.state.iteration == 41
     added = [(call[0], *call[1:3]) for call in world.taken() if call[0] not in ("clock.request",)]
-    assert [call for call in added if call[0].startswith("energy")] == [
+    assert [call for call in added if call[0].startswith("energy") and "catch" not in call[0]] == [
         ("energy.begin_step",),
         ("energy.add_between_phases", 40, 77.0),
         ("energy.add", Phase.PROFILE, 40),
@@ -258,7 +260,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert world.records == [TAKEN] * 4
     assert [record.number for record in world.records] == [0, 1, 40, 41]
     assert session.state.phase is Phase.STEADY
-    assert list(session.state.iterations) == [
+    assert list(session.iterations) == [
         (phase, 4.0, 5.0) for phase in [*[Phase.WARMUP] * 2, *[Phase.PROFILE] * 2, Phase.STEADY]
     ]
 
@@ -294,18 +296,62 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
     world.orders = [order(Phase.STEADY, 1410)] * 5
     session = world.session()
     world.channel.unless_lost = lambda wait: world.calls.append(("wait",)) or wait()
-    waits = [("wait",), ("executor.end_iteration",)]
     following = session.end_step, session.pause, session.begin_step, lambda: run(session)
     for number, follows in enumerate(following):
         session.begin_step(number)
         world.calls.clear()
         run(session)
-        assert not any(call in waits for call in world.calls)
         assert world.calls[-2:] == [("channel.end_step",), ("memory.units_ended",)]
         world.calls.clear()
         follows()
-        assert world.calls[:2] == waits
-        assert world.calls[2][:3] == ("energy.add", Phase.STEADY, number)
+        names = [call[0] for call in world.calls]
+        told = ["energy.add", "energy.catch_up", "timeline.add", "wait"]
+        assert names[:5] == ["executor.end_iteration", *told]
+        assert world.calls[1][:3] == ("energy.add", Phase.STEADY, number)
+
+
+LATE = ["energy.catch_up", "timeline.add", "wait"]
+
+
+def test_where_the_phase_lets_it_times_are_read_behind_the_next_iterations_units(world):
+    """Only then is the device waited for; what is no training, a report or the end come before."""
+    world.orders = [replace(order(Phase.STEADY, 1410), billed_late=True)] * 9
+    world.executor._gives["end_unit"] = Done()
+    session = world.session()
+    world.channel.unless_lost = lambda wait: world.calls.append(("wait",)) or wait()
+
+    def step(number: int) -> list[str]:
+        world.calls.clear()
+        session.begin_step(number)
+        run(session)
+        world.calls.append(("optimizer",))
+        session.end_step()
+        names = [call[0] for call in world.calls]
+        return [name for name in names if name in (*LATE, "optimizer", "memory.units_ended")]
+
+    assert step(0) == ["memory.units_ended", "optimizer"]
+    assert step(1) == ["memory.units_ended", *LATE, "optimizer"]
+    for number, asks in enumerate((session.pause, session.lap, session.close), 2):
+        world.calls.clear()
+        asks()
+        assert [call[0] for call in world.calls if call[0] in LATE] == LATE
+        if number < 4:
+            assert step(number) == ["memory.units_ended", "optimizer"]
+    assert [record.number for record in world.records] == [0, 1, 2]
+    assert [record.followed for record in world.records] == [True, False, True]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_at_the_end_nobody_waits_for_an_iteration_that_the_device_has_not_ended(world, ended):
+    world.orders = [replace(order(Phase.STEADY, 1410), billed_late=True)]
+    world.executor._gives["end_unit"] = SimpleNamespace(query=lambda: ended)
+    session = world.session()
+    session.begin_step()
+    run(session)
+    session.end_step()
+    world.calls.clear()
+    session.close()
+    assert (("energy.catch_up",) in world.calls) == ended
 
 
 def test_an_order_is_rehearsed_without_a_trace(world):
@@ -332,12 +378,16 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     assert [call[0] for call in world.taken()].count("energy.add") == 1
 
 
+def fails() -> Any:
+    raise ChannelError("of a test")
+
+
 def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
     world.orders = [order(Phase.STEADY, 1410)] * 2
     session = world.session()
     session.begin_step()
     run(session)
-    world.executor._gives["end_iteration"] = ChannelError("of a test")
+    world.executor._gives["end_iteration"] = fails
     with pytest.raises(ChannelError, match="of a test"):
         session.end_step()
     with pytest.raises(SessionError, match="An earlier iteration failed"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import step_ranks
 from memory_folder import memory_folder
+from on_request import on_request
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -180,6 +181,7 @@ def test_a_larger_batch_is_planned_with_the_same_profile(three_ranks, finished, 
     assert (output / "plan.old1.json").read_bytes() == before["plan.json"]
 
 
+@on_request("PIPELINE")
 @pytest.mark.usefixtures("finished")
 def test_a_profile_that_a_gpu_does_not_keep_any_more_is_measured_again(three_ranks, tmp_path):
     output = tmp_path / "output"

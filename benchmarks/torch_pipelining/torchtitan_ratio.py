@@ -1,0 +1,192 @@
+"""Step times of torchtitan with EnvPipe attached against torchtitan's own, and its losses.
+
+    python benchmarks/torch_pipelining/torchtitan_ratio.py --ranks 2 --output OUT -- ARGUMENTS
+
+where `torchtitan` can be imported and ARGUMENTS are its own. A Llama of about 1B is trained by a
+pipeline with a stage a rank. Arms: `own`, torchtitan alone; `units`, its own order, and another
+clock asked for at every unit; `order`, EnvPipe's order. They are started together and take short
+turns, as in benchmarks/megatron_lm. No clock is ever changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.megatron_lm.models import ROOT, STOCK
+from benchmarks.megatron_lm.ratio import PART, Keeper, Rounds, ratio_rows
+from benchmarks.megatron_lm.running.jobs import Launch, State, check_harmless, free_port
+from benchmarks.megatron_lm.running.turns import Referee
+from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.policies.frequencies import envelope
+
+_WARMUP = 3  # of EnvPipe's own, within the first turn
+_ARMS = ("units", "order")
+
+
+@click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
+@click.option("--ranks", default=2, show_default=True, help="Stages.")
+@click.option("--microbatches", default=8, show_default=True)
+@click.option("--microbatch", default=3, show_default=True, help="Sequences of one.")
+@click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option("--flavor", type=click.Choice(["1B", "tiny"]), default="1B", show_default=True)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS), default=_ARMS)
+@click.option("--rounds", default=6, show_default=True)
+@click.option("--turn-steps", default=10, show_default=True)
+@click.option("--warmup-steps", default=12, show_default=True, help="Of each arm's first turn.")
+@click.option("--limit-s", default=280.0, show_default=True, help="Ends in time by itself.")
+@click.option("--name", default="torchtitan", show_default=True, help="Of this setting.")
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+@click.option("--cpu-shim", default="", help="Module that lets torchtitan run on CPUs, for a try.")
+@click.argument("arguments", nargs=-1)
+def main(
+    ranks: int,
+    microbatches: int,
+    microbatch: int,
+    sequence: int,
+    flavor: str,
+    arms: Sequence[str],
+    rounds: int,
+    turn_steps: int,
+    warmup_steps: int,
+    limit_s: float,
+    name: str,
+    output: Path,
+    cpu_shim: str,
+    arguments: Sequence[str],
+) -> None:
+    """Start the arms, and print what they took."""
+    deadline_s = time.monotonic() + limit_s
+    output.mkdir(parents=True, exist_ok=True)
+    measured = Rounds(rounds, 1, turn_steps, warmup_steps)
+    state, names = State(output / "state.json"), (STOCK, *arms)
+    keeper = Keeper(state, measured, names)
+    start = f"{PART}/{name} start"
+    turns = (warmup_steps, *[turn_steps] * rounds)
+    runs = [f"{start}/{arm}" for arm in names]
+    order = runs + [run for turn in range(rounds) for run in (runs, runs[::-1])[turn % 2]]
+    referee = Referee(
+        output / "turns",
+        order,
+        goes_on=lambda left: time.monotonic() < deadline_s - 15,
+        on_block=keeper,
+    )
+    control = "emulated" if cpu_shim else "dry_run"
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for run, arm in zip(runs, names, strict=True):
+            folder = (output / f"{name}-{arm}").resolve()
+            folder.mkdir(exist_ok=True)
+            job = {
+                "run": run,
+                "socket": str(referee.path.resolve()),
+                "turns": turns,
+                "iterations": sum(turns) + 1,
+                "folder": str(folder),
+                "cpu_shim": cpu_shim,
+            }
+            (folder / "job.json").write_text(json.dumps(job))
+            training = [
+                f"--training.steps={sum(turns) + 1}",
+                f"--training.seq_len={sequence}",
+                f"--training.local_batch_size={microbatch * microbatches}",
+                f"--model.flavor={flavor}",
+                f"--job.dump_folder={folder}",
+                f"--parallelism.pipeline_parallel_degree={ranks}",
+                "--parallelism.pipeline_parallel_schedule=1F1B",
+                f"--parallelism.pipeline_parallel_microbatch_size={microbatch}",
+            ]
+            own = _of_envpipe(arm, ranks, microbatches, folder, control)
+            launch = _launch(ranks, folder, [*own, *training, *arguments])
+            running.append(launch.start(Path.cwd(), folder / "log.txt"))
+            referee.expect(run, ranks)
+        while any(process.poll() is None for process in running):
+            referee.poll(0.1)
+            failed = any(process.poll() for process in running)
+            if failed or time.monotonic() > deadline_s:
+                raise click.ClickException(f"{_statuses(running)}; see the logs in {output}")
+    finally:
+        for process in running:
+            process.kill()
+        referee.close()
+        for row in ratio_rows(state):
+            click.echo(json.dumps(row))
+        for arm in arms:
+            click.echo(f"{name}, {arm}: losses {_equality(output, name, arm)}")
+
+
+def _of_envpipe(
+    arm: str, ranks: int, microbatches: int, folder: Path, control: str
+) -> tuple[str, ...]:
+    if arm == STOCK:
+        return ()
+    if arm == "units":
+        made = builders.one_f_one_b(ranks, microbatches), another_each_unit
+    else:
+        made = stepped_order(ranks, microbatches, None), envelope
+    schedule, frequencies = made
+    profile, plan = write_unmeasured_plan(schedule, folder, frequencies)
+    return (
+        f"--envpipe-level={'order' if arm == 'order' else 'units'}",
+        "--envpipe-type=envelope",
+        "--envpipe-reconfigure=default",
+        f"--envpipe-scheduling={'ours' if arm == 'order' else '1f1b'}",
+        f"--envpipe-baseline-steps={_WARMUP}",
+        f"--envpipe-profile={profile}",
+        f"--envpipe-plan={plan}",
+        "--envpipe-gpu-control",
+        control,
+        f"--envpipe-output={folder / 'envpipe'}",
+    )
+
+
+def _launch(ranks: int, folder: Path, arguments: Sequence[str]) -> Launch:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command += [str(Path(__file__).with_name("torchtitan_arm.py")), str(folder / "job.json")]
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("ENVPIPE_FORBID")
+    }
+    environment = {
+        **inherited,
+        FORBID_VARIABLE: "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = Launch((*command, *arguments), environment)
+    check_harmless(launch)
+    return launch
+
+
+def _statuses(running: Sequence[subprocess.Popen[bytes]]) -> str:
+    return ", ".join(str(process.poll()) for process in running)
+
+
+def _equality(output: Path, name: str, arm: str) -> str:
+    """How the losses of an arm compare with torchtitan's own, on the last rank."""
+    found: list[list[str]] = []
+    for each in (STOCK, arm):
+        files = sorted((output / f"{name}-{each}").glob("losses-*.json"))
+        if not files:
+            return "were not kept"
+        found.append(json.loads(files[-1].read_text()))
+    theirs, ours = found
+    different = [
+        step for step, pair in enumerate(zip(theirs, ours, strict=False)) if len({*pair}) > 1
+    ]
+    count = min(map(len, found))
+    return f"equal in {count} steps" if not different else f"differ from step {different[0]} on"
+
+
+if __name__ == "__main__":
+    main()
