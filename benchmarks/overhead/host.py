@@ -61,8 +61,8 @@ class HostExecutor:
 
     def end_iteration(self) -> Callable[[], StageRecord]:
         """Nothing is left to wait for."""
-        starts_s, ends_s, end_s = self._starts, self._ends, self._ends[-1]
-        return lambda: make_record(starts_s, ends_s, self._begin_s, end_s, end_s)
+        times_s = self._starts, self._ends, self._begin_s, self._ends[-1], self._ends[-1]
+        return lambda: make_record(*times_s)
 
     def now_s(self) -> float:
         """The host's monotonic clock."""
@@ -77,6 +77,9 @@ class HostExecutor:
 
     def idle(self, time_s: float) -> None:
         """No meter is read."""
+
+    def wait_no_more(self) -> None:
+        """Nothing is waited for."""
 
 
 def _order(num_stages: int) -> IterationOrder:
@@ -110,7 +113,7 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
             after_ns = now()
             if iteration >= WARM_UP:
                 costs_ns.append(after_ns - before_ns)
-        run.end()
+        _ = run.end().end_s
         iteration += 1
     if controller is not None:
         controller.wait_idle()
@@ -165,7 +168,7 @@ def _null_iterations(
             run.begin_unit()
             run.end_unit([message])
         run.hand_over()
-        run.end()
+        _ = run.end().end_s
         found.append((time.perf_counter() - begin_s) / len(run.units))
 
 

@@ -122,8 +122,7 @@ class Recorder:
         self.different_orders: set[tuple[str, ...]] = set()
         #: How often units waited for the whole device, on purpose.
         self.device_waits = 0
-        # Of each iteration that is measured, when it began, and its units began and ended.
-        self._times: list[tuple[float, list[float], list[float]]] = []
+        self._records: list[Any] = []
 
     def add(self, returned: Sequence[Any]) -> None:
         """Keep one step's losses, whether it was skipped, and its gradient norm."""
@@ -137,9 +136,8 @@ class Recorder:
         self._steps.append(step)
 
     def add_times(self, record: Any) -> None:
-        """Keep when units of an iteration began and ended, by EnvPipe's record."""
-        times_s = (record.start_s.round(7).tolist(), record.end_s.round(7).tolist())
-        self._times.append((record.begin_s, *times_s))
+        """Keep EnvPipe's record of an iteration, which is not to be read yet."""
+        self._records.append(record)
 
     def count_device_wait(self) -> None:
         """A unit has waited for the whole device."""
@@ -158,7 +156,11 @@ class Recorder:
             "orders": self.orders,
             "different_orders": len(self.different_orders),
             "device_waits": self.device_waits,
-            "times": self._times,
+            # Of each iteration that is measured, when it began, and its units began and ended.
+            "times": [
+                (each.begin_s, each.start_s.round(7).tolist(), each.end_s.round(7).tolist())
+                for each in self._records
+            ],
             "imported_envpipe": any(n.split(".")[0] == "envpipe_megatron" for n in sys.modules),
         }
 

@@ -41,8 +41,7 @@ class KeptOrder:
     without EnvPipe: at the highest clock, should iterations of another number have set a lower one.
 
     Args:
-        session: gets an iteration for each call but the first. It reads an iteration's times when
-            the optimizer has stepped: a host that waits between units and optimizer costs time.
+        session: gets an iteration for each call but the first.
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
         full_microbatches: number of a batch of full size.

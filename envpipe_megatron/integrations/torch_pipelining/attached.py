@@ -305,11 +305,11 @@ class AttachedPipeline:
             whole.end_unit()
         if self._begun:
             self._begun = False
-            self.job.session.end_step()
             if self._unreported is not None:
                 self._unreported += 1
-                if self._unreported % _REPORT_EVERY == 0:
+                if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for
                     IntervalReport.gather(self.job.session)
+            self.job.session.end_step()
 
     def _announce(self) -> None:
         if self.job.collectives.is_planner:

@@ -161,33 +161,18 @@ class TrainingEnergy:
         self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
 
     def add(
-        self,
-        phase: str,
-        iteration: int,
-        record: StageRecord,
-        receives: NDArray[np.bool_],
-        *,
-        late: bool = False,
+        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
     ) -> None:
-        """An iteration has run: all units of its step. The meter is neither read nor waited for.
+        """An iteration has run: all units of its step. Its record is looked at in `catch_up`.
 
-        Args:
-            phase: with its batch, as `phase_in_batch` writes it.
-            iteration: its number.
-            record: the times.
-            receives: [units_per_stage], whether a unit's input comes from another stage: the wait
-                before it is blocking, the wait before another is idle.
-            late: do not look at the record before `catch_up`, which whatever asks for energy calls.
+        `receives` is [units_per_stage], whether a unit's input comes from another stage: the wait
+        before it is blocking, the wait before another is idle.
         """
         self.catch_up()
-        add = partial(self._add, phase, iteration, record, receives)
-        if late:
-            self._held_back.append(add)
-        else:
-            add()
+        self._held_back.append(partial(self._add, phase, iteration, record, receives))
 
     def catch_up(self) -> None:
-        """Bill what is held back; waits for the last unit of the iteration that was added."""
+        """Bill what is held back, as whatever asks for energy does; waits for the last unit."""
         held_back, self._held_back = self._held_back, []
         for call in held_back:
             call()

@@ -213,6 +213,9 @@ class EmulatedExecutor:
         self._gpu.advance_to(end_s)
         self._gpu.anchor(time.monotonic() - end_s)
 
+    def wait_no_more(self) -> None:
+        """Nothing is waited for anyway."""
+
 
 def _tag(unit: Unit) -> int:
     """Tag of the times of one way's units, which come in the order in which they were sent."""

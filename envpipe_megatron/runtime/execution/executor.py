@@ -7,9 +7,9 @@ the device; the executor knows when the device began and ended it. Each ended un
 
 from __future__ import annotations
 
-import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +42,7 @@ class StageRecord:
             input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
-        wall_time_s: on the host's clock, until all units had been handed over or, on emulated GPUs,
-            had ended.
+        wall_time_s: on the host's clock, until the framework said that the iteration was over.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
     """
@@ -67,17 +66,11 @@ class StageRecord:
         """End of the iteration on the time base of the meter."""
         return self.begin_s + self.iteration_time_s
 
-    def marked(self, **marks: Any) -> StageRecord:
-        """The same with another `number`, or not `followed`; no time is read for that."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **marks)
-        return other
 
-
-def late_record(read: Callable[[], StageRecord]) -> StageRecord:
-    """A record that is read, once, when one of its times is first asked for."""
+def late_record(read: Callable[[], StageRecord], number: int | None) -> StageRecord:
+    """A record that is read, once, when one of its times is first asked for; not its number."""
     record = object.__new__(_LateRecord)
-    record.__dict__["_read"] = functools.cache(read)
+    record.__dict__.update(_read=read, number=number)
     return record
 
 
@@ -86,8 +79,7 @@ class _LateRecord(StageRecord):
         """A time that is not there yet."""
         if "_read" not in self.__dict__ or name.startswith("_"):
             raise AttributeError(name)
-        found = self._read().__dict__
-        self.__dict__.update({**found, **self.__dict__})  # what it is marked with stays
+        self.__dict__.update({**self._read().__dict__, "number": self.number})
         del self.__dict__["_read"]
         return getattr(self, name)
 
@@ -125,6 +117,9 @@ class Executor(Protocol):
     def idle(self, time_s: float) -> None:
         """Outside an iteration: let this time pass on the meter's time base."""
 
+    def wait_no_more(self) -> None:
+        """From now on, times of an iteration that has ended are read without any wait."""
+
 
 def same_device() -> Callable[[], None]:
     """Returns what another thread must call before it looks at this thread's events.
@@ -140,13 +135,13 @@ def same_device() -> Callable[[], None]:
 class CudaExecutor:
     """CUDA events around each unit; the host waits when it reads them, if at all.
 
-    Events are used again in the iteration after the next: the clock controller's thread may be a
-    few units behind, never an iteration. Times that nobody has read by then are lost.
+    Events are used again in every third iteration: the clock controller's thread may be a few units
+    behind, never an iteration. Times are to be read before the iteration after the next begins.
     """
 
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._other_events: list[torch.cuda.Event] = []
+        self._lists: deque[list[torch.cuda.Event]] = deque([[], [], []])
+        self._look_after_s = _SEEN_FOR_S
         #: When the host saw which event pass: it counts from there to others on its own clock.
         self._seen_s, self._seen = -math.inf, self._new_event()
         #: Is to be told of the next unit's begin.
@@ -154,8 +149,8 @@ class CudaExecutor:
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
-        self._events, self._other_events = self._other_events, self._events
-        self._recorded = 0
+        self._lists.rotate()
+        self._events, self._recorded = self._lists[0], 0
         self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
         self._begin_s = time.monotonic()
         self._begin = self._record()
@@ -183,8 +178,8 @@ class CudaExecutor:
         """Reads the events, once the last unit has ended.
 
         The optimizer has mostly stepped since, or the next iteration's units have been handed over,
-        and so has the last unit ended. Then the host does not wait for all that the stream holds
-        now, which would take away its lead, but for a look at the clock twice a minute.
+        and so has the last unit ended. Then the host waits for nothing, which would take away its
+        lead, but for a look at the clock twice a minute.
         """
         wall_time_s = time.monotonic() - self._begin_s
         return partial(
@@ -206,22 +201,26 @@ class CudaExecutor:
         ends: list[torch.cuda.Event],
         wall_time_s: float,
     ) -> StageRecord:
-        last = ends[-1]
-        ended = last.query()  # type: ignore[no-untyped-call]  # torch's
-        if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
-            if ended:
-                self._seen.record(self._stream)
-            else:  # it is kept, and the one before is recorded in its place
-                recorded[count - 1], self._seen = self._seen, last
-            self._seen.synchronize()
-            self._seen_s = time.monotonic()
-            begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
-        else:
-            begin_s = self._seen_s + self._seen.elapsed_time(begin) / 1e3
+        if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's
+            self._see(recorded, count - 1)
+        elif time.monotonic() - self._seen_s > self._look_after_s:
+            coming = range(self._recorded)
+            first = next((at for at in coming if not self._events[at].query()), None)  # type: ignore[no-untyped-call]
+            self._see(self._events, first)
+        begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
         starts_s, ends_s = (
             [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
         )
         return make_record(starts_s, ends_s, begin_s, ends_s[-1], wall_time_s)
+
+    def _see(self, events: list[torch.cuda.Event], at: int | None) -> None:
+        """Wait for an event, or for what the stream holds, and keep when the host saw it pass."""
+        if at is None:
+            self._seen.record(self._stream)
+        else:  # it is kept, and the one before is recorded in its place
+            events[at], self._seen = self._seen, events[at]
+        self._seen.synchronize()
+        self._seen_s = time.monotonic()
 
     def now_s(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use."""
@@ -238,6 +237,10 @@ class CudaExecutor:
     def idle(self, time_s: float) -> None:
         """Sleep."""
         time.sleep(time_s)
+
+    def wait_no_more(self) -> None:
+        """Look at no clock any more."""
+        self._look_after_s = math.inf
 
     def _record(self) -> torch.cuda.Event:
         if self._recorded == len(self._events):

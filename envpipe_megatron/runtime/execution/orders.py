@@ -23,7 +23,7 @@ class IterationOrder:
 
     Attributes:
         billed_late: whether its times may be read, and billed, while the next one runs: the phase
-            looks at no bill, and at what was measured some iterations later.
+            looks at no bill, and seldom at what was measured.
     """
 
     phase: Phase

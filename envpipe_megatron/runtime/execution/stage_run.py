@@ -112,12 +112,11 @@ class StageRun:
         """Whether the device has ended all units; nothing is waited for."""
         return self.next_unit is None and self._last_end.query()
 
-    def end(self) -> StageRecord:
-        """The times, of which the first to be asked for waits for the last unit.
+    def end(self, number: int | None = None) -> StageRecord:
+        """The times of what has this number; the first that is asked for waits for the last unit.
 
         That raises ChannelError if a neighbour is gone or silent.
         """
         read = self._executor.end_iteration()
-        return late_record(
-            read if self._channel is None else partial(self._channel.unless_lost, read)
-        )
+        guarded = read if self._channel is None else partial(self._channel.unless_lost, read)
+        return late_record(guarded, number)

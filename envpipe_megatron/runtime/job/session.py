@@ -259,8 +259,9 @@ class Session:
     ) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
-        No message of the framework is under way in `end_step`, where its times are read. The number
-        of microbatches may change: see `batches`. The `order` of what is returned is to be run.
+        A unit's messages need nothing that the framework does after the iteration's last unit: the
+        times of the iteration before are read there. The number of microbatches may change: see
+        `batches`. The `order` of what is returned is to be run.
 
         Args:
             own_order: the framework's own order of units, the same in every iteration of as many
@@ -285,12 +286,13 @@ class Session:
         if run is None or run.next_unit is not None:
             return
         self._running = None
-        number, late = self.state.iteration, run.order.billed_late
-        record = self.last_record = run.end().marked(number=number)
+        self._catch_up()
+        number = self.state.iteration
+        record = self.last_record = run.end(number)
         assert self._batches.now is not None
         phase = phase_in_batch(run.order.phase, self._batches.now.name)
         receives = run.order.schedule.receives[self._stage]
-        self._energy.add(phase, number, record, receives, late=late)
+        self._energy.add(phase, number, record, receives)
         # Once control has ended, requests are dropped.
         controlled = self._controlled and self.clock.error is None
         clocks_mhz = run.frequencies_mhz if controlled else None
@@ -302,7 +304,7 @@ class Session:
             self._iterations.append((run.order.phase, *times_s))
 
         self._late = (run, write_down)
-        if not late:
+        if not run.order.billed_late:
             self._catch_up()
         self._broken = False
 
@@ -313,8 +315,9 @@ class Session:
             write_down()
 
     def _catch_up_at_the_end(self) -> None:
-        """The same, but where peers may be gone nothing is waited for, and what fails is left."""
-        with contextlib.suppress(Exception):
+        """The same, if it has ended: peers may be gone, so nothing is waited for."""
+        self.executor.wait_no_more()
+        with contextlib.suppress(Exception):  # the device may have failed
             if self._late is not None and self._late[0].has_ended:
                 self._catch_up()
 
@@ -335,6 +338,8 @@ class Session:
         Raises ChannelError if a neighbour is gone or silent.
         """
         self.close_iteration()
+        if self._step_begun:  # the framework may be ahead of an iteration that is held back
+            self._catch_up()
         self._energy.end_step(self.state.iteration)
         self._step_begun = False
 
@@ -343,7 +348,7 @@ class Session:
         self.close_iteration()
         self._catch_up()
         if self.last_record is not None:
-            self.last_record = self.last_record.marked(followed=False)
+            self.last_record = replace(self.last_record, followed=False)
         self._energy.pause()
         self.highest_clock()
 
@@ -392,6 +397,8 @@ class Session:
     def close(self) -> None:
         """Give the clock back, then finish the energy log; safe to call twice.
 
+        An iteration that the device has not ended is left out: peers may be gone, so nothing is
+        waited for.
         `clocks.jsonl` gets the rank's `clock_summary`. In a forked child, nothing happens.
         """
         if os.getpid() != self._pid:
@@ -432,6 +439,8 @@ class Session:
             self.state.iteration += 1
         self._step_begun = False
         order = self._next_order(num_microbatches, specs, own_order, name)
+        if self._late is not None and self._late[0].order.schedule is not order.schedule:
+            self._catch_up()  # its messages may still be in memory that another order replaces
         self.state.phase = order.phase
         self._broken = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)

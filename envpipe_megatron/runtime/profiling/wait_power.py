@@ -69,6 +69,7 @@ def measure_wait_power(
     payloads = {kind: specs.sends[kind].make(torch.zeros) for kind in sends}
     clock.request(frequency_mhz, Done())
     channel.expect({receives: 1}, specs)
+    executor.wait_for_messages()  # what an iteration before left to do must be over
     start_s = executor.meet() + METER_MARGIN_S  # refreshes on both sides of the window
     end_s = start_s + _HOLD_S - METER_MARGIN_S
     executor.idle(METER_MARGIN_S)  # the clock settles too

@@ -122,7 +122,9 @@ class OneRank:
         start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
         waits_s = np.array([0.1, 0.1]) * duration_s
         record = StageRecord(start_s, end_s, waits_s, begin_s, duration_s, duration_s)
-        self.energy.add(phase, 1, record, np.array([False, True]), late=self.late)
+        self.energy.add(phase, 1, record, np.array([False, True]))
+        if not self.late:
+            self.energy.catch_up()
 
     def spans(self) -> list[tuple[str, float, float]]:
         """What the log bills: phase, begin and end of each window."""

@@ -1,6 +1,7 @@
 """CUDA events around units, on a stand-in for CUDA that takes the time it is told."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,9 @@ class Cuda:
         self.time_s, self.made = 100.0, 0
         self.host_is_late = False
         self.waited: list[str] = []
+        #: How far the device is, where a test says so, and which instants the host saw pass.
+        self.device_s: float | None = None
+        self.seen_s: list[float] = []
         self.stream = SimpleNamespace(synchronize=lambda: self.waited.append("stream"))
         cuda = self
 
@@ -33,9 +37,10 @@ class Cuda:
 
             def synchronize(self):
                 cuda.waited.append("event")
+                cuda.seen_s.append(self.at_s)
 
             def query(self):
-                return cuda.host_is_late
+                return cuda.host_is_late if cuda.device_s is None else self.at_s <= cuda.device_s
 
         self.Event = Event
 
@@ -51,7 +56,7 @@ def cuda(monkeypatch) -> Cuda:
     return cuda
 
 
-def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration(cuda):
+def test_units_and_waits_are_timed_by_events_that_are_used_every_third_iteration(cuda):
     timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 2)
     ends = []
     for number in range(4):
@@ -70,9 +75,9 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
         assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25, 0.0])
         assert record.begin_s == pytest.approx(begin_s)
         assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((3.75, 3.75))
-        if number == 1:
+        if number == 2:
             made = cuda.made
-            assert not set(ends[:3]) & set(ends[3:])  # the controller may still look at them
+            assert len({*ends}) == len(ends)  # the controller may still look at them
     assert cuda.made == made
 
 
@@ -114,6 +119,32 @@ def test_times_may_be_read_while_the_next_iteration_runs(cuda):
             assert record.end_s.tolist() == pytest.approx([number, 2.0 * number])
             assert record.wall_time_s == pytest.approx(2.0 * number)
     assert cuda.waited == ["event"]  # for a look at the clock
+
+
+def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cuda):
+    """And not for all that the next iteration has handed over."""
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+
+    def iterate(begin_s: float, *units_s: float) -> Any:
+        cuda.time_s = begin_s
+        timed.begin_iteration(schedule, 0)
+        for unit_s in units_s:
+            timed.begin_unit()
+            cuda.time_s += unit_s
+            timed.end_unit()
+        return timed.end_iteration()
+
+    cuda.device_s = 0.0  # nothing has passed
+    assert iterate(100.0, 1.0, 1.0)().begin_s == pytest.approx(100.0)
+    for begin_s, looks in ((200.0, True), (400.0, False)):
+        if not looks:
+            timed.wait_no_more()
+        late = iterate(begin_s, 1.0, 1.0)
+        iterate(begin_s + 100.0, 1.0, 2.0, 3.0)
+        cuda.device_s, cuda.seen_s = begin_s + 101.5, []
+        cuda.time_s = begin_s + 103.0  # the host goes on when the event has passed
+        assert late().begin_s == pytest.approx(begin_s)
+        assert cuda.seen_s == ([begin_s + 103.0] if looks else [])
 
 
 def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):

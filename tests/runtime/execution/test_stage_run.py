@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,13 +140,11 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         "end step",
     ]
     parts.calls.clear()  # an optimizer is handed over
-    record = run.end().marked(number=7)
-    assert parts.calls == ["end"]
-    another = record.marked(followed=False)
-    for each in (record, another, record):
-        assert each.end_s is RECORD.end_s
-        assert (each.number, each.followed) == (7, each is not another)
-    assert record.iteration_time_s == RECORD.iteration_time_s
+    record = run.end(7)
+    assert (record.number, parts.calls) == (7, ["end"])
+    assert record.end_s is RECORD.end_s
+    assert (record.number, record.iteration_time_s) == (7, RECORD.iteration_time_s)
+    assert replace(record, followed=False).start_s is RECORD.start_s
     assert not hasattr(record, "something else")
     assert parts.calls == ["end", "wait", "read"]
 
