@@ -86,8 +86,11 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("slow", "capped", "silent", "stuck", "moved"),
-        *(pytest.param(kind, marks=on_request("CONTROL")) for kind in ("grows", "replaced")),
+        *("slow", "capped", "silent"),
+        *(
+            pytest.param(kind, marks=on_request("CONTROL"))
+            for kind in ("stuck", "moved", "grows", "replaced")
+        ),
     ],
 )
 def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(kind):
@@ -147,6 +150,7 @@ def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(calm, scatter):
     assert not any("take" in text for at, text in ran.said if at >= 60)
 
 
+@on_request("CONTROL")
 def test_a_long_job_holds_no_more_than_a_shorter_one(monkeypatch):
     monkeypatch.setattr(long, "_CHANGES_EVERY", 100)
     _, middle, last = long.footprints(360, every=120)

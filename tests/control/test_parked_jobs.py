@@ -88,7 +88,9 @@ def run(
     [
         {"scatter": 0.02},
         pytest.param({"replicas": 2, "scatter": 0.01}, marks=on_request("CONTROL")),
-        {"own_order": builders.one_f_one_b(3, MICROBATCHES)},
+        pytest.param(
+            {"own_order": builders.one_f_one_b(3, MICROBATCHES)}, marks=on_request("CONTROL")
+        ),
         {"min_dwell_s": 0.1},
     ],
     ids=", ".join,

@@ -116,6 +116,7 @@ def test_a_job_saves_as_its_plan_says(trained):
     assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 
 
+@on_request("PIPELINE")
 def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained, tmp_path):
     changes = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
     preset = str(write_changed_preset(tmp_path / "few.toml", changes))

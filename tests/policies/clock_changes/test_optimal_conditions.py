@@ -281,7 +281,7 @@ def test_any_conditions():
     assert np.mean(above) < 7.007
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_on_1f1b_the_deadline_of_all_maximum_is_always_kept(seed):
     """All units at their highest clocks are a plan, so none of these is refused."""

@@ -74,6 +74,7 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
     assert done == [
         ("clock", 1200, True),
         ("expect", {receives: 1}),
+        ("wait",),
         ("meet",),
         ("idle", 0.2),
         ("look",),
