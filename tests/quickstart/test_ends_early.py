@@ -60,6 +60,7 @@ main(["quickstart"])
 """
 
 
+@on_request("QUICKSTART")
 def test_ctrl_c_in_the_middle_of_training(tmp_path):
     output = tmp_path / "out"
     # Two ranks: each takes seconds to start.
