@@ -1,0 +1,1 @@
+"""Search of the parallel configuration: stages, sizes, microbatch and recomputation."""

@@ -1,0 +1,248 @@
+"""A layer profile: what each piece of a model takes and holds, by sizes, and what links take.
+
+A *piece* is what a profile measures as one: an operator or a whole layer. A *block* is a run of
+pieces that belong together, a transformer layer for example, and may be repeated; Megatron cuts a
+model between blocks. *Sizes* are what a piece's measures depend on: tensor, context and expert
+parallel size, and the samples of a microbatch on one GPU. All amounts are those of one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.errors import EnvPipeError
+
+EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
+
+
+@dataclass(frozen=True, order=True)
+class Sizes:
+    """What the measures of a piece depend on."""
+
+    tensor_parallel: int = 1
+    microbatch_size: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that share one microbatch."""
+        return self.tensor_parallel * self.context_parallel
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One way to keep less of a piece, by computing it again before its backward.
+
+    Args:
+        name: as Megatron calls it: `selective`, `full`.
+        time_s, energy_j: [num_frequencies] of what is computed again; energy None if unknown.
+        activation_bytes: what is kept of a microbatch in flight all the same.
+        working_bytes: what is held besides while the piece's own backward runs.
+    """
+
+    name: str
+    time_s: FloatArray
+    energy_j: FloatArray | None
+    activation_bytes: float
+    working_bytes: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One piece at some sizes: one GPU, one microbatch.
+
+    Args:
+        forward_s, backward_s: [num_frequencies], collectives of tensor and context parallelism in.
+        forward_j, backward_j: the same shape; None where no joule was measured.
+        parameters: that one GPU holds.
+        input_bytes, output_bytes: the message if a stage begins, or ends, with this piece.
+        activation_bytes: kept from forward to backward of a microbatch.
+        forward_workspace_bytes, backward_workspace_bytes: held during the piece's own run alone.
+        recomputation: ways to keep less, from the mildest.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    forward_j: FloatArray | None = None
+    backward_j: FloatArray | None = None
+    parameters: float = 0.0
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    forward_workspace_bytes: float = 0.0
+    backward_workspace_bytes: float = 0.0
+    recomputation: tuple[Recomputation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pieces that belong together, and how often they follow one another."""
+
+    pieces: tuple[str, ...]
+    repeat: int = 1
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """What a GPU holds for a parameter. The optimizer's part can be shared by data parallel ranks.
+
+    `least_workspace` is memory that is held beside at the peak where no piece's workspace is as
+    large (Aceso counts another copy of the weights).
+    """
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+    least_workspace: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of a transfer by its bytes: measured points, rising in bytes; linear in between.
+
+    Below the first point its time, above the last its rate.
+    """
+
+    num_bytes: FloatArray
+    time_s: FloatArray
+
+    def __call__(self, num_bytes: FloatArray | float) -> FloatArray:
+        """Time in s of transfers of some bytes; nothing takes no time."""
+        amount = np.asarray(num_bytes, dtype=float)
+        time_s = np.interp(amount, self.num_bytes, self.time_s)
+        beyond = np.maximum(amount / self.num_bytes[-1], 1.0)
+        return np.where(amount > 0, time_s * beyond, 0.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What messages between GPUs take; a curve that is missing takes no time.
+
+    Args:
+        within_node, across_nodes: a message from stage to stage.
+        all_reduce: by (GPUs, whether they lie on several nodes).
+    """
+
+    within_node: Curve | None = None
+    across_nodes: Curve | None = None
+    all_reduce: Mapping[tuple[int, bool], Curve] = field(default_factory=dict)
+
+    def message_s(self, num_bytes: FloatArray | float, crosses: bool) -> FloatArray:
+        """Time of a message; across nodes as within one where only that was measured."""
+        curve = (self.across_nodes or self.within_node) if crosses else self.within_node
+        return np.zeros(np.shape(num_bytes)) if curve is None else curve(num_bytes)
+
+    def all_reduce_s(self, num_bytes: float, gpus: int, crosses: bool) -> float:
+        """Time of an all-reduce; that of the next larger group measured, scaled to this one's.
+
+        A ring sends 2 (n - 1) / n of the bytes through each link (Patarasuk and Yuan, 2009), so
+        groups that were not measured differ by that factor.
+        """
+        if gpus == 1 or not self.all_reduce:
+            return 0.0
+        near = [key for key in self.all_reduce if key[1] == crosses] or list(self.all_reduce)
+        key = min(near, key=lambda key: (key[0] < gpus, abs(key[0] - gpus)))
+        ring = ((gpus - 1) / gpus) / ((key[0] - 1) / key[0])
+        return float(self.all_reduce[key](num_bytes)) * ring
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """A model's pieces in the order they run, with their measures.
+
+    Args:
+        blocks: in the order they run.
+        frequency_mhz: [num_frequencies], the highest first.
+        measures: for each of the sizes that were measured, each piece.
+        optimizer_s: of the optimizer's step, for each parameter that a GPU updates.
+        source: where this comes from, for messages.
+    """
+
+    blocks: tuple[Block, ...]
+    frequency_mhz: IntArray
+    measures: Mapping[Sizes, Mapping[str, Measure]]
+    bytes_per_parameter: BytesPerParameter
+    links: Links
+    optimizer_s: float = 0.0
+    gpu: str | None = None
+    source: str = "a layer profile"
+
+    @cached_property
+    def pieces(self) -> tuple[str, ...]:
+        """Every piece of the model in the order they run, repeated ones too."""
+        return tuple(p for block in self.blocks for _ in range(block.repeat) for p in block.pieces)
+
+    @cached_property
+    def block_edges(self) -> tuple[int, ...]:
+        """Piece numbers at which blocks begin, and the number of pieces."""
+        lengths = [len(block.pieces) for block in self.blocks for _ in range(block.repeat)]
+        return (0, *accumulate(lengths))
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether all pieces have measured joules."""
+        return all(
+            measure.forward_j is not None and measure.backward_j is not None
+            for by_piece in self.measures.values()
+            for measure in by_piece.values()
+        )
+
+    def at(self, sizes: Sizes) -> Mapping[str, Measure]:
+        """The measures at some sizes; EnvPipeError if they were not measured."""
+        if sizes not in self.measures:
+            raise EnvPipeError(
+                f"{self.source} was not measured at these sizes",
+                value=sizes,
+                remedy="Profile them too: envpipe profile --layers.",
+            )
+        return self.measures[sizes]
+
+    def column(self, sizes: Sizes, name: str) -> FloatArray:
+        """[num_pieces] a measure of each piece; with a second axis of clocks where it has."""
+        measures = self.at(sizes)
+        return np.array([getattr(measures[piece], name) for piece in self.pieces], dtype=float)
+
+
+def check_profile(profile: LayerProfile) -> LayerProfile:
+    """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
+    names = {piece for block in profile.blocks for piece in block.pieces}
+    if not names or not profile.measures:
+        raise EnvPipeError(f"{profile.source} has no pieces or no measures")
+    width = len(profile.frequency_mhz)
+    if width == 0 or (np.diff(profile.frequency_mhz) >= 0).any():
+        raise EnvPipeError(
+            f"{profile.source}: frequency_mhz must fall, the highest first",
+            value=list(profile.frequency_mhz),
+        )
+    for sizes, by_piece in profile.measures.items():
+        if set(by_piece) != names:
+            raise EnvPipeError(
+                f"{profile.source}: at {sizes} not the pieces of the blocks are measured",
+                value=sorted(set(by_piece) ^ names),
+                remedy="Measure each piece at each of the sizes, once.",
+            )
+        for piece, measure in by_piece.items():
+            for values in _by_frequency(measure):
+                if values.shape != (width,):
+                    raise EnvPipeError(
+                        f"{profile.source}: '{piece}' at {sizes} needs {width} values, one a clock",
+                        value=values.tolist(),
+                    )
+    return profile
+
+
+def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
+    optional = [measure.forward_j, measure.backward_j]
+    for way in measure.recomputation:
+        yield way.time_s
+        optional.append(way.energy_j)
+    yield measure.forward_s
+    yield measure.backward_s
+    yield from (values for values in optional if values is not None)
