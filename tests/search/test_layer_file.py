@@ -1,0 +1,145 @@
+"""Layer profiles and their file: what is written is read, fits the schema, and errors are named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.layer_file import layers_text, read_layers
+from envpipe_megatron.search.layer_profile import (
+    Block,
+    BytesPerParameter,
+    Curve,
+    LayerProfile,
+    Links,
+    Measure,
+    Recomputation,
+    Sizes,
+)
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schemas/layers.json").read_text())
+
+
+def measure(scale, energy):
+    by_clock = np.array([1.0, 1.25]) * scale
+    joules = by_clock * 300 if energy else None
+    ways = (
+        Recomputation("selective", by_clock / 9, None, 2e6, 3e6),
+        Recomputation("full", by_clock, joules, 1e6, 9e6),
+    )
+    return Measure(by_clock, by_clock * 2, joules, joules, 5e6, 1e6, 1e6, 4e6, 2e6, 3e6, ways)
+
+
+def profile_with(energy=True, **changes):
+    curve = Curve(np.array([1e3, 1e6]), np.array([1e-5, 1e-4]))
+    known = {
+        "blocks": (Block(("embedding",)), Block(("layer",), 4), Block(("loss",))),
+        "frequency_mhz": np.array([1980, 1500]),
+        "measures": {
+            sizes: {
+                piece: measure(scale / sizes.tensor_parallel, energy)
+                for piece, scale in (("embedding", 0.1), ("layer", 1.0), ("loss", 0.5))
+            }
+            for sizes in (Sizes(1, 1), Sizes(2, 4), Sizes(1, 1, 2, 2))
+        },
+        "bytes_per_parameter": BytesPerParameter(2, 4, 12, 1e6),
+        "links": Links(curve, None, {(2, False): curve, (8, True): curve}),
+        "optimizer_s": 1e-11,
+        "gpu": "a GPU",
+        "source": "a test",
+    }
+    return LayerProfile(**(known | changes))
+
+
+def plain(value):
+    """A profile as values that compare."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return plain(vars(value)) if hasattr(value, "__dict__") else value
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        profile_with(),
+        profile_with(energy=False, links=Links(), gpu=None),
+    ],
+    ids=["all that is known", "little"],
+)
+def test_what_is_written_is_read_and_fits_the_schema(tmp_path, profile):
+    path = tmp_path / "layers.json"
+    path.write_text(layers_text(profile))
+    assert plain(read_layers(path)) == plain(profile)
+    Draft202012Validator(SCHEMA).validate(json.loads(path.read_text()))
+
+
+def test_every_field_of_the_schema_is_written():
+    data = json.loads(layers_text(profile_with()))
+    assert data.keys() == SCHEMA["properties"].keys()
+    entry = SCHEMA["properties"]["measures"]["items"]["properties"]
+    assert data["measures"][0].keys() == entry.keys()
+    ways = data["measures"][0]["recomputation"]
+    assert ways[1].keys() == entry["recomputation"]["items"]["properties"].keys()
+
+
+def changed(where, value):
+    """The file's data with one value replaced, or left out."""
+    data = json.loads(layers_text(profile_with()))
+    *path, last = where
+    inner = data
+    for step in path:
+        inner = inner[step]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("format",), "envpipe-plan/1", "'format' is wrong.*envpipe-layers/1"),
+        (("strange",), 1, "layers.json: unknown field .got 'strange'"),
+        (("measures", 3, "forward_s"), None, "measures/3: field 'forward_s'.*a list"),
+        (("measures", 0, "forward_s"), [1, -1], "measures/0: field 'forward_s'.*at least 0"),
+        (("measures", 0, "microbatch_size"), 0, "'microbatch_size' is wrong .got 0"),
+        (("measures", 0, "speed"), 1, "measures/0: unknown field"),
+        (("measures", 0, "recomputation", 1, "time_s"), "x", "recomputation/1: field 'time_s'"),
+        (("measures", 1), {}, "measures/1: field 'forward_s' is wrong .got nothing"),
+        (("links", "within_node"), [[2, 1], [1, 1]], "links: field 'within_node'.*rising in bytes"),
+        (("links", "all_reduce", 0, "gpus"), 1, "all_reduce/0: field 'gpus'.*above 1"),
+        (("blocks", 0, "repeat"), 1.5, "blocks/0: field 'repeat'"),
+        (("bytes_per_parameter", "weight"), "2", "field 'weight'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(tmp_path, where, value, message):
+    path = tmp_path / "layers.json"
+    data = changed(where, value)
+    path.write_text(json.dumps(data))
+    assert not Draft202012Validator(SCHEMA).is_valid(data) or "rising" in message
+    with pytest.raises(EnvPipeError, match=message):
+        read_layers(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("measures", 0, "piece"), "layer", "'piece' is wrong|twice"),
+        (("measures", 0), None, "layers.json: at .* not the pieces"),
+        (("measures", 0, "backward_s"), [1], "needs 2 values"),
+        (("frequency_mhz",), [1500, 1980], "must fall"),
+    ],
+)
+def test_pieces_sizes_and_clocks_must_fit_together(tmp_path, where, value, message):
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(changed(where, value)))
+    with pytest.raises(EnvPipeError, match=message):
+        read_layers(path)
