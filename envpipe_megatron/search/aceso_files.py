@@ -1,0 +1,192 @@
+"""Op profiles in the files of Aceso (EuroSys'24) and Sailor (SOSP'25), as layer profiles.
+
+Enter at `read_aceso_profile`. A folder holds `{model}_mbs{samples}_tp{size}_algo{number}.csv`: for
+each operator microseconds of a forward and a backward on one tensor parallel rank, all-reduces
+inside, and MiB of messages, weights, activations and workspace. `algo0` is Megatron's way to split
+operators. Beside them lie `p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`, milliseconds by MiB.
+
+No clock, joule or optimizer is in the files. Memory is counted as Aceso counts it: 8 weights for
+each weight of two bytes and 4 for each of four, softmax in the place of its input, dropout with its
+mask of half the size.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.layer_profile import (
+    EMBEDDING,
+    LAYER,
+    LOSS,
+    Block,
+    BytesPerParameter,
+    Curve,
+    LayerProfile,
+    Links,
+    Measure,
+    Recomputation,
+    Sizes,
+    check_profile,
+)
+from envpipe_megatron.search.recompute import OPERATOR
+
+DECODER_LAYER = "decoder_layer"
+_MIB = 2.0**20
+#: Mixed precision keeps weight, gradient, and a copy of the weight with two moments in 32 bits.
+_HALF = BytesPerParameter(weight=2, gradient=2, optimizer=12, least_workspace=2)
+_SINGLE = BytesPerParameter(weight=4, gradient=4, optimizer=8, least_workspace=4)
+#: Which block an operator is part of, by the first pattern that its name begins with.
+_BLOCKS = (
+    ("encoder-embedding", EMBEDDING),
+    ("decoder-embedding", "decoder_embedding"),
+    ("enc-final", "encoder_norm"),
+    ("dec-final|final|.*post-process|avgpool|fc", LOSS),
+    ("enc-", LAYER),
+    ("dec-", DECODER_LAYER),
+    (r"block-\d+-\d+", None),
+    ("", "stem"),
+)
+#: Operators that write over their input, and so keep nothing of their own.
+_IN_PLACE = re.compile(r"enc-attention-softmax|bn1|.*-bn3|block-(?!0-0).*-downsample")
+#: Operators of which Aceso never computes one again, and one that would join two layers' runs.
+_KEPT = ("conv1", "dec-post-MLP-dropout")
+_KEPT_BLOCKS = (EMBEDDING, "decoder_embedding", "encoder_norm", LOSS)
+_UNKNOWN_MHZ = np.array([1])
+
+Rows = Mapping[str, tuple[float, ...]]
+
+
+def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerProfile:
+    """The profile of a model, at all sizes that the folder has.
+
+    Args:
+        model: as files' names begin: `gpt_1_3B`, `t5_3B`, `resnet_2B`, `OPT-350`.
+        num_layers: of encoder and of decoder; a ResNet's blocks are all in the files.
+
+    Raises EnvPipeError if the folder has no file of the model, or one that is not as described.
+    """
+    pattern = re.compile(re.escape(model) + r"_mbs(\d+)_tp(\d+)_algo0\.csv")
+    files = {
+        Sizes(tensor_parallel=int(match[2]), microbatch_size=int(match[1])): path
+        for path in sorted(folder.glob("*.csv"))
+        if (match := pattern.fullmatch(path.name))
+    }
+    if not files:
+        raise EnvPipeError(f"{folder} has no profile of this model", value=model)
+    memory = _SINGLE if model.startswith("resnet") or "fp32" in folder.name else _HALF
+    tables = {sizes: _read_operators(path) for sizes, path in files.items()}
+    blocks = _blocks(next(iter(tables.values())), num_layers)
+    return check_profile(
+        LayerProfile(
+            blocks=blocks,
+            frequency_mhz=_UNKNOWN_MHZ,
+            measures={sizes: _measures(table, memory.weight) for sizes, table in tables.items()},
+            bytes_per_parameter=memory,
+            links=_read_links(folder, model),
+            workspaces_add=True,
+            source=str(folder / model),
+        )
+    )
+
+
+def block_name(operator: str) -> str:
+    """The block that an operator is part of; each residual block of a ResNet is one of its own."""
+    for pattern, name in _BLOCKS:
+        if match := re.match(pattern, operator):
+            return name or match[0]
+    raise AssertionError(operator)  # the last pattern is always found
+
+
+def _read_operators(path: Path) -> Rows:
+    with path.open(newline="") as file:
+        reader = csv.reader(file)
+        next(reader, None)
+        try:
+            rows = {row[0]: tuple(map(float, row[1:9])) for row in reader if row}
+        except ValueError as error:
+            raise EnvPipeError(f"{path} holds no number where one must be", value=error) from error
+    if not rows or any(len(row) != 8 for row in rows.values()):
+        raise EnvPipeError(f"{path} must have nine columns, from op_name to bwd_reserved")
+    return rows
+
+
+def _blocks(operators: Rows, num_layers: int) -> tuple[Block, ...]:
+    return tuple(
+        Block(tuple(pieces), num_layers if name in (LAYER, DECODER_LAYER) else 1)
+        for name, pieces in groupby(operators, key=block_name)
+    )
+
+
+def _measures(operators: Rows, weight_bytes: float) -> dict[str, Measure]:
+    return {name: _measure(name, row, weight_bytes) for name, row in operators.items()}
+
+
+def _measure(name: str, row: tuple[float, ...], weight_bytes: float) -> Measure:
+    forward_s, backward_s = (np.array([value_us / 1e6]) for value_us in row[:2])
+    received, sent, weights, kept, forward, backward = (mib * _MIB for mib in row[2:])
+    if name == "enc-attention-dropout":
+        kept *= 1.5
+    elif _IN_PLACE.fullmatch(name):
+        kept = 0.0
+    again = Recomputation(OPERATOR, forward_s, None, activation_bytes=0.0, working_bytes=kept)
+    is_kept = name in _KEPT or block_name(name) in _KEPT_BLOCKS
+    return Measure(
+        forward_s,
+        backward_s,
+        parameters=weights / weight_bytes,
+        input_bytes=received,
+        output_bytes=sent,
+        activation_bytes=kept,
+        forward_workspace_bytes=forward,
+        backward_workspace_bytes=backward,
+        recomputation=() if is_kept else (again,),
+    )
+
+
+def _read_links(folder: Path, model: str) -> Links:
+    pattern = re.compile(f"prim_{re.escape(model)}_all_reduce_(\\d+)gpus\\.csv")
+    found = ((pattern.fullmatch(path.name), path) for path in sorted(folder.glob("prim_*.csv")))
+    return Links(
+        within_node=_read_messages(folder / "p2p_intra_node.csv"),
+        across_nodes=_read_messages(folder / "p2p_inter_node.csv"),
+        all_reduce={(int(match[1]), False): _read_curve(path) for match, path in found if match},
+    )
+
+
+def _read_curve(path: Path) -> Curve:
+    table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
+    _, distinct = np.unique(table[:, 0], return_index=True)
+    return Curve(table[distinct, 0] * _MIB, table[distinct, 1] / 1e3)
+
+
+def _read_messages(path: Path) -> Curve | None:
+    """Aceso's own reading of the file, with its faults: steps of bandwidth and no time between.
+
+    From 2 to the n MiB up it takes the bandwidth of half as much. Amounts below 1 MiB count from
+    the end of the table: half of one takes the largest amount's bandwidth. It divides GiB/s by
+    1,000 to get MiB/us.
+    """
+    if not path.exists():
+        return None
+    bands = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=1) * 0.001
+    exponents = np.arange(1 - len(bands), len(bands) + 1)
+    index = np.where(exponents >= 1, np.minimum(exponents - 1, len(bands) - 1), exponents)
+    # A step holds from 2**n up if n is not negative, and else up to 2**n.
+    begin_mib, end_mib = _steps(exponents)
+    sizes_mib = np.column_stack([begin_mib, end_mib]).ravel()
+    return Curve(sizes_mib * _MIB, sizes_mib / np.repeat(bands[index], 2) / 1e6)
+
+
+def _steps(exponents: IntArray) -> tuple[FloatArray, FloatArray]:
+    """First and last MiB of which the logarithm to base 2, cut to whole numbers, is an exponent."""
+    begin = np.where(exponents > 0, 2.0**exponents, np.nextafter(2.0 ** (exponents - 1), np.inf))
+    end = np.where(exponents < 0, 2.0**exponents, np.nextafter(2.0 ** (exponents + 1), 0.0))
+    return begin, end
