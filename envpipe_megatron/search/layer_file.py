@@ -53,7 +53,7 @@ def read_layers(path: Path) -> LayerProfile:
     _refuse_unknown(data, _PROFILE)
     measures: dict[Sizes, dict[str, Measure]] = {}
     for entry in _entries(data, "measures"):
-        piece, sizes, measure = read_measure(entry)
+        piece, sizes, measure = _read_measure(entry)
         if piece in measures.setdefault(sizes, {}):
             raise entry.wrong("piece", "It is there twice at the same sizes; list it once.")
         measures[sizes][piece] = measure
@@ -64,6 +64,7 @@ def read_layers(path: Path) -> LayerProfile:
         bytes_per_parameter=_object(_inside(data, "bytes_per_parameter"), BytesPerParameter, _HELD),
         links=_read_links(_inside(data, "links")),
         optimizer_s=data.read("optimizer_s", AMOUNT, 0.0),
+        workspaces_add=data.read("workspaces_add", FLAG, False),
         gpu=data.read("gpu", TEXT, None),
         source=data.read("source", TEXT, LayerProfile.source),
     )
@@ -71,7 +72,7 @@ def read_layers(path: Path) -> LayerProfile:
     return profile
 
 
-def read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
+def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
     """One object of `measures`: the piece, at which sizes, what was measured."""
     _refuse_unknown(entry, ("piece", "recomputation", *_SIZES, *_MEASURE))
     ways = []
@@ -84,7 +85,6 @@ def read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
 
 def layers_text(profile: LayerProfile) -> str:
     """What the file of a profile holds; each measure is a line."""
-    links = profile.links
     head = {
         "format": LAYERS_FORMAT,
         "source": profile.source,
@@ -92,19 +92,13 @@ def layers_text(profile: LayerProfile) -> str:
         "frequency_mhz": profile.frequency_mhz,
         "blocks": [asdict(block) for block in profile.blocks],
         "bytes_per_parameter": asdict(profile.bytes_per_parameter),
-        "links": {
-            "within_node": _points(links.within_node),
-            "across_nodes": _points(links.across_nodes),
-            "all_reduce": [
-                {"gpus": gpus, "across_nodes": crosses, "points": _points(curve)}
-                for (gpus, crosses), curve in sorted(links.all_reduce.items())
-            ],
-        },
+        "links": _links_entry(profile.links),
         "optimizer_s": profile.optimizer_s,
+        "workspaces_add": profile.workspaces_add,
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in _known(head).items()]
     measures = [
-        f"  {json.dumps(measure_entry(piece, sizes, measure))}"
+        f"  {json.dumps(_measure_entry(piece, sizes, measure))}"
         for sizes, by_piece in sorted(profile.measures.items())
         for piece, measure in by_piece.items()
     ]
@@ -112,8 +106,29 @@ def layers_text(profile: LayerProfile) -> str:
     return "{\n" + ",\n".join([*lines, f' "measures": [\n{all_measures}\n ]']) + "\n}\n"
 
 
-def measure_entry(piece: str, sizes: Sizes, measure: Measure) -> dict[str, Any]:
-    """One object of `measures`, which `read_measure` reads."""
+def links_text(links: Links) -> str:
+    """What a file of links alone holds, an object as a layer profile's `links`."""
+    return json.dumps(_known(_links_entry(links)), indent=1) + "\n"
+
+
+def read_links(path: Path) -> Links:
+    """The inverse of `links_text`; EnvPipeError as `read_layers`."""
+    return _read_links(read_json(path, "File of links"))
+
+
+def _links_entry(links: Links) -> dict[str, Any]:
+    return {
+        "within_node": _points(links.within_node),
+        "across_nodes": _points(links.across_nodes),
+        "all_reduce": [
+            {"gpus": gpus, "across_nodes": crosses, "points": _points(curve)}
+            for (gpus, crosses), curve in sorted(links.all_reduce.items())
+        ],
+    }
+
+
+def _measure_entry(piece: str, sizes: Sizes, measure: Measure) -> dict[str, Any]:
+    """One object of `measures`, which `_read_measure` reads."""
     entry: dict[str, Any] = _known(
         {
             "piece": piece,

@@ -1,0 +1,175 @@
+"""`envpipe profile --layers`: jobs that measure a model's layers, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.cli.common import check_outputs
+from envpipe_megatron.console import say, table_of
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun.command_line import read, split
+from envpipe_megatron.launch.torchrun.looking import look
+from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
+from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob, jobs_for, merged
+from envpipe_megatron.search.layer_profile import LayerProfile, Links
+
+_MODULE = "envpipe_megatron.integrations.layer_profile"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes that are measured, each with each; no tensor sizes for all that the GPUs allow."""
+
+    tensor: tuple[int, ...] | None
+    context: tuple[int, ...]
+    expert: tuple[int, ...]
+    microbatch: tuple[int, ...]
+
+
+def profile_layers(
+    output: Path, command: Sequence[str], sizes: LayerSizes, clocks_mhz: tuple[int, ...]
+) -> None:
+    """Measure what the output does not have yet, and print what it has then.
+
+    The output is written after each job, so that a command that was interrupted goes on when it is
+    given again. EnvPipeError if a job fails; what was measured before is kept.
+    """
+    check_outputs([], [], {output: LAYERS_FORMAT})
+    options = read(command)
+    look(options)
+    num_gpus = _gpus(options)
+    tensor = sizes.tensor or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus)
+    known = read_layers(output) if output.is_file() else None
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        measured = () if known is None else known.measures
+        jobs = jobs_for(
+            tensor,
+            sizes.context,
+            sizes.expert,
+            sizes.microbatch,
+            clocks_mhz,
+            Path(folder),
+            measured,
+        )
+        _check_fits(jobs, num_gpus)
+        links = Links() if known is None else known.links
+        if num_gpus > 1 and links.within_node is None:
+            say(console, f"Measuring links between {num_gpus} GPUs")
+            links = _measure_links(command, num_gpus, Path(folder) / "links.json")
+        for number, job in enumerate(jobs, start=1):
+            say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
+            Path(job.folder).mkdir()
+            code = _run(command, job.num_ranks, [_MODULE], {JOB_VARIABLE: job.to_text()})
+            for size in job.microbatch_sizes:
+                if job.file(size).is_file():
+                    known = merged(known, read_layers(job.file(size)))
+            if known is not None:
+                known = replace(known, links=links)
+                replace_files({output: [layers_text(known)]})
+            if code:
+                raise EnvPipeError(
+                    f"The job that measured {_words(job)} failed",
+                    value=code,
+                    remedy="Its own message is above. What was measured before is kept: leave out "
+                    "sizes that do not fit into memory, and give the command again.",
+                )
+    if known is not None:
+        console.print(_table(known))
+        say(console, f"Wrote {output}")
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    """The GPUs of the command, which is for one node and names a script."""
+    if options.nnodes not in ("1", "1:1") or options.module or options.no_python:
+        raise EnvPipeError(
+            "Layers are measured on one node, by a Python script of Megatron-LM",
+            remedy="Leave out torchrun's --nnodes, -m and --no-python.",
+        )
+    if options.nproc_per_node.isdigit():
+        return int(options.nproc_per_node)
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
+def _check_fits(jobs: Sequence[LayerJob], num_gpus: int) -> None:
+    too_large = [job for job in jobs if job.num_ranks > num_gpus]
+    if too_large:
+        raise EnvPipeError(
+            f"Sizes need more GPUs than the command's {num_gpus}",
+            value=_words(too_large[0]),
+            remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
+        )
+
+
+def _measure_links(command: Sequence[str], num_gpus: int, path: Path) -> Links:
+    code = _run(command, num_gpus, [f"{_MODULE}.links", str(path)], {}, script=False)
+    if code:
+        raise EnvPipeError(
+            "The job that measured messages between GPUs failed",
+            value=code,
+            remedy="Its own message is above.",
+        )
+    return read_links(path)
+
+
+def _run(
+    command: Sequence[str],
+    num_ranks: int,
+    module: Sequence[str],
+    environment: dict[str, str],
+    *,
+    script: bool = True,
+) -> int:
+    """Run a module under the command's torchrun, with its script behind or alone."""
+    parts = split(command, {})
+    words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
+    with Signals() as signals:
+        return run_torchrun(
+            [*words, *(parts.script if script else ())],
+            {"PYTHONUNBUFFERED": "1", **environment},
+            signals,
+        )
+
+
+def _words(job: LayerJob) -> str:
+    microbatches = ", ".join(map(str, job.microbatch_sizes))
+    parallel = {
+        "tensor": job.tensor_parallel,
+        "context": job.context_parallel,
+        "expert": job.expert_parallel,
+    }
+    sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if size > 1)
+    return f"{sizes or 'one GPU'}, microbatches of {microbatches}"
+
+
+def _table(profile: LayerProfile) -> Table:
+    columns = ("", "t", "c", "e", "b", "forward (ms)", "backward (ms)", "kept (MiB)", "parameters")
+    rows = (
+        (
+            piece,
+            *map(str, (sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel)),
+            str(sizes.microbatch_size),
+            f"{1e3 * measure.forward_s[0]:.3f}",
+            f"{1e3 * measure.backward_s[0]:.3f}",
+            f"{measure.activation_bytes / _MIB:.1f}",
+            f"{measure.parameters:,.0f}",
+        )
+        for sizes, measures in sorted(profile.measures.items())
+        for piece, measure in measures.items()
+    )
+    table = table_of(f"Layers on {profile.gpu or 'a CPU'}", columns, rows)
+    table.caption = "t, c, e: tensor, context, expert parallel; b: samples of a microbatch"
+    return table

@@ -1,0 +1,204 @@
+"""The pieces of megatron-core's GPTModel, each to be run alone.
+
+Layers run inside the model's own transformer block, which sets up what they need (8-bit types,
+random states, recomputation), and with the arguments that the model itself gives the block.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.search.layer_profile import EMBEDDING, LAYER, LOSS, Block
+
+SELECTIVE, FULL = "selective", "full"
+
+_SEED = 1234
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the model that can be run.
+
+    Args:
+        forward: from hidden states to hidden states, or losses. The embedding's ignores them.
+        first, last: whether it takes, and gives, no hidden states.
+        parameters: that this rank holds.
+    """
+
+    name: str
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    parameters: int
+    first: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """Random tokens, the same on all ranks that share them, and what the model makes of them."""
+
+    inputs: tuple[Any, ...]
+    labels: torch.Tensor
+    hidden: torch.Tensor
+    block_arguments: Mapping[str, Any]
+
+
+class GptPieces:
+    """A model with one layer of each kind; EnvPipeError if it is no GPTModel.
+
+    Args:
+        model: without wrappers.
+        args: Megatron's.
+    """
+
+    def __init__(self, model: Any, args: argparse.Namespace) -> None:
+        from megatron.core.models.gpt import GPTModel
+
+        if type(model) is not GPTModel:
+            raise EnvPipeError(
+                "Layers are measured of megatron-core's GPTModel alone",
+                value=type(model).__name__,
+                remedy="Search by a profile of another origin.",
+            )
+        self._model, self._args = model, args
+        self._decoder = model.decoder
+        kinds = self._decoder.envpipe_kinds
+        one = len(self._decoder.layers) == 1
+        names = [
+            LAYER if one else f"{LAYER}{kinds.index(kind) + 1}" for kind in range(max(kinds) + 1)
+        ]
+        self._layers = dict(zip(names, self._decoder.layers, strict=True))
+        self.blocks = _blocks([EMBEDDING, *(names[kind] for kind in kinds), LOSS])
+
+    def ways(self, piece: str) -> tuple[str, ...]:
+        """The recomputations that a piece has, from the mildest."""
+        layer = self._layers.get(piece)
+        if layer is None:
+            return ()
+        attention = getattr(layer, "self_attention", None)
+        return (SELECTIVE, FULL) if hasattr(attention, "checkpoint_core_attention") else (FULL,)
+
+    @contextmanager
+    def running(
+        self, piece: str, microbatch_size: int, way: str | None = None, repeats: int = 1
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """A piece that may be run, and hidden states for it; a layer several times in a row."""
+        batch = self._microbatch(microbatch_size)
+        if piece == EMBEDDING:
+            embedding, (tokens, positions, _) = self._model.embedding, batch.inputs
+            yield (
+                Piece(
+                    piece, lambda _: embedding(tokens, positions), _count([embedding]), first=True
+                ),
+                batch.hidden,
+            )
+        elif piece == LOSS:
+            model, norm = self._model, self._decoder.final_layernorm
+            weights = [model.shared_embedding_or_output_weight(), *norm.parameters()]
+            with self._only([], norm):
+                yield (
+                    Piece(
+                        piece,
+                        lambda hidden: model(
+                            *batch.inputs, decoder_input=hidden, labels=batch.labels
+                        ),
+                        sum(weight.numel() for weight in weights),
+                        last=True,
+                    ),
+                    batch.hidden,
+                )
+        else:
+            layer, block = self._layers[piece], self._decoder
+            with self._only([layer] * repeats, None), _recomputing(layer, block.config, way):
+                yield (
+                    Piece(
+                        piece,
+                        lambda hidden: block(hidden_states=hidden, **batch.block_arguments),
+                        _count([layer]),
+                    ),
+                    batch.hidden,
+                )
+
+    def _only(self, layers: Iterable[torch.nn.Module], norm: Any) -> Any:
+        """While these are the transformer block's layers, and this its norm behind them."""
+        modules = torch.nn.ModuleList(layers)
+        return _replaced(
+            self._decoder,
+            layers=modules,
+            num_layers_per_pipeline_rank=len(modules),
+            final_layernorm=norm,
+        )
+
+    def _microbatch(self, size: int) -> _Microbatch:
+        args, device = self._args, current_device()
+        length = args.seq_length // args.context_parallel_size
+        random = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(args.padded_vocab_size, (size, length), generator=random).to(device)
+        positions = torch.arange(length, device=device).repeat(size, 1)
+        mask = None
+        if args.create_attention_mask_in_dataloader:
+            ones = torch.ones(length, args.seq_length, dtype=torch.bool, device=device)
+            mask = ones.triu(1).repeat(size, 1, 1, 1)
+        given: dict[str, Any] = {}
+
+        def keep(_module: Any, _args: Any, kwargs: Mapping[str, Any]) -> None:
+            given.update(kwargs)
+
+        handle = self._decoder.register_forward_pre_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            self._model(tokens, positions, mask, labels=tokens)
+        handle.remove()
+        hidden = given.pop("hidden_states")
+        return _Microbatch((tokens, positions, mask), tokens, hidden, given)
+
+
+def _blocks(pieces: list[str]) -> tuple[Block, ...]:
+    """Each run of equal pieces as a block that is repeated."""
+    blocks: list[Block] = []
+    for piece in pieces:
+        if blocks and blocks[-1].pieces == (piece,):
+            blocks[-1] = Block((piece,), blocks[-1].repeat + 1)
+        else:
+            blocks.append(Block((piece,)))
+    return tuple(blocks)
+
+
+def _count(modules: list[torch.nn.Module]) -> int:
+    return sum(weight.numel() for module in modules for weight in module.parameters())
+
+
+@contextmanager
+def _recomputing(layer: Any, config: Any, way: str | None) -> Iterator[None]:
+    """While a layer is recomputed in one of the ways, or not."""
+    if way == SELECTIVE:
+        with _replaced(layer.self_attention, checkpoint_core_attention=True):
+            yield
+    elif way == FULL:
+        with _replaced(
+            config,
+            recompute_granularity=FULL,
+            recompute_method="uniform",
+            recompute_num_layers=1,
+        ):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _replaced(target: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(target, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

@@ -1,0 +1,158 @@
+"""What is changed in Megatron-LM, in memory, while layers are measured.
+
+The arguments after they were parsed: one stage, the job's sizes, nothing that a measurement of
+single layers has no use for. The transformer block: one layer of each kind. What follows the set-up
+of model and optimizer: the measurement, and the job's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.search.layer_jobs import LayerJob
+
+#: Of a job without stages, data parallelism, recomputation, checkpoints and logs.
+_PLAIN: Mapping[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "distribute_saved_activations": False,
+    "global_batch_size": None,
+    "rampup_batch_size": None,
+    "load": None,
+    "save": None,
+    "tensorboard_dir": None,
+    "wandb_project": "",
+    "envpipe": False,
+}
+
+#: Arguments under which layers differ by more than their specification, or are shared out.
+_REFUSED: Mapping[str, str] = {
+    "mtp_num_layers": "layers that predict more tokens",
+    "heterogeneous_layers_config_path": "layers with configurations of their own",
+    "window_attn_skip_freq": "windows of attention that differ by layer",
+    "use_torch_fsdp2": "FSDP",
+    "use_megatron_fsdp": "FSDP",
+}
+
+
+def attach(job: LayerJob) -> None:
+    """Let this process import Megatron-LM's modules with the changes; none may be imported yet."""
+    sys.meta_path.insert(
+        0,
+        _AfterImport(
+            {
+                "megatron.training.arguments": lambda module: _change_arguments(module, job),
+                "megatron.core.transformer.transformer_block": _build_one_of_each,
+                "megatron.training.training": lambda module: _measure_and_end(module, job),
+            }
+        ),
+    )
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function of each of some modules when it has been imported."""
+
+    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        change = self._changes.pop(fullname, None)
+        spec = None if change is None else importlib.util.find_spec(fullname)
+        if change is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _change_arguments(module: Any, job: LayerJob) -> None:
+    parse = module.parse_args
+
+    def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        parsed: argparse.Namespace = parse(*args, **kwargs)
+        for name, value in {**_PLAIN, **_sizes(job)}.items():
+            if hasattr(parsed, name):
+                setattr(parsed, name, value)
+        if job.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):
+            parsed.tp_comm_overlap = False
+        for name, what in _REFUSED.items():
+            if getattr(parsed, name, None):
+                refuse(
+                    EnvPipeError(
+                        f"Layers cannot be measured one by one with {what}",
+                        value=f"--{name.replace('_', '-')}",
+                        remedy="Profile the model without it, or search by another profile.",
+                    )
+                )
+        return parsed
+
+    module.parse_args = parse_and_change
+
+
+def _sizes(job: LayerJob) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": job.tensor_parallel,
+        "context_parallel_size": job.context_parallel,
+        "expert_model_parallel_size": job.expert_parallel,
+        "micro_batch_size": 1,
+    }
+
+
+def _build_one_of_each(module: Any) -> None:
+    block = module.TransformerBlock
+    build = block._build_layers
+
+    def build_one_of_each(self: Any) -> None:
+        specs = list(self.submodules.layer_specs)
+        kinds = [spec for at, spec in enumerate(specs) if spec not in specs[:at]]
+        self.envpipe_kinds = [kinds.index(spec) for spec in specs]
+        self.submodules = dataclasses.replace(self.submodules, layer_specs=kinds)
+        build(self)
+
+    block._build_layers = build_one_of_each
+
+
+def _measure_and_end(module: Any, job: LayerJob) -> None:
+    set_up = module.setup_model_and_optimizer
+
+    def set_up_and_measure(*args: Any, **kwargs: Any) -> None:
+        import torch
+
+        from envpipe_megatron.integrations.layer_profile.job import measure_model
+
+        model, optimizer, _ = set_up(*args, **kwargs)
+        measure_model(module.unwrap_model(model)[0], optimizer, module.get_args(), job)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        sys.exit(0)
+
+    module.setup_model_and_optimizer = set_up_and_measure

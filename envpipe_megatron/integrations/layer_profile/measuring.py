@@ -1,0 +1,155 @@
+"""Time, energy and memory of one piece, on this rank's GPU, in step with all other ranks.
+
+Forwards and backwards follow one another without a wait of the host for the device, as in training:
+where the host cannot start kernels as fast as they run, the measured time shows that, too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.layer_profile.gpt import Piece
+from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
+
+#: Work is repeated for about this long.
+_WINDOW_S, _CPU_WINDOW_S = 0.6, 0.02
+_WARM_UP, _LEAST, _MOST = 2, 4, 200
+
+
+class Timing(NamedTuple):
+    """One run of a piece; NaN for energy that is not known."""
+
+    forward_s: float
+    backward_s: float
+    forward_j: float
+    backward_j: float
+
+
+class Held(NamedTuple):
+    """Memory of one run of a piece, as `Measure` has it; zeros on a CPU, which does not count."""
+
+    activation_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+
+
+def measure_time(piece: Piece, hidden: torch.Tensor, gpu: RankGpu) -> Timing:
+    """Median times, and mean energies; every rank calls it."""
+    gradient = torch.randn_like(_forward(piece, hidden))
+    forwards, backwards, _, _ = _rounds(piece, hidden, gradient, _WARM_UP)
+    count = _count(float(np.median(forwards + backwards)))
+    forwards, backwards, begin_s, end_s = _rounds(piece, hidden, gradient, count)
+    forward_s, backward_s = float(np.median(forwards)), float(np.median(backwards))
+    both_j = gpu.energy_j(begin_s, end_s) / count
+    forward_j = math.nan
+    if gpu.has_meter:
+        count = _count(forward_s)
+        begin_s = time.monotonic()
+        for _ in range(count):
+            _forward(piece, hidden)
+        _synchronize()
+        forward_j = gpu.energy_j(begin_s, time.monotonic()) / count
+    return Timing(forward_s, backward_s, forward_j, max(both_j - forward_j, 0.0))
+
+
+def measure_memory(piece: Piece, hidden: torch.Tensor) -> Held:
+    """What a run holds, after one that leaves behind what is kept for ever."""
+    _forward(piece, hidden).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    if not torch.cuda.is_available():
+        return Held()
+    cuda = torch.cuda
+    cuda.synchronize()
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    outputs = _forward(piece, hidden)
+    after, forward_peak = cuda.memory_allocated(), cuda.max_memory_allocated()
+    cuda.reset_peak_memory_stats()
+    outputs.backward(torch.randn_like(outputs))  # type: ignore[no-untyped-call]  # torch's
+    return Held(after - before, forward_peak - after, cuda.max_memory_allocated() - after)
+
+
+def repeats_that_fit(held: Held, wanted: int) -> int:
+    """How often a piece can run before its backwards do, on all ranks; at least once."""
+    if not torch.cuda.is_available():
+        return wanted
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    workspace = max(held.forward_workspace_bytes, held.backward_workspace_bytes)
+    fit = int((0.8 * free - workspace) // max(held.activation_bytes, 1))
+    return -_highest(-max(1, min(fit, wanted)))
+
+
+def _rounds(
+    piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor, count: int
+) -> tuple[Any, Any, float, float]:
+    """Forward and backward times of each of some rounds, and when they began and ended."""
+    marks = _CudaMarks() if torch.cuda.is_available() else _HostMarks()
+    begin_s = time.monotonic()
+    for _ in range(count):
+        marks.add()
+        outputs = _forward(piece, hidden)
+        marks.add()
+        outputs.backward(gradient)  # type: ignore[no-untyped-call]  # torch's
+        marks.add()
+        del outputs
+    gaps_s = np.array([*marks.gaps_s(), math.nan]).reshape(count, 3)
+    return gaps_s[:, 0], gaps_s[:, 1], begin_s, time.monotonic()
+
+
+def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:
+    return piece.forward(hidden.detach().requires_grad_())
+
+
+class _CudaMarks:
+    """Instants on the device's stream, which nobody waits for before the end."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def add(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def gaps_s(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
+
+
+class _HostMarks:
+    """The same where everything is done at once."""
+
+    def __init__(self) -> None:
+        self._times_s: list[float] = []
+
+    def add(self) -> None:
+        self._times_s.append(time.perf_counter())
+
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in pairwise(self._times_s)]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _count(round_s: float) -> int:
+    """How many rounds fill a window, the same on all ranks."""
+    window_s = _WINDOW_S if torch.cuda.is_available() else _CPU_WINDOW_S
+    return _highest(min(max(_LEAST, math.ceil(window_s / max(round_s, 1e-6))), _MOST))
+
+
+def _highest(value: int) -> int:
+    """The highest of all ranks' values."""
+    tensor = torch.tensor([value], device=current_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor.item())

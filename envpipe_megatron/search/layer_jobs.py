@@ -1,0 +1,97 @@
+"""Which jobs measure a layer profile, and how what they leave becomes one profile.
+
+`envpipe profile --layers` starts a job of Megatron for each way to share a microbatch among GPUs;
+a job measures several microbatch sizes and leaves a profile of each. The job's side is
+`integrations/layer_profile`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
+
+#: Holds a `LayerJob` for the ranks of the job.
+JOB_VARIABLE = "ENVPIPE_LAYER_JOB"
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """What one job measures.
+
+    Args:
+        folder: where rank 0 leaves a layer profile of each microbatch size.
+        clocks_mhz: the highest first; none to leave the clock as it is.
+    """
+
+    folder: str
+    tensor_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    microbatch_sizes: tuple[int, ...]
+    clocks_mhz: tuple[int, ...] = ()
+
+    def sizes(self, microbatch_size: int) -> Sizes:
+        """Those of one of its measurements."""
+        return Sizes(
+            self.tensor_parallel, microbatch_size, self.context_parallel, self.expert_parallel
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """The least with which Megatron forms such groups: experts lie on data parallel ranks."""
+        shared = self.tensor_parallel * self.context_parallel
+        return math.lcm(shared, self.tensor_parallel * self.expert_parallel)
+
+    def file(self, microbatch_size: int) -> Path:
+        """Where the profile of a microbatch size is left."""
+        return Path(self.folder) / f"{microbatch_size}.json"
+
+    def to_text(self) -> str:
+        """What `JOB_VARIABLE` holds."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> LayerJob:
+        """The inverse of `to_text`."""
+        data = json.loads(text)
+        lists = {name: tuple(data[name]) for name in ("microbatch_sizes", "clocks_mhz")}
+        return cls(**{**data, **lists})
+
+
+def jobs_for(
+    tensor: Sequence[int],
+    context: Sequence[int],
+    expert: Sequence[int],
+    microbatches: Sequence[int],
+    clocks_mhz: tuple[int, ...],
+    folder: Path,
+    measured: Collection[Sizes],
+) -> list[LayerJob]:
+    """The jobs that measure all combinations but those that are measured, small groups first."""
+    jobs = []
+    for t, c, e in sorted(set(product(tensor, context, expert))):
+        missing = (b for b in sorted(set(microbatches)) if Sizes(t, b, c, e) not in measured)
+        job = LayerJob(str(folder / f"t{t}c{c}e{e}"), t, c, e, tuple(missing), clocks_mhz)
+        if job.microbatch_sizes:
+            jobs.append(job)
+    return jobs
+
+
+def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
+    """A profile with the measures of both; EnvPipeError if they are of other models or clocks."""
+    if known is None:
+        return new
+    if known.blocks != new.blocks or list(known.frequency_mhz) != list(new.frequency_mhz):
+        raise EnvPipeError(
+            "What was measured before is of other layers or clocks",
+            value=(known.source, new.source),
+            remedy="Give another --output, or remove that file.",
+        )
+    return replace(known, measures={**known.measures, **new.measures})
