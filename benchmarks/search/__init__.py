@@ -1,0 +1,1 @@
+"""How parallel configurations are searched: against Aceso, against measured runs, on GPUs."""

@@ -1,0 +1,222 @@
+"""Layer profiles on GPUs, and training runs that predictions from them are held against.
+
+    python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2 profile
+    python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2 train pp2 tp2
+
+`profile` leaves MODEL.layers.json in the output, `train` a line of MODEL.runs.jsonl for each
+configuration: iteration times, and each stage's peak of allocated memory. A configuration is one of
+`CONFIGURATIONS`, or a file with Megatron's flags as `envpipe search` writes them. Clocks are left
+alone. With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
+
+Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
+its 32: two GPUs hold that many with their optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.megatron_lm.models import (
+    CPU_RUN,
+    NO_EVALUATION,
+    TRANSFORMER_ENGINE,
+    base_arguments,
+    joined,
+    training,
+)
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+
+ITERATIONS = 30
+#: The first take longer; the rest is what is compared.
+_WARM_UP = 10
+_MIB = 2**20
+_GPT = "--attention-dropout 0 --hidden-dropout 0"
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --group-query-attention --position-embedding-type rope "
+    f"--disable-bias-linear --untie-embeddings-and-output-weights {_GPT}"
+)
+_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its batch, as Megatron's arguments; `tiny` stands for it on a CPU."""
+
+    arguments: str
+    tiny: str
+    global_batch: int
+
+
+MODELS = {
+    "gpt-1.3b": Model(
+        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+        f"--max-position-embeddings 2048 {_DATA} 51199 {_GPT} --bf16",
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+        f"--max-position-embeddings 32 {_DATA} 64 {_GPT}",
+        16,
+    ),
+    "llama-8b": Model(
+        "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 "
+        f"{_DATA} 128255 {_LLAMA} --bf16",
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
+        f"--seq-length 32 --max-position-embeddings 32 {_DATA} 64 {_LLAMA}",
+        16,
+    ),
+}
+
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CONFIGURATIONS = {
+    "pp2": "--pipeline-model-parallel-size 2",
+    "pp2-mb2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
+    "pp2vp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "pp2-full": f"--pipeline-model-parallel-size 2 {_FULL}",
+    "tp2": "--tensor-model-parallel-size 2",
+    "tp2-mb2": "--tensor-model-parallel-size 2 --micro-batch-size 2",
+    "dp2": "--use-distributed-optimizer",
+    "dp2-full": f"--use-distributed-optimizer {_FULL}",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where jobs run."""
+
+    checkout: Path
+    output: Path
+    gpus: int
+    cpu: bool
+    model: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Megatron's that all runs of the model share; a single sample is a microbatch."""
+        model = MODELS[self.model]
+        parts = (
+            model.tiny if self.cpu else model.arguments,
+            f"--micro-batch-size 1 --global-batch-size {model.global_batch} --sequence-parallel",
+            training(ITERATIONS),
+            NO_EVALUATION,
+        )
+        return (*base_arguments(self.cpu, {TRANSFORMER_ENGINE}), *joined(parts))
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What torchrun runs."""
+        script = str(self.checkout.resolve() / "pretrain_gpt.py")
+        return (str(CPU_RUN), script) if self.cpu else (script,)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For every process: no clock is changed, and one queue, as tensor parallelism needs."""
+        more = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "TORCHDYNAMO_DISABLE": "1" if self.cpu else "0",
+            FORBID_VARIABLE: "1",
+        }
+        return {**os.environ, **more}
+
+
+@click.group()
+@click.option("--checkout", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option("--gpus", type=click.IntRange(1), required=True)
+@click.option("--model", type=click.Choice(list(MODELS)), default="gpt-1.3b", show_default=True)
+@click.option("--cpu", is_flag=True, help="Rehearse on gloo with a tiny model.")
+@click.pass_context
+def main(context: click.Context, /, **place: Any) -> None:
+    """Profile layers on the GPUs of this machine, and train what is compared with predictions."""
+    context.obj = Place(**place)
+    context.obj.output.mkdir(parents=True, exist_ok=True)
+
+
+@main.command()
+@click.option("--microbatch-size", default="1,2", show_default=True)
+@click.pass_obj
+def profile(place: Place, microbatch_size: str) -> None:
+    """Measure the layers at all tensor parallel sizes."""
+    log = place.output / f"{place.model}.profile.log"
+    command = [sys.executable, "-m", "envpipe_megatron.cli", "profile", "--layers"]
+    command += ["--output", str(place.output / f"{place.model}.layers.json")]
+    command += ["--microbatch-size", microbatch_size, "--", "--standalone"]
+    command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
+    code, wall_s = _run(place, command, log, limit_s=300)
+    click.echo(f"profile of {place.model}: exit {code} after {wall_s:.0f} s")
+    click.echo(_end(log, 30))
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--limit-s", default=90, show_default=True, help="For each run.")
+@click.argument("configurations", nargs=-1, required=True)
+@click.pass_obj
+def train(place: Place, limit_s: int, configurations: Sequence[str]) -> None:
+    """Train CONFIGURATIONS, names or files of flags, one after another."""
+    for name in configurations:
+        flags = CONFIGURATIONS.get(name) or Path(name).read_text()
+        name = Path(name).stem
+        log = place.output / f"{place.model}.{name}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
+        command += [] if place.cpu else ["--log-memory-interval", "10"]
+        code, wall_s = _run(place, [*command, *joined([flags])], log, limit_s)
+        found = read_log(log.read_text())
+        row = {"name": name, "flags": flags, "exit": code, "wall_s": wall_s, **found}
+        with (place.output / f"{place.model}.runs.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        click.echo(f"{name}: exit {code} after {wall_s:.0f} s; {_words(found)}")
+        if code:
+            click.echo(_end(log, 15))
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """Iteration times in s after the warm-up, and the peak in bytes by rank, of Megatron's log."""
+    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+    peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
+    peak_bytes: Mapping[str, float] = {rank: float(mib) * _MIB for rank, mib in peaks}
+    return {
+        "iteration_s": [float(time_ms) / 1e3 for time_ms in times_ms[_WARM_UP:]],
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:
+    """Exit status and seconds; a run that takes too long is killed, with its ranks."""
+    begin_s = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=place.environment
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun, and `envpipe`, end their ranks
+            code = process.wait() or 1
+    return code, time.monotonic() - begin_s
+
+
+def _words(found: Mapping[str, Any]) -> str:
+    if not found["iteration_s"]:
+        return "no iteration"
+    peaks = " ".join(f"{peak / 2**30:.2f}" for peak in found["peak_bytes"].values())
+    return f"{statistics.median(found['iteration_s']):.4f} s an iteration; {peaks} GiB"
+
+
+def _end(log: Path, lines: int) -> str:
+    return "\n".join(line[:300] for line in log.read_text().splitlines()[-lines:])
+
+
+if __name__ == "__main__":
+    main()
