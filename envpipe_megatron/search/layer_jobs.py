@@ -85,13 +85,17 @@ def jobs_for(
 
 
 def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
-    """A profile with the measures of both; EnvPipeError if they are of other models or clocks."""
+    """A profile with the measures of both; EnvPipeError if commands, layers or clocks differ."""
     if known is None:
         return new
-    if known.blocks != new.blocks or list(known.frequency_mhz) != list(new.frequency_mhz):
+    if _identity(known) != _identity(new):
         raise EnvPipeError(
-            "What was measured before is of other layers or clocks",
-            value=(known.source, new.source),
+            "What was measured before is of another command, of other layers or clocks",
+            value=known.source,
             remedy="Give another --output, or remove that file.",
         )
     return replace(known, measures={**known.measures, **new.measures})
+
+
+def _identity(profile: LayerProfile) -> tuple[object, ...]:
+    return profile.source, profile.blocks, profile.frequency_mhz.tolist()

@@ -1,0 +1,131 @@
+"""`envpipe profile --layers`: which jobs it starts, and what becomes of what they leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from envpipe_megatron.cli import main
+from envpipe_megatron.cli.jobs import profile_layers
+from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
+from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
+from envpipe_megatron.search.layer_profile import (
+    Block,
+    BytesPerParameter,
+    Curve,
+    LayerProfile,
+    Links,
+    Measure,
+    Sizes,
+)
+
+pytest.importorskip("torch")
+
+MEASURE = Measure(np.array([0.25]), np.array([0.5]), parameters=12e6, activation_bytes=2**24)
+PROFILE = LayerProfile(
+    (Block(("layer",), 4),), np.array([1980]), {}, BytesPerParameter(), Links(), source="train.py"
+)
+LINKS = Links(Curve(np.array([1e6]), np.array([1e-4])))
+
+
+class Jobs:
+    """Stands for torchrun: leaves what a job would, but for a microbatch size that fails."""
+
+    def __init__(self) -> None:
+        self.words: list[list[str]] = []
+        self.fails_at = 0
+
+    def run(self, words: list[str], environment: dict[str, str], _signals: object) -> int:
+        self.words.append(words)
+        if JOB_VARIABLE not in environment:
+            Path(words[-1]).write_text(links_text(LINKS))
+            return 0
+        job = LayerJob.of_text(environment[JOB_VARIABLE])
+        for size in job.microbatch_sizes:
+            if size == self.fails_at:
+                return 1
+            profile = replace(PROFILE, measures={job.sizes(size): {"layer": MEASURE}})
+            job.file(size).write_text(layers_text(profile))
+        return 0
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    jobs = Jobs()
+    monkeypatch.setattr(profile_layers, "run_torchrun", jobs.run)
+    return jobs
+
+
+def profile(folder: Path, *options: str, gpus: int = 2) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text("")
+    words = ["profile", "--layers", "--output", str(folder / "layers.json"), *options, "--"]
+    words += ["--standalone", "--nproc-per-node", str(gpus), str(script), "--bf16"]
+    result = CliRunner().invoke(main, words)
+    return result.exit_code, result.output
+
+
+def test_a_job_for_each_way_to_share_a_microbatch(tmp_path: Path, jobs: Jobs) -> None:
+    code, told = profile(tmp_path)
+    assert code == 0, told
+    made = read_layers(tmp_path / "layers.json")
+    assert set(made.measures) == {Sizes(t, b) for t in (1, 2) for b in (1, 2, 4)}
+    assert made.links.message_s(1e6, False) == 1e-4
+    links, *of_layers = jobs.words
+    assert links[:3] == ["--standalone", "--nproc-per-node", "2"]
+    assert [words[words.index("-m") - 1] for words in of_layers] == ["1", "2"]
+    assert all(words[-2:] == [str(tmp_path / "train.py"), "--bf16"] for words in of_layers)
+    assert "250.000" in told
+    assert "12,000,000" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "layers.json"}
+
+
+def test_it_goes_on_where_a_job_failed(tmp_path: Path, jobs: Jobs) -> None:
+    jobs.fails_at = 2
+    code, told = profile(tmp_path, gpus=1)
+    assert code == 1
+    assert "leave out sizes that do not fit" in told
+    assert set(read_layers(tmp_path / "layers.json").measures) == {Sizes(1, 1)}
+    jobs.fails_at = 0
+    code, told = profile(tmp_path, "--microbatch-size", "1,2", gpus=1)
+    assert code == 0, told
+    assert set(read_layers(tmp_path / "layers.json").measures) == {Sizes(1, 1), Sizes(1, 2)}
+    assert len(jobs.words) == 2
+    assert profile(tmp_path, "--microbatch-size", "1,2", gpus=1)[0] == 0
+    assert len(jobs.words) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tensor-parallel", "4"), "more GPUs than the command's 2"),
+        (("--expert-parallel", "4"), "more GPUs than the command's 2"),
+        (("--microbatch-size", "0"), "at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_measured_are_refused(
+    tmp_path: Path, jobs: Jobs, options: tuple[str, ...], said: str
+) -> None:
+    code, told = profile(tmp_path, *options)
+    assert code
+    assert said in " ".join(told.split())
+    assert not jobs.words
+
+
+def test_what_it_would_write_over_must_be_a_layer_profile(tmp_path: Path, jobs: Jobs) -> None:
+    (tmp_path / "layers.json").write_text("{}")
+    code, told = profile(tmp_path)
+    assert code
+    assert "from elsewhere" in told
+    assert not jobs.words
+
+
+def test_sizes_are_for_layers(tmp_path: Path) -> None:
+    words = ["profile", "--output", str(tmp_path / "a.csv"), "--clocks", "1000", "--", "train.py"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "for --layers alone" in result.output

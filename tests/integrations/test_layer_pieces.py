@@ -1,0 +1,181 @@
+"""Pieces of a model, run one by one, are the model; and what measuring them leaves."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from free_port import free_port
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.tensor_parallel import random  # noqa: E402
+from megatron.core.transformer import TransformerConfig, transformer_block  # noqa: E402
+
+from envpipe_megatron.errors import EnvPipeError  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import hooks  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
+from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
+from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
+from envpipe_megatron.search.layer_profile import Block, Sizes  # noqa: E402
+
+ARGS = Namespace(
+    seq_length=8,
+    context_parallel_size=1,
+    padded_vocab_size=32,
+    create_attention_mask_in_dataloader=True,
+)
+DENSE_THEN_EXPERTS = (0, 1, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """A job of one rank, on the CPU, whose models get one layer of each kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "Stream", SimpleNamespace)  # experts' own
+        state = torch.zeros(1, dtype=torch.uint8)
+        patch.setattr(torch.cuda.random, "get_rng_state", lambda *_, **__: state)
+        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            patch.setattr(random, name, getattr(random, name))  # put back at the end
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        block = transformer_block.TransformerBlock
+        patch.setattr(block, "_build_layers", block._build_layers)  # put back at the end
+        hooks._build_one_of_each(transformer_block)
+        address = f"tcp://127.0.0.1:{free_port()}"
+        torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def make_model(experts: bool = False, tied: bool = False) -> Any:
+    more: dict[str, Any] = {}
+    if experts:
+        more = {
+            "num_moe_experts": 2,
+            "moe_layer_freq": list(DENSE_THEN_EXPERTS),
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    config = TransformerConfig(
+        num_layers=3,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **more,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=tied)
+
+
+def names(pieces: GptPieces) -> list[str]:
+    return [name for block in pieces.blocks for name in block.pieces]
+
+
+def test_layers_of_each_kind_are_built_once() -> None:
+    pieces = GptPieces(make_model(), ARGS)
+    assert pieces.blocks == (Block(("embedding",)), Block(("layer",), 3), Block(("loss",)))
+    model = make_model(experts=True)
+    assert len(model.decoder.layers) == 2
+    assert GptPieces(model, ARGS).blocks == (
+        Block(("embedding",)),
+        Block(("layer1",)),
+        Block(("layer2",), 2),
+        Block(("loss",)),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_pieces_one_after_another_are_the_model(tied: bool) -> None:
+    model = make_model(tied=tied)
+    pieces = GptPieces(model, ARGS)
+    state = None
+    for name in names(pieces):
+        with pieces.running(name, 2) as (piece, hidden):
+            state = piece.forward(hidden if state is None else state)
+    tokens, positions, mask = pieces._microbatch(2).inputs
+    assert torch.equal(state, model(tokens, positions, mask, labels=tokens))
+    assert len(model.decoder.layers) == 1
+    assert model.decoder.final_layernorm is not None
+
+
+def test_a_layer_is_repeated_and_recomputed_while_it_runs() -> None:
+    model = make_model()
+    pieces = GptPieces(model, ARGS)
+    assert pieces.ways("layer") == ("selective", FULL)
+    assert pieces.ways("loss") == ()
+    calls = []
+    model.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    with pieces.running("layer", 1, repeats=3) as (piece, hidden):
+        calls.clear()
+        piece.forward(hidden)
+        assert len(calls) == 3
+    gradients = []
+    for way in (None, FULL):
+        with pieces.running("layer", 1, way) as (piece, hidden):
+            calls.clear()
+            inputs = hidden.detach().requires_grad_()
+            piece.forward(inputs).sum().backward()
+            gradients.append(inputs.grad)
+            assert len(calls) == (1 if way is None else 2)
+    assert torch.equal(*gradients)
+    assert model.config.recompute_granularity is None
+
+
+def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
+    for tied in (True, False):
+        pieces = GptPieces(make_model(tied=tied), ARGS)
+        counts = {}
+        for name in names(pieces):
+            with pieces.running(name, 1) as (piece, _):
+                counts[name] = piece.parameters
+        norm = 2 * 16
+        assert counts["embedding"] == (32 + 8) * 16
+        assert counts["loss"] == 32 * 16 + norm
+        assert counts["layer"] == 12 * 16**2 + 2 * norm
+
+
+def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path) -> None:
+    model = make_model()
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros_like(weight)
+        weight.grad = torch.zeros_like(weight)
+    inner = torch.optim.Adam(model.parameters())
+    optimizer = SimpleNamespace(optimizer=inner, step=inner.step)
+    job = LayerJob(str(tmp_path), 1, 1, 1, (1, 2))
+    measure_model(model, optimizer, ARGS, job)
+    for size in (1, 2):
+        made = read_layers(job.file(size))
+        layer = made.at(Sizes(1, size))["layer"]
+        assert layer.input_bytes == layer.output_bytes == 8 * size * 16 * 4
+        assert layer.forward_s[0] > 0
+        assert layer.forward_j is None
+        assert [way.name for way in layer.recomputation] == ["selective", "full"]
+        held = made.bytes_per_parameter
+        assert (held.weight, held.gradient) == (4, 4)
+        assert held.optimizer == pytest.approx(8, rel=0.02)
+        assert made.optimizer_s > 0
+        assert made.frequency_mhz.tolist() == [1]
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(EnvPipeError, match="GPTModel"):
+        GptPieces(torch.nn.Linear(1, 1), ARGS)
