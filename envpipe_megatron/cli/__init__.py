@@ -23,6 +23,7 @@ from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.plans.orders import export_schedule
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
+from envpipe_megatron.cli.plans.search import search_command
 from envpipe_megatron.cli.plans.simulate import simulate
 from envpipe_megatron.cli.plans.straggler import straggler
 
@@ -42,6 +43,7 @@ for command in (
     compare,
     straggler,
     partition,
+    search_command,
     import_freqs,
     export_freqs,
     export_schedule,

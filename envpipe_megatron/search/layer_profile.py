@@ -162,6 +162,8 @@ class LayerProfile:
         frequency_mhz: [num_frequencies], the highest first.
         measures: for each of the sizes that were measured, each piece.
         optimizer_s: of the optimizer's step, for each parameter that a GPU updates.
+        workspaces_add: whether forwards' workspace is held while backwards run, as it is where an
+            allocator's cache is counted; else the larger of the two is.
         source: where this comes from, for messages.
     """
 
@@ -171,6 +173,7 @@ class LayerProfile:
     bytes_per_parameter: BytesPerParameter
     links: Links
     optimizer_s: float = 0.0
+    workspaces_add: bool = False
     gpu: str | None = None
     source: str = "a layer profile"
 
@@ -207,7 +210,15 @@ class LayerProfile:
     def column(self, sizes: Sizes, name: str) -> FloatArray:
         """[num_pieces] a measure of each piece; with a second axis of clocks where it has."""
         measures = self.at(sizes)
-        return np.array([getattr(measures[piece], name) for piece in self.pieces], dtype=float)
+        names, numbers = self._numbered
+        return np.array([getattr(measures[piece], name) for piece in names], dtype=float)[numbers]
+
+    @cached_property
+    def _numbered(self) -> tuple[tuple[str, ...], IntArray]:
+        """The different pieces, and which of them each piece is."""
+        names = tuple(dict.fromkeys(self.pieces))
+        number = {name: index for index, name in enumerate(names)}
+        return names, np.array([number[piece] for piece in self.pieces])
 
 
 def check_profile(profile: LayerProfile) -> LayerProfile:

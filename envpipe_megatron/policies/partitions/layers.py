@@ -7,7 +7,7 @@ profiled, runs on the first stage, and the output layer with the loss on the las
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -128,20 +128,29 @@ def _sums(table: LayerTable, values: FloatArray | None, split: Split) -> FloatAr
 def megatron_layout(split: Split) -> str:
     """The value of Megatron's `--pipeline-model-parallel-layout` for a split.
 
+    Embedding and loss are demanded exactly once, first and last, whether they were profiled or not.
+    """
+    stages = ["t" * count for count in split]
+    return layout_text(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+
+
+def layout_text(stages: Sequence[str]) -> str:
+    """Letters of stages as Megatron's layout: `Et*3|(tt|)*2tL`.
+
     The syntax of core_v0.16.1 to core_v0.19.0: stages between `|`; `E` embedding, `t` transformer
-    layer, `L` loss; `x*n` and `(...)*n` repeat. Embedding and loss are demanded exactly once, first
-    and last, whether they were profiled or not.
+    layer, `m` layer that predicts a further token, `L` loss; `x*n` and `(...)*n` repeat.
     """
 
-    def layers(count: int) -> str:
-        return "t" * count if count < 2 else f"t*{count}"
+    def short(stage: str) -> str:
+        runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+        return "".join(x * n if n < 2 else f"{x}*{n}" for x, n in runs)
 
     middle = ""
-    for count, same in groupby(split[1:-1]):
+    for stage, same in groupby(stages[1:-1]):
         repeats = len(list(same))
-        stage = f"{layers(count)}|"
-        middle += stage if repeats == 1 else f"({stage})*{repeats}"
-    return f"E{layers(split[0])}|{middle}{layers(split[-1])}L"
+        text = f"{short(stage)}|"
+        middle += text if repeats == 1 else f"({text})*{repeats}"
+    return f"{short(stages[0])}|{middle}{short(stages[-1])}"
 
 
 def layout_flags(split: Split) -> str:

@@ -1,0 +1,335 @@
+"""`envpipe search`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
+from envpipe_megatron.console import say, table_of
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import refuse_foreign, replace_files
+from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.layer_file import read_layers
+from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.megatron.candidates import Losses
+from envpipe_megatron.search.megatron.flags import (
+    megatron_flags,
+    recomputed_layers,
+)
+from envpipe_megatron.search.megatron.search import Found, Ranked, search
+from envpipe_megatron.search.megatron.space import Space
+
+_GIB = 2.0**30
+_ABOVE_0 = Finite(min=0, min_open=True)
+_CONFIGURATION, _FRONTIER, _PICTURE = "configuration.json", "frontier.csv", "frontier.png"
+_STAGES, _SIDECAR, _PLAN = "profile.csv", "profile.json", "plan.json"
+
+logger = logging.getLogger(__name__)
+
+
+@click.command("search")
+@click.option(
+    "--profile", "profile_path", type=EXISTING_FILE, required=True,
+    help="Layer profile JSON, as `envpipe profile --layers` and `envpipe import-layers` write it.",
+)  # fmt: skip
+@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of the job.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), required=True, help="Samples of an iteration."
+)
+@click.option("--memory", "memory_gib", type=_ABOVE_0, help="Of one GPU at its peak, GiB.")
+@click.option(
+    "--objective", "goal", type=click.Choice(["time", "energy", "cost"]),
+    default=Goal.TIME.value, show_default=True, help="What is to be least.",
+)  # fmt: skip
+@click.option(
+    "--max-slowdown", "slowdown_percent", type=Finite(min=0), default=0.0, show_default=True,
+    help="With --objective energy or cost: percent that an iteration may take longer than that of "
+    "the fastest configuration at the highest clocks.",
+)  # fmt: skip
+@click.option(
+    "--max-virtual-stages", "max_chunks", type=click.IntRange(min=1), default=4, show_default=True,
+    help="Virtual stages of a stage at most.",
+)  # fmt: skip
+@click.option(
+    "--same-recomputation", is_flag=True,
+    help="All stages recompute alike, as Megatron without EnvPipe does.",
+)  # fmt: skip
+@click.option(
+    "--distributed-optimizer/--no-distributed-optimizer", default=True, show_default=True,
+    help="Whether data parallel ranks share the optimizer's state.",
+)  # fmt: skip
+@click.option(
+    "--power-model", "preset", metavar="PRESET",
+    help="Model joules and clocks by a GPU preset, such as a100-sxm, where none were measured.",
+)  # fmt: skip
+@click.option(
+    "--blocking-power", "blocking_power_w", type=Finite(min=0),
+    help="Power of a GPU that waits in a receive, W. Default: the power model's, or 0.",
+)  # fmt: skip
+@click.option("--energy-price", type=Finite(min=0), default=0.0, help="With cost: of a kWh.")
+@click.option(
+    "--gpu-price", type=Finite(min=0), default=0.0, help="With cost: of an hour of a GPU."
+)
+@click.option(
+    "--output", type=OUTPUT_FOLDER,
+    help="Folder for the best configuration, its stage profile and plan, and the frontier.",
+)  # fmt: skip
+def search_command(
+    profile_path: Path,
+    gpus: int,
+    gpus_per_node: int,
+    global_batch: int,
+    memory_gib: float | None,
+    goal: str,
+    slowdown_percent: float,
+    max_chunks: int,
+    same_recomputation: bool,
+    distributed_optimizer: bool,
+    preset: str | None,
+    blocking_power_w: float | None,
+    energy_price: float,
+    gpu_price: float,
+    output: Path | None,
+) -> None:
+    """Search the parallel configuration of a Megatron job; needs no GPU.
+
+    Stages and their layers, virtual stages, tensor, context, expert and data parallel sizes,
+    microbatch and recomputation, for the least time, energy or cost of an iteration with EnvPipe's
+    order and clocks.
+
+    Example:
+
+      envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
+      --objective energy --max-slowdown 1 --output best
+    """
+    if output is not None:
+        refuse_foreign(output, (_STAGES, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
+    profile = read_layers(profile_path)
+    profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
+    limit = None if memory_gib is None else memory_gib * _GIB
+    job = Job(gpus, gpus_per_node, global_batch, limit)
+    space = Space(max_chunks, distributed_optimizer, same_recomputation)
+    objective = Objective(goal=goal, energy_price=energy_price, gpu_price=gpu_price)
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("cutting", total=None)
+
+        def progress(doing: str, done: int, of: int) -> None:
+            bar.update(task, description=doing, completed=done, total=of)
+
+        found = search(
+            profile,
+            job,
+            space,
+            objective,
+            blocking_power_w=blocking_power_w,
+            max_slowdown=slowdown_percent / 100,
+            progress=progress,
+        )
+    shown = _Shown(profile, job, found)
+    console.print(shown.table())
+    console.print(shown.lost())
+    console.print(shown.stages())
+    say(console, shown.how_sure())
+    flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
+    say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
+    if output is not None:
+        _write(output, profile, job, found, flags)
+        say(console, f"\nWritten to {output}")
+
+
+def _with_power(
+    profile: LayerProfile, preset: str | None, blocking_power_w: float | None
+) -> tuple[LayerProfile, float]:
+    """The profile with joules as far as there are any, and the power of waiting."""
+    if preset is not None:
+        if profile.has_energy:
+            raise EnvPipeError(
+                f"{profile.source} has measured joules, which a model would replace",
+                value=preset,
+                remedy="Leave --power-model out.",
+            )
+        model = load_preset(preset)
+        if blocking_power_w is None:
+            blocking_power_w = model.wait_power_w
+        return with_modelled_energy(profile, model), blocking_power_w
+    if profile.has_energy and blocking_power_w is None:
+        logger.warning(
+            "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
+            "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
+        )
+    return profile, blocking_power_w or 0.0
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is printed of a search."""
+
+    profile: LayerProfile
+    job: Job
+    found: Found
+
+    def table(self) -> Table:
+        """The best configurations."""
+        rows = []
+        for number, each in enumerate(self.found.ranked, start=1):
+            candidate = each.candidate
+            cells = [
+                str(number),
+                _sizes(each),
+                _recomputation(each),
+                f"{each.iteration_time_s:.4f}",
+                f"{candidate.peak_bytes.max() / _GIB:.1f}",
+            ]
+            if each.cost is not None:
+                cells[4:4] = [f"{each.cost.energy_j:.0f}"]
+            rows.append(cells)
+        energy = ["energy (J)"] if self.profile.has_energy else []
+        columns = ["", "", "recomputed", "time (s)", *energy, "peak (GiB)"]
+        shown = table_of("The best configurations", columns, rows)
+        shown.columns[2].justify = "left"
+        return shown
+
+    def lost(self) -> Table:
+        """Where the time of each goes, and what it takes more than the best."""
+        best, rows = self.found.ranked[0].candidate, []
+        for number, each in enumerate(self.found.ranked, start=1):
+            candidate, losses = each.candidate, each.candidate.losses
+            longer = candidate.iteration_time_s / best.iteration_time_s
+            rows.append(
+                (
+                    str(number),
+                    *(
+                        f"{100 * share:.1f}"
+                        for share in (
+                            losses.computed,
+                            losses.recomputed,
+                            losses.bubbles,
+                            losses.reduction,
+                        )
+                    ),
+                    f"{100 * (longer - 1):+.1f}",
+                    _why(losses, best.losses, longer),
+                )
+            )
+        columns = ("", "computing", "again", "bubbles", "reduction", "time", "of it, most by")
+        return table_of(
+            "Where the time goes in the framework's own order, %, and against the best",
+            columns,
+            rows,
+        )
+
+    def stages(self) -> Table:
+        """The stages of the best."""
+        candidate = self.found.ranked[0].candidate
+        layouts, works = candidate.configuration.stages, candidate.works
+        recomputed = recomputed_layers(candidate.configuration)
+        rows = [
+            (
+                str(stage),
+                " + ".join(_pieces(self.profile.pieces[a:b]) for a, b in layout.chunks),
+                "-" if name is None else f"{name} {count}",
+                f"{1e3 * work.time_s:.2f}",
+                f"{peak / _GIB:.2f}",
+            )
+            for stage, (layout, work, peak, (name, count)) in enumerate(
+                zip(layouts, works, candidate.peak_bytes, recomputed, strict=True)
+            )
+        ]
+        columns = ("stage", "layers", "recomputed", "microbatch (ms)", "peak (GiB)")
+        shown = table_of("Stages of the best, at the highest clocks", columns, rows)
+        shown.columns[1].justify = "left"
+        return shown
+
+    def how_sure(self) -> str:
+        """What was looked at."""
+        cut = f"{self.found.num_cut} of {self.found.num_shapes} shapes were cut"
+        return f"{cut}: the others have a bound above what was found."
+
+
+def _sizes(each: Ranked) -> str:
+    configuration = each.candidate.configuration
+    first = configuration.stages[0]
+    parts = [
+        ("TP", first.sizes.tensor_parallel),
+        ("CP", first.sizes.context_parallel),
+        ("EP", first.sizes.expert_parallel),
+        ("PP", len(configuration.stages)),
+        ("VP", configuration.num_chunks),
+        ("DP", first.data_parallel),
+    ]
+    text = " ".join(f"{name}{size}" for name, size in parts if size > 1) or "one GPU"
+    return f"{text}, {configuration.num_microbatches} x {first.sizes.microbatch_size}"
+
+
+def _recomputation(each: Ranked) -> str:
+    by_stage = recomputed_layers(each.candidate.configuration)
+    names = list(dict.fromkeys(name for name, _ in by_stage if name is not None))
+    counts = " ".join(str(count) for _, count in by_stage[:8])
+    return f"{'/'.join(names)} {counts}{' ...' if len(by_stage) > 8 else ''}" if names else "-"
+
+
+def _pieces(names: tuple[str, ...]) -> str:
+    runs: list[tuple[str, int]] = []
+    for name in names:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + 1)
+        else:
+            runs.append((name, 1))
+    return ", ".join(name if count == 1 else f"{count} {name}s" for name, count in runs)
+
+
+def _why(losses: Losses, best: Losses, longer: float) -> str:
+    """What the largest part of the time is that a candidate takes more than the best."""
+    more = {
+        name: 100 * (getattr(losses, field) * longer - getattr(best, field))
+        for name, field in (
+            ("computing", "computed"),
+            ("recomputing", "recomputed"),
+            ("bubbles", "bubbles"),
+            ("reduction", "reduction"),
+        )
+    }
+    name = max(more, key=lambda each: more[each])
+    return f"{name} {more[name]:+.1f}" if more[name] >= 0.05 else "-"
+
+
+def _write(output: Path, profile: LayerProfile, job: Job, found: Found, flags: list[str]) -> None:
+    best = found.ranked[0]
+    output.mkdir(parents=True, exist_ok=True)
+    predicted = {
+        "iteration_time_s": best.iteration_time_s,
+        "energy_j": None if best.cost is None else best.cost.energy_j,
+        "own_order_iteration_time_s": best.candidate.iteration_time_s,
+        "peak_bytes": best.candidate.peak_bytes.tolist(),
+    }
+    text = configuration_text(
+        profile, best.candidate.configuration, job, flags=flags, predicted=predicted
+    )
+    replace_files({output / _CONFIGURATION: [text]})
+    best.candidate.stage_profile.write(output / _STAGES)
+    if best.plan is not None:
+        from envpipe_megatron.report.drawing.configurations import plot_configurations
+
+        best.plan.write(output / _PLAN)
+        points = [
+            (_sizes(each), each.iteration_time_s, each.cost.energy_j)
+            for each in found.ranked
+            if each.cost is not None
+        ]
+        rows = [f'"{name}",{time_s!r},{energy_j!r}\n' for name, time_s, energy_j in points]
+        header = "configuration,iteration_time_s,energy_j\n"
+        replace_files({output / _FRONTIER: [header, *rows]})
+        plot_configurations(points, output / _PICTURE)

@@ -1,0 +1,168 @@
+"""Configurations as pipelines: what the simulator and the planner make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
+from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.megatron.work import (
+    StageWork,
+    framework_order,
+    hops_s,
+    peak_bytes,
+    stage_work,
+    tails_s,
+)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Where the time of all GPUs goes, as fractions of the iteration; messages wait in bubbles."""
+
+    computed: float
+    recomputed: float
+    bubbles: float
+    reduction: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of a job, in the framework's own order at the highest clocks at first."""
+
+    configuration: Configuration
+    profile: LayerProfile
+    job: Job
+
+    @cached_property
+    def works(self) -> tuple[StageWork, ...]:
+        """What each stage does."""
+        return tuple(stage_work(self.profile, stage) for stage in self.configuration.stages)
+
+    @cached_property
+    def peak_bytes(self) -> FloatArray:
+        """[num_stages] the most that a GPU holds."""
+        return peak_bytes(self.profile, self.configuration, self.works)
+
+    @cached_property
+    def hops_s(self) -> FloatArray:
+        """[num_stages - 1] time of a message between neighbouring stages."""
+        return hops_s(self.profile, self.configuration, self.works, self.job)
+
+    @cached_property
+    def tails_s(self) -> FloatArray:
+        """[num_stages] gradient reduction and optimizer."""
+        return tails_s(self.profile, self.configuration, self.works, self.job)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One iteration."""
+        configuration = self.configuration
+        schedule = framework_order(
+            len(self.works), configuration.num_microbatches, configuration.num_chunks
+        )
+        by_kind_s = np.array([[w.forward_s[:, 0], w.backward_s[:, 0]] for w in self.works])
+        stage = np.arange(len(self.works))[:, None]
+        duration_s = by_kind_s[stage, schedule.is_backward.astype(int), schedule.chunks]
+        return Timeline(schedule, duration_s, self.hops_s.tolist(), self.tails_s)
+
+    @property
+    def iteration_time_s(self) -> float:
+        """Of the framework's own order at the highest clocks, by the simulator."""
+        return self.timeline.iteration_time_s
+
+    @property
+    def losses(self) -> Losses:
+        """Where the time goes."""
+        configuration, all_s = self.configuration, self.iteration_time_s
+        gpus = np.array([stage.num_gpus for stage in configuration.stages])
+        share = gpus / gpus.sum() / all_s
+        busy = configuration.num_microbatches * np.array([work.time_s for work in self.works])
+        again = configuration.num_microbatches * np.array(
+            [work.recomputed_s.sum() for work in self.works]
+        )
+        tails = float(share @ self.tails_s)
+        return Losses(
+            computed=float(share @ (busy - again)),
+            recomputed=float(share @ again),
+            bubbles=1.0 - float(share @ busy) - tails,
+            reduction=tails,
+        )
+
+    @cached_property
+    def stage_profile(self) -> Profile:
+        """The stages as a profile that the planner takes."""
+        chunks, clocks = self.configuration.num_chunks, self.profile.frequency_mhz.tolist()
+        rows = [
+            (stage * chunks + chunk, kind, ProfileRow(clock, time_s, energy_j))
+            for stage, work in enumerate(self.works)
+            for kind, times, energies in (
+                (Kind.FORWARD, work.forward_s, work.forward_j),
+                (Kind.BACKWARD, work.backward_s, work.backward_j),
+            )
+            for chunk in range(chunks)
+            for clock, time_s, energy_j in zip(
+                clocks, times[chunk].tolist(), energies[chunk].tolist(), strict=True
+            )
+        ]
+        held = [float(work.held_bytes.mean()) for work in self.works]
+        sidecar = Sidecar(
+            gpu=self.profile.gpu,
+            num_chunks=chunks,
+            p2p_latency_s=tuple(self.hops_s.tolist()),
+            activation_bytes=tuple(held),
+            free_bytes=self._free_bytes(held),
+        )
+        source = f"{self.profile.source}, {len(self.works)} stages"
+        return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
+
+    def conditions(self, blocking_power_w: float) -> Conditions:
+        """What surrounds the units; a stage's GPUs are those of one pipeline."""
+        return make_conditions(
+            self.stage_profile,
+            blocking_power_w=blocking_power_w,
+            tail_time_s=tuple(self.tails_s.tolist()),
+            gpus_per_stage=tuple(stage.sizes.gpus for stage in self.configuration.stages),
+        )
+
+    def plan(self, blocking_power_w: float, longest_s: float | None = None) -> Plan:
+        """The best order and clocks within a time, by default that of the framework's own order."""
+        factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
+        request = PlanRequest(
+            num_microbatches=self.configuration.num_microbatches,
+            schedule="auto",
+            policy="optimal",
+            num_chunks=self.configuration.num_chunks,
+            max_in_flight=None if self.job.memory_bytes is None else BY_MEMORY,
+            deadline_factor=factor,
+            conditions=self.conditions(blocking_power_w),
+            runnable=True,
+        )
+        return make_plan(self.stage_profile, request).plan
+
+    def energy_j(self, plan: Plan) -> float:
+        """Of all GPUs: a plan is of one of the pipelines, which run side by side."""
+        return plan.cost.energy_j * self.configuration.stages[0].data_parallel
+
+    def _free_bytes(self, held: Sequence[float]) -> tuple[float, ...] | None:
+        """For each stage what is free beside one microbatch; at least what its own order needs."""
+        if self.job.memory_bytes is None:
+            return None
+        needed = np.array(self.timeline.schedule.peak_in_flight) - 1
+        by_own_order = needed * np.array(held)
+        spare = np.maximum(self.job.memory_bytes - self.peak_bytes, 0.0)
+        return tuple((by_own_order + spare).tolist())

@@ -1,0 +1,231 @@
+"""Megatron's space: whole layers, and one tensor, context, data and expert size for all stages.
+
+Everything that Megatron runs is a shape (sizes, stages, virtual stages, recomputation) and a cut.
+For each shape the best cut is found (exactly without virtual stages, see `cuts`, `chunks`); shapes
+come with a bound, so that those that cannot be among the best are passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
+from envpipe_megatron.search.megatron.chunks import spread
+from envpipe_megatron.search.megatron.cuts import BestCut, Pieces, Recomputed, Shape, best_cut
+from envpipe_megatron.search.megatron.work import bytes_for_each_parameter, peak_bytes, stage_work
+
+#: Megatron's name for recomputing whole layers, some of each stage's.
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Args:
+        max_chunks: virtual stages of a stage at most; 1 for none.
+        distributed_optimizer: whether data parallel ranks share the optimizer's state.
+        same_recomputation: all stages recompute alike, as Megatron does by itself: no layer, each
+            a part (`selective`), or equally many `full`; else each as its own memory asks for.
+    """
+
+    max_chunks: int = 1
+    distributed_optimizer: bool = True
+    same_recomputation: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best cut of a shape, and the time (s) that the stages' own formula gives it."""
+
+    shape: Shape
+    configuration: Configuration
+    estimate_s: float
+
+
+class MegatronSpace:
+    """All configurations of a job that Megatron can run, by shape.
+
+    EnvPipeError: a profile whose layers are in parts, or a batch that no shape divides.
+    """
+
+    def __init__(self, profile: LayerProfile, job: Job, space: Space) -> None:
+        if any(len(block.pieces) > 1 for block in profile.blocks):
+            raise EnvPipeError(
+                f"{profile.source} lists parts of layers, and Megatron's stages have whole ones",
+                remedy="Fold each block into one piece first.",
+            )
+        self.profile, self.job, self.space = profile, job, space
+        self._pieces: dict[Sizes, Pieces] = {}
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every shape, the one with the lowest bound first."""
+        found = tuple(self._shapes())
+        if not found:
+            raise EnvPipeError(
+                f"No sizes in {self.profile.source} fit {self.job.num_gpus} GPUs and a batch of "
+                f"{self.job.global_batch}",
+                value=sorted(self.profile.measures),
+                remedy="The GPUs must be tensor x context x data parallel x stages, and the batch "
+                "a multiple of data parallel x microbatch size.",
+            )
+        return tuple(sorted(found, key=self.bound_s))
+
+    def bound_s(self, shape: Shape) -> float:
+        """No cut of a shape takes less: even stages, and one microbatch through all of them."""
+        all_s = float(self.pieces(shape).time_s[-1])
+        even_s = all_s / shape.num_stages
+        fill_s = all_s - even_s if shape.num_chunks == 1 else 0.0
+        return shape.num_microbatches * even_s + fill_s
+
+    def pieces(self, shape: Shape) -> Pieces:
+        """What pieces take at a shape's sizes."""
+        if shape.sizes not in self._pieces:
+            self._pieces[shape.sizes] = Pieces(self.profile, shape.sizes)
+        return self._pieces[shape.sizes]
+
+    def best_cut(self, shape: Shape, within_s: float = math.inf) -> Cut | None:
+        """The best cut of a shape; None if nothing fits, or all take longer than that."""
+        return self._plain(shape, within_s) if shape.num_chunks == 1 else self._in_chunks(shape)
+
+    def configuration(
+        self, shape: Shape, slots: Sequence[int], recomputed: Sequence[Recomputed]
+    ) -> Configuration:
+        """A shape with its cut.
+
+        Args:
+            slots: the first piece of each slot, and the number of pieces; slot i is of stage i mod
+                p.
+            recomputed: by each stage of each of its chunks.
+        """
+        measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
+        stages = []
+        for stage, (name, count) in enumerate(recomputed):
+            starts = range(stage, len(slots) - 1, shape.num_stages)
+            chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
+            ways = tuple(
+                name
+                if piece - first < count
+                and any(way.name == name for way in measures[pieces[piece]].recomputation)
+                else None
+                for first, end in chunks
+                for piece in range(first, end)
+            )
+            stages.append(StageLayout(chunks, shape.sizes, shape.data_parallel, ways))
+        return Configuration(
+            tuple(stages), shape.num_microbatches, self.space.distributed_optimizer
+        )
+
+    def _plain(self, shape: Shape, within_s: float) -> Cut | None:
+        pieces, best = self.pieces(shape), BestCut()
+        each_bytes = bytes_for_each_parameter(
+            self.profile,
+            shape.data_parallel,
+            distributed_optimizer=self.space.distributed_optimizer,
+        )
+        for everywhere in self._everywhere(shape):
+            if everywhere is not None and self._bound_with(shape, everywhere) > best.time_s:
+                continue
+            least_s = min(within_s, best.time_s)
+            found = best_cut(pieces, shape, self.job, each_bytes, least_s, everywhere)
+            best = min(best, found, key=lambda each: each.time_s)
+        if not math.isfinite(best.time_s):
+            return None
+        return Cut(shape, self.configuration(shape, best.cut, best.recomputed), best.time_s)
+
+    def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
+        """What all stages recompute, each way that Megatron has; or None, for each its own."""
+        if not self.space.same_recomputation:
+            yield None
+            return
+        yield None, 0
+        for name, way in self.pieces(shape).ways.items():
+            layers = int(way.known[-1])
+            yield from ((name, count) for count in range(1 if name == FULL else layers, layers + 1))
+
+    def _bound_with(self, shape: Shape, everywhere: Recomputed) -> float:
+        """No cut takes less if each stage recomputes so many pieces, or all there are."""
+        name, count = everywhere
+        if name is None:
+            return 0.0
+        pieces = self.pieces(shape)
+        again_s = np.diff(pieces.ways[name].again_s)
+        least = min(count * shape.num_stages, int((again_s > 0).sum()))
+        all_s = pieces.time_s[-1] + least * again_s[again_s > 0].min()
+        return float(shape.num_microbatches * all_s / shape.num_stages)
+
+    def _in_chunks(self, shape: Shape) -> Cut | None:
+        slots = spread(self.pieces(shape), shape)
+        if slots is None:
+            return None
+        options: list[Sequence[Recomputed]] = [[(None, 0)] * shape.num_stages]
+        most = int(np.diff(slots).max())
+        for name in self.pieces(shape).ways if self.job.memory_bytes else ():
+            counts = [
+                self._fewest(shape, slots, stage, name, most) for stage in range(shape.num_stages)
+            ]
+            if self.space.same_recomputation:
+                counts = [max(counts) if name == FULL else most] * shape.num_stages
+            options.append([(name, count) for count in counts])
+        cuts = [self._cut_in_chunks(shape, slots, option) for option in options]
+        fitting = [cut for cut in cuts if cut is not None]
+        return min(fitting, key=lambda cut: cut.estimate_s, default=None)
+
+    def _cut_in_chunks(
+        self, shape: Shape, slots: IntArray, recomputed: Sequence[Recomputed]
+    ) -> Cut | None:
+        found = self.configuration(shape, slots.tolist(), recomputed)
+        works = [stage_work(self.profile, stage) for stage in found.stages]
+        limit = self.job.memory_bytes
+        if limit is not None and (peak_bytes(self.profile, found, works) > limit).any():
+            return None
+        times_s = np.array([work.time_s for work in works])
+        first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
+        ahead_s = np.cumsum(first_s) - first_s
+        return Cut(shape, found, float((shape.num_microbatches * times_s + ahead_s).max()))
+
+    def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
+        """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
+        low, high = 0, most
+        while low < high:
+            count = (low + high) // 2
+            found = self.configuration(shape, slots.tolist(), [(name, count)] * shape.num_stages)
+            works = [stage_work(self.profile, each) for each in found.stages]
+            if peak_bytes(self.profile, found, works)[stage] <= (self.job.memory_bytes or math.inf):
+                high = count
+            else:
+                low = count + 1
+        return low
+
+    def _shapes(self) -> Iterator[Shape]:
+        job, pieces = self.job, len(self.profile.pieces)
+        for sizes in self.profile.measures:
+            groups, left = divmod(job.num_gpus, sizes.gpus)
+            if left:
+                continue
+            for stages in range(1, min(groups, pieces) + 1):
+                replicas, left = divmod(groups, stages)
+                samples = replicas * sizes.microbatch_size
+                if left or job.global_batch % samples:
+                    continue
+                if (replicas * sizes.context_parallel) % sizes.expert_parallel:
+                    continue
+                plain = Shape(sizes, stages, replicas, 1, job.global_batch // samples)
+                yield from self._with_chunks(plain)
+
+    def _with_chunks(self, shape: Shape) -> Iterator[Shape]:
+        yield shape
+        if shape.num_stages == 1 or shape.num_microbatches % shape.num_stages:
+            return  # Megatron wants whole groups of microbatches
+        for chunks in range(2, self.space.max_chunks + 1):
+            if shape.num_stages * chunks <= len(self.profile.pieces):
+                yield replace(shape, num_chunks=chunks)

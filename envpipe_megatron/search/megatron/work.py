@@ -1,0 +1,197 @@
+"""What each stage of a configuration does and holds, by the measures of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation
+
+#: Microbatches for each stage after which an order holds no more than before.
+_GROUPS_UNTIL_STEADY = 4
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage, on one of its GPUs; arrays by chunk have one row for each virtual stage.
+
+    Args:
+        forward_s, backward_s: [num_chunks, num_frequencies]; what is computed again counts as
+            backward.
+        forward_j, backward_j: the same shape; zeros where no joule was measured.
+        recomputed_s: [num_chunks] of it at the highest clock.
+        held_bytes: [num_chunks] for each microbatch of a chunk in flight.
+        beside_bytes: held at the peak besides: workspace, and one layer that is computed again.
+        parameters: that the GPU holds.
+        message_bytes: [num_chunks] the output of each chunk.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    forward_j: FloatArray
+    backward_j: FloatArray
+    recomputed_s: FloatArray
+    held_bytes: FloatArray
+    beside_bytes: float
+    parameters: float
+    message_bytes: FloatArray
+
+    @property
+    def time_s(self) -> float:
+        """One microbatch through all chunks, forward and backward, at the highest clock."""
+        return float(self.forward_s[:, 0].sum() + self.backward_s[:, 0].sum())
+
+
+def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
+    """The work of a stage; EnvPipeError for sizes that were not measured."""
+    measures, width = profile.at(stage.sizes), len(profile.frequency_mhz)
+    ways = iter(stage.recomputed)
+    times, held, messages, parameters = [], [], [], 0.0
+    forward_bytes = backward_bytes = working_bytes = 0.0
+    for first, end in stage.chunks:
+        chunk = np.zeros((5, width))
+        of_chunk = [measures[piece] for piece in profile.pieces[first:end]]
+        chunk_bytes = of_chunk[0].input_bytes if first else 0.0
+        for measure in of_chunk:
+            way = _way(measure, next(ways))
+            chunk += _times(measure, way)
+            chunk_bytes += measure.activation_bytes if way is None else way.activation_bytes
+            working_bytes = max(working_bytes, 0.0 if way is None else way.working_bytes)
+            forward_bytes = max(forward_bytes, measure.forward_workspace_bytes)
+            backward_bytes = max(backward_bytes, measure.backward_workspace_bytes)
+            parameters += measure.parameters
+        times.append(chunk)
+        held.append(chunk_bytes)
+        messages.append(0.0 if end == len(profile.pieces) else of_chunk[-1].output_bytes)
+    forward_s, backward_s, forward_j, backward_j, recomputed = np.stack(times, axis=1)
+    beside = workspace_bytes(profile, forward_bytes, backward_bytes, working_bytes, parameters)
+    return StageWork(
+        forward_s,
+        backward_s,
+        forward_j,
+        backward_j,
+        recomputed[:, 0],
+        np.array(held),
+        float(beside),
+        parameters,
+        np.array(messages),
+    )
+
+
+def workspace_bytes(
+    profile: LayerProfile,
+    forward_bytes: FloatArray | float,
+    backward_bytes: FloatArray | float,
+    working_bytes: FloatArray | float,
+    parameters: FloatArray | float,
+) -> FloatArray:
+    """What is held at the peak beside weights and activations, of one stage or many."""
+    least = profile.bytes_per_parameter.least_workspace * np.asarray(parameters)
+    if profile.workspaces_add:
+        return np.maximum(np.add(forward_bytes, backward_bytes), least) + working_bytes
+    return np.maximum(np.maximum(forward_bytes, np.add(backward_bytes, working_bytes)), least)
+
+
+def bytes_for_each_parameter(
+    profile: LayerProfile, data_parallel: int, *, distributed_optimizer: bool
+) -> float:
+    """What a GPU holds for a parameter: weight, gradient, its share of the optimizer's state."""
+    each = profile.bytes_per_parameter
+    share = data_parallel if distributed_optimizer else 1
+    return each.weight + each.gradient + each.optimizer / share
+
+
+def peak_bytes(
+    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork]
+) -> FloatArray:
+    """[num_stages] the most that a GPU of each stage holds, in the framework's own order."""
+    schedule = _short_order(len(works), configuration.num_microbatches, configuration.num_chunks)
+    peaks = [
+        work.parameters
+        * bytes_for_each_parameter(
+            profile,
+            layout.data_parallel,
+            distributed_optimizer=configuration.distributed_optimizer,
+        )
+        + most_held_bytes(schedule, stage, work.held_bytes)
+        + work.beside_bytes
+        for stage, (layout, work) in enumerate(zip(configuration.stages, works, strict=True))
+    ]
+    return np.array(peaks)
+
+
+def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> float:
+    """The most that an order's microbatches in flight hold on a stage, by chunk of it."""
+    sign = np.where(schedule.is_backward[stage], -1.0, 1.0)
+    return float((sign * held_bytes[schedule.chunks[stage]]).cumsum().max())
+
+
+def framework_order(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """1F1B, or with chunks Megatron's interleaved order."""
+    if num_chunks == 1:
+        return builders.one_f_one_b(num_stages, num_microbatches)
+    return builders.interleaved(num_stages, num_microbatches, num_chunks)
+
+
+@cache
+def _short_order(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """The framework's order of as many microbatches as hold the most."""
+    until_steady = min(num_microbatches, _GROUPS_UNTIL_STEADY * num_stages)
+    return framework_order(num_stages, until_steady, num_chunks)
+
+
+def hops_s(
+    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
+) -> FloatArray:
+    """[num_stages - 1] time of a message from each stage to the next, and of its gradient back."""
+    ends = np.cumsum([stage.num_gpus for stage in configuration.stages])[:-1]
+    hops = []
+    for stage, work, end in zip(configuration.stages, works, ends, strict=False):
+        crosses = stage.num_gpus >= job.gpus_per_node or end % job.gpus_per_node == 0
+        hops.append(float(profile.links.message_s(work.message_bytes.max(), bool(crosses))))
+    return np.array(hops)
+
+
+def tails_s(
+    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
+) -> FloatArray:
+    """[num_stages] gradient reduction and optimizer after each stage's last unit.
+
+    Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of an
+    all-reduce, and gathering the weights the other half, by their bytes.
+    """
+    each, tails = profile.bytes_per_parameter, []
+    for stage, work in zip(configuration.stages, works, strict=True):
+        crosses = stage.num_gpus > job.gpus_per_node
+        reduced_s = profile.links.all_reduce_s(
+            work.parameters * each.gradient, stage.data_parallel, crosses
+        )
+        updated = work.parameters
+        if configuration.distributed_optimizer:
+            reduced_s *= 0.5 * (1 + each.weight / each.gradient)
+            updated /= stage.data_parallel
+        tails.append(reduced_s + updated * profile.optimizer_s)
+    return np.array(tails)
+
+
+def _way(measure: Measure, name: str | None) -> Recomputation | None:
+    return next((way for way in measure.recomputation if way.name == name), None)
+
+
+def _times(measure: Measure, way: Recomputation | None) -> FloatArray:
+    """[5, num_frequencies]: forward s, backward s, forward J, backward J, computed again s."""
+    nothing = np.zeros_like(measure.forward_s)
+    forward_j = nothing if measure.forward_j is None else measure.forward_j
+    backward_j = nothing if measure.backward_j is None else measure.backward_j
+    again_s = nothing if way is None else way.time_s
+    again_j = nothing if way is None or way.energy_j is None else way.energy_j
+    return np.stack(
+        [measure.forward_s, measure.backward_s + again_s, forward_j, backward_j + again_j, again_s]
+    )
