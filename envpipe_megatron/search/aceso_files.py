@@ -36,7 +36,7 @@ from envpipe_megatron.search.layer_profile import (
     Sizes,
     check_profile,
 )
-from envpipe_megatron.search.recompute import OPERATOR
+from envpipe_megatron.search.stages.choices import OPERATOR
 
 DECODER_LAYER = "decoder_layer"
 _MIB = 2.0**20

@@ -12,7 +12,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.aceso_files import block_name
 from envpipe_megatron.search.layer_profile import Block, LayerProfile, Measure, Recomputation
-from envpipe_megatron.search.recompute import OPERATOR, Run
+from envpipe_megatron.search.stages.choices import OPERATOR, Run
 
 #: From the scores of an attention to its context: what Megatron recomputes if it is selective.
 _SCORE, _CONTEXT = re.compile(r".*-attention-score.*"), re.compile(r".*-attention-context.*")

@@ -1,0 +1,1 @@
+"""Division of a model into stages that may differ in size, as Aceso's runtime runs them."""
