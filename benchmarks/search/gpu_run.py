@@ -1,15 +1,16 @@
 """Layer profiles on GPUs, and training runs that predictions from them are held against.
 
-    python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2 profile
-    python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2 train pp2 tp2
+    RUN="python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2"
+    $RUN profile
+    $RUN train pp2 pp2mb2 tp2 dp2full best/configuration.json
 
 `profile` leaves MODEL.layers.json in the output, `train` a line of MODEL.runs.jsonl for each
-configuration: iteration times, and each stage's peak of allocated memory. A configuration is one of
-`CONFIGURATIONS`, or a file with Megatron's flags as `envpipe search` writes them. Clocks are left
-alone. With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
+configuration: iteration times and each stage's peak of allocated memory, predicted and measured.
+A configuration is a name as in `layout_of`, or a file of `envpipe search`. Clocks are left alone.
+With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
 
 Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
-its 32: two GPUs hold that many with their optimizer.
+its 32: two GPUs hold that many with their optimizer. Output weights are the embedding's in neither.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -37,15 +39,20 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.layer_file import read_layers
+from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.megatron.flags import megatron_flags
 
 ITERATIONS = 30
 #: The first take longer; the rest is what is compared.
 _WARM_UP = 10
 _MIB = 2**20
-_GPT = "--attention-dropout 0 --hidden-dropout 0"
+_GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --position-embedding-type rope "
-    f"--disable-bias-linear --untie-embeddings-and-output-weights {_GPT}"
+    f"--disable-bias-linear {_GPT}"
 )
 _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size"
 
@@ -77,18 +84,6 @@ MODELS = {
     ),
 }
 
-_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-CONFIGURATIONS = {
-    "pp2": "--pipeline-model-parallel-size 2",
-    "pp2-mb2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
-    "pp2vp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-    "pp2-full": f"--pipeline-model-parallel-size 2 {_FULL}",
-    "tp2": "--tensor-model-parallel-size 2",
-    "tp2-mb2": "--tensor-model-parallel-size 2 --micro-batch-size 2",
-    "dp2": "--use-distributed-optimizer",
-    "dp2-full": f"--use-distributed-optimizer {_FULL}",
-}
-
 
 @dataclass(frozen=True)
 class Place:
@@ -99,6 +94,16 @@ class Place:
     gpus: int
     cpu: bool
     model: str
+
+    @property
+    def job(self) -> Job:
+        """What is trained."""
+        return Job(self.gpus, self.gpus, MODELS[self.model].global_batch)
+
+    @property
+    def profile(self) -> Path:
+        """Where the layer profile is."""
+        return self.output / f"{self.model}.layers.json"
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -149,7 +154,7 @@ def profile(place: Place, microbatch_size: str) -> None:
     """Measure the layers at all tensor parallel sizes."""
     log = place.output / f"{place.model}.profile.log"
     command = [sys.executable, "-m", "envpipe_megatron.cli", "profile", "--layers"]
-    command += ["--output", str(place.output / f"{place.model}.layers.json")]
+    command += ["--output", str(place.profile)]
     command += ["--microbatch-size", microbatch_size, "--", "--standalone"]
     command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
     code, wall_s = _run(place, command, log, limit_s=300)
@@ -163,22 +168,70 @@ def profile(place: Place, microbatch_size: str) -> None:
 @click.argument("configurations", nargs=-1, required=True)
 @click.pass_obj
 def train(place: Place, limit_s: int, configurations: Sequence[str]) -> None:
-    """Train CONFIGURATIONS, names or files of flags, one after another."""
+    """Train CONFIGURATIONS, names or files of `envpipe search`, one after another."""
     for name in configurations:
-        flags = CONFIGURATIONS.get(name) or Path(name).read_text()
-        name = Path(name).stem
-        log = place.output / f"{place.model}.{name}.log"
+        predicted = _predicted(place, name)
+        log = place.output / f"{place.model}.{predicted['name']}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
         command += [] if place.cpu else ["--log-memory-interval", "10"]
-        code, wall_s = _run(place, [*command, *joined([flags])], log, limit_s)
-        found = read_log(log.read_text())
-        row = {"name": name, "flags": flags, "exit": code, "wall_s": wall_s, **found}
+        code, wall_s = _run(
+            place, [*command, *shlex.split(" ".join(predicted["flags"]))], log, limit_s
+        )
+        row = {**predicted, "exit": code, "wall_s": wall_s, **read_log(log.read_text())}
         with (place.output / f"{place.model}.runs.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        click.echo(f"{name}: exit {code} after {wall_s:.0f} s; {_words(found)}")
+        click.echo(_words(row))
         if code:
             click.echo(_end(log, 15))
+
+
+def _predicted(place: Place, name: str) -> dict[str, Any]:
+    """A configuration's flags, and what is predicted for it in Megatron's own order."""
+    if Path(name).is_file():
+        data = json.loads(Path(name).read_text())
+        of_file = data["predicted"]
+        return {
+            "name": Path(name).stem,
+            "flags": data["megatron_flags"],
+            "predicted_s": of_file["own_order_iteration_time_s"],
+            "predicted_bytes": of_file["peak_bytes"],
+        }
+    profile = read_layers(place.profile)
+    configuration = layout_of(name, profile, place.job)
+    candidate = Candidate(configuration, profile, place.job)
+    return {
+        "name": name,
+        "flags": megatron_flags(profile, configuration, place.job),
+        "predicted_s": candidate.iteration_time_s,
+        "predicted_bytes": candidate.peak_bytes.tolist(),
+    }
+
+
+def layout_of(name: str, profile: LayerProfile, job: Job) -> Configuration:
+    """Equal parts of a model, as in `pp2vp3tp2mb4full`; the rest of the GPUs is data parallel.
+
+    Pipeline and virtual stages, tensor parallel and microbatch size are 1 if they are not named;
+    `full` or `selective` recomputes every layer.
+    """
+    size = {key: int(number) for key, number in re.findall(r"(pp|vp|tp|mb)(\d+)", name)}
+    stages, chunks = size.get("pp", 1), size.get("vp", 1)
+    sizes = Sizes(size.get("tp", 1), size.get("mb", 1))
+    way = next((way for way in ("full", "selective") if name.endswith(way)), None)
+    last = len(profile.pieces) - 1
+    layers = (last - 1) // (stages * chunks)
+    edges = [0, *(1 + layers * part for part in range(1, stages * chunks)), last + 1]
+    data = job.num_gpus // (stages * sizes.gpus)
+    layouts = []
+    for stage in range(stages):
+        parts = tuple(
+            (edges[part], edges[part + 1]) for part in range(stage, len(edges) - 1, stages)
+        )
+        pieces = [piece for first, end in parts for piece in range(first, end)]
+        ways = tuple(None if piece in (0, last) else way for piece in pieces)
+        layouts.append(StageLayout(parts, sizes, data, ways))
+    microbatches = job.global_batch // (data * sizes.microbatch_size)
+    return Configuration(tuple(layouts), microbatches, distributed_optimizer=data > 1)
 
 
 def read_log(text: str) -> dict[str, Any]:
@@ -207,11 +260,18 @@ def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tup
     return code, time.monotonic() - begin_s
 
 
-def _words(found: Mapping[str, Any]) -> str:
-    if not found["iteration_s"]:
-        return "no iteration"
-    peaks = " ".join(f"{peak / 2**30:.2f}" for peak in found["peak_bytes"].values())
-    return f"{statistics.median(found['iteration_s']):.4f} s an iteration; {peaks} GiB"
+def _words(row: Mapping[str, Any]) -> str:
+    text = f"{row['name']}: exit {row['exit']} after {row['wall_s']:.0f} s"
+    if not row["iteration_s"]:
+        return text
+    predicted_s, measured_s = row["predicted_s"], statistics.median(row["iteration_s"])
+    text += f"; {predicted_s:.4f} s predicted, {measured_s:.4f} measured"
+    text += f" ({100 * (predicted_s / measured_s - 1):+.1f} %)"
+    predicted, measured = (
+        " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+        for peaks in (row["predicted_bytes"], row["peak_bytes"].values())
+    )
+    return f"{text}; {predicted} GiB predicted by stage, {measured} measured by rank"
 
 
 def _end(log: Path, lines: int) -> str:

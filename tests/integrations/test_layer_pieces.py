@@ -33,6 +33,7 @@ ARGS = Namespace(
     context_parallel_size=1,
     padded_vocab_size=32,
     create_attention_mask_in_dataloader=True,
+    check_for_nan_in_loss_and_grad=True,
 )
 DENSE_THEN_EXPERTS = (0, 1, 1)
 
@@ -112,7 +113,7 @@ def test_pieces_one_after_another_are_the_model(tied: bool) -> None:
         with pieces.running(name, 2) as (piece, hidden):
             state = piece.forward(hidden if state is None else state)
     tokens, positions, mask = pieces._microbatch(2).inputs
-    assert torch.equal(state, model(tokens, positions, mask, labels=tokens))
+    assert torch.equal(state, model(tokens, positions, mask, labels=tokens).sum())
     assert len(model.decoder.layers) == 1
     assert model.decoder.final_layernorm is not None
 
@@ -159,9 +160,14 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         weight.main_grad = torch.zeros_like(weight)
         weight.grad = torch.zeros_like(weight)
     inner = torch.optim.Adam(model.parameters())
-    optimizer = SimpleNamespace(optimizer=inner, step=inner.step)
+    optimizer = SimpleNamespace(
+        optimizer=inner,
+        step=inner.step,
+        zero_grad=lambda: inner.zero_grad(set_to_none=False),
+    )
+    model.zero_grad_buffer = lambda: None
     job = LayerJob(str(tmp_path), 1, 1, 1, (1, 2))
-    measure_model(model, optimizer, ARGS, job)
+    measure_model(model, model, optimizer, ARGS, job)
     for size in (1, 2):
         made = read_layers(job.file(size))
         layer = made.at(Sizes(1, size))["layer"]

@@ -28,16 +28,13 @@ class Piece:
     """A part of the model that can be run.
 
     Args:
-        forward: from hidden states to hidden states, or losses. The embedding's ignores them.
-        first, last: whether it takes, and gives, no hidden states.
+        forward: from hidden states to hidden states, or the loss. The embedding's ignores them.
         parameters: that this rank holds.
     """
 
     name: str
     forward: Callable[[torch.Tensor], torch.Tensor]
     parameters: int
-    first: bool = False
-    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,23 +91,18 @@ class GptPieces:
         if piece == EMBEDDING:
             embedding, (tokens, positions, _) = self._model.embedding, batch.inputs
             yield (
-                Piece(
-                    piece, lambda _: embedding(tokens, positions), _count([embedding]), first=True
-                ),
+                Piece(piece, lambda _: embedding(tokens, positions), _count([embedding])),
                 batch.hidden,
             )
         elif piece == LOSS:
-            model, norm = self._model, self._decoder.final_layernorm
-            weights = [model.shared_embedding_or_output_weight(), *norm.parameters()]
+            norm = self._decoder.final_layernorm
+            weights = [self._model.shared_embedding_or_output_weight(), *norm.parameters()]
             with self._only([], norm):
                 yield (
                     Piece(
                         piece,
-                        lambda hidden: model(
-                            *batch.inputs, decoder_input=hidden, labels=batch.labels
-                        ),
+                        lambda hidden: self._loss(batch, hidden),
                         sum(weight.numel() for weight in weights),
-                        last=True,
                     ),
                     batch.hidden,
                 )
@@ -125,6 +117,14 @@ class GptPieces:
                     ),
                     batch.hidden,
                 )
+
+    def _loss(self, batch: _Microbatch, hidden: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses, looked at by the host if Megatron's training scripts do so."""
+        losses = self._model(*batch.inputs, decoder_input=hidden, labels=batch.labels)
+        loss: torch.Tensor = losses.float().sum()
+        if self._args.check_for_nan_in_loss_and_grad:
+            _ = bool(loss.isnan()), bool(loss.isinf())
+        return loss
 
     def _only(self, layers: Iterable[torch.nn.Module], norm: Any) -> Any:
         """While these are the transformer block's layers, and this its norm behind them."""

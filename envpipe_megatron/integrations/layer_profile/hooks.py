@@ -150,7 +150,7 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
         from envpipe_megatron.integrations.layer_profile.job import measure_model
 
         model, optimizer, _ = set_up(*args, **kwargs)
-        measure_model(module.unwrap_model(model)[0], optimizer, module.get_args(), job)
+        measure_model(model[0], module.unwrap_model(model)[0], optimizer, module.get_args(), job)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)

@@ -42,11 +42,14 @@ from envpipe_megatron.search.layer_profile import (
 _LAYERS_IN_A_ROW = 4
 
 
-def measure_model(model: Any, optimizer: Any, args: argparse.Namespace, job: LayerJob) -> None:
+def measure_model(
+    wrapped: Any, model: Any, optimizer: Any, args: argparse.Namespace, job: LayerJob
+) -> None:
     """Measure a model that one rank, or the job's group, holds whole; every rank calls it.
 
     Args:
-        model: without wrappers, with one layer of each kind.
+        wrapped: the model in Megatron's data parallel wrapper.
+        model: the same without, with one layer of each kind.
         optimizer, args: Megatron's.
     """
     try:
@@ -54,8 +57,7 @@ def measure_model(model: Any, optimizer: Any, args: argparse.Namespace, job: Lay
     except EnvPipeError as error:
         refuse(error)
     with closing(gpu):
-        parameters = sum(weight.numel() for weight in model.parameters())
-        optimizer_s = measure_step(optimizer, parameters)
+        optimizer_s = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
         for size in job.microbatch_sizes:
             names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)

@@ -14,15 +14,19 @@ from envpipe_megatron.search.layer_profile import BytesPerParameter
 _STEPS = 4
 
 
-def measure_step(optimizer: Any, parameters: int) -> float:
-    """Seconds for each parameter, after a first step that makes the optimizer's state.
+def measure_step(model: Any, optimizer: Any) -> float:
+    """Seconds for each parameter, gradients set to zero before, as in each step of training.
 
-    No backward has run: the gradients are zeros, and weights stay what they are.
+    The first step, which makes the optimizer's state, does not count. `model` is the data parallel
+    wrapper, whose gradients are zeros from here on.
     """
+    parameters: int = sum(weight.numel() for weight in model.parameters())
     times_s = []
     for _ in range(_STEPS):
         _synchronize()
         begin_s = time.perf_counter()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
         optimizer.step()
         _synchronize()
         times_s.append(time.perf_counter() - begin_s)
