@@ -28,6 +28,8 @@ from envpipe_megatron.search.stages.recomputation import Recomputed
 
 #: Cuts of the coarsest division, and how many times finer the next one is.
 _COARSE_CUTS, _FINER = 48, 4
+#: Stages are no smaller than makes so many of the job, which leaves jobs up to 64 GPUs all sizes.
+_MOST_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,14 @@ def divide(
     """
     search = _Search(profile, job)
     allowed = np.array(sorted({0, *(cuts or range(len(profile.pieces))), len(profile.pieces)}))
-    for finer in _coarse_to_fine(allowed, np.array(profile.block_edges)):
+    levels = list(_coarse_to_fine(allowed, np.array(profile.block_edges)))
+    # A first bound comes from stages of one size, which are few.
+    steps = [(levels[0], True), *((level, same_size) for level in levels)]
+    for level, one_size in steps:
         for batch in sorted(batches, key=search.promise_s):
             options = search.options(batch)
-            for chosen in [[option] for option in options] if same_size else [options]:
-                search.improve(finer, batch, chosen)
+            for chosen in [[option] for option in options] if one_size else [options]:
+                search.improve(level, batch, chosen)
     return search.best
 
 
@@ -105,6 +110,7 @@ class _Search:
             if batch % sizes.microbatch_size == 0
             and sizes.gpus <= self._job.gpus_per_node
             and sizes.gpus * batch // sizes.microbatch_size <= self._job.num_gpus
+            and sizes.gpus * batch // sizes.microbatch_size * _MOST_STAGES >= self._job.num_gpus
         ]
 
     def improve(self, cuts: IntArray, batch: int, options: Sequence[StageOption]) -> None:

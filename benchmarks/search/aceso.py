@@ -1,0 +1,185 @@
+"""The search of divisions against Aceso's own, on its profiles, judged by its own cost model.
+
+Run from the checkout:
+
+    python -m benchmarks.search.aceso                       # all settings, 25 minutes
+    python -m benchmarks.search.aceso gpt-1.3B --no-rival   # one, without their search
+
+Both run on this machine's cores, each with its Python started. Rows of a setting:
+
+- `Aceso`: its unmodified search with its authors' options;
+- `divide`: our search of its space: cuts inside layers, sizes by stage, recomputed operators;
+- `whole layers`: ours with cuts between layers, one size, and recomputed layers.
+
+Times are of an iteration: by Aceso's cost model, and by our simulator of 1F1B on the same profile,
+which knows messages and waits. The bound of Aceso's model has neither.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
+from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.search.aceso_runs import (
+    ARCHIVE,
+    SETTINGS,
+    Setting,
+    judge,
+    read_plan,
+    read_setting,
+    search,
+    spend,
+    unpack,
+    write_plan,
+)
+from envpipe_megatron.search.configuration import Configuration
+from envpipe_megatron.search.folding import fold_blocks
+from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.stages.divide import Division
+
+COMMAND = "python -m benchmarks.search.aceso"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A division, and what finding it took, Python's start included; memory at most."""
+
+    division: Division
+    wall_s: float
+    cpu_s: float
+    memory_mib: float
+
+
+def divide_alone(folder: Path, setting: Setting, pieces: str) -> Timed:
+    """Search a setting in a process of its own: its `operators` or `layers`."""
+    result = folder / "division.pickle"
+    command = [sys.executable, "-m", "benchmarks.search.divide_alone"]
+    spent = spend([*command, str(folder), setting.name, pieces, str(result)], Path.cwd())
+    division, memory_mib = pickle.loads(result.read_bytes())
+    if division is None:
+        raise click.ClickException(f"Nothing fits in setting {setting.name}")
+    return Timed(division, spent.wall_s, spent.cpu_s, memory_mib)
+
+
+def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[str, Any]]:
+    """The rows of a setting; without a budget for their search, without its row."""
+    profile = read_setting(folder, setting)
+    rows = []
+    if budget_s is not None:
+        theirs = search(folder, setting, budget_s)
+        plan = read_plan(theirs.plan)
+        rows.append(
+            {
+                **_row(setting, "Aceso", theirs.judged.time_ms, theirs.wall_s, theirs.cpu_s),
+                "gpu_mib": theirs.judged.memory_mib,
+                "process_mib": None,
+                "simulated_ms": None if plan is None else _simulated_ms(setting, profile, plan),
+            }
+        )
+    ours = divide_alone(folder, setting, "operators")
+    configuration = ours.division.configuration
+    path = folder / f"{setting.name}.json"
+    write_plan(path, setting, configuration)
+    judged = judge(folder, setting, path)
+    if abs(judged.time_ms / 1e3 - ours.division.time_s) > 1e-5 * ours.division.time_s:
+        raise click.ClickException(f"{setting.name}: their model takes this plan to be another")
+    rows.append(
+        {
+            **_row(setting, "divide", judged.time_ms, ours.wall_s, ours.cpu_s),
+            "gpu_mib": judged.memory_mib,
+            "process_mib": ours.memory_mib,
+            "simulated_ms": _simulated_ms(setting, profile, configuration),
+        }
+    )
+    whole = divide_alone(folder, setting, "layers")
+    rows.append(
+        {
+            **_row(setting, "whole layers", whole.division.time_s * 1e3, whole.wall_s, whole.cpu_s),
+            "gpu_mib": None,
+            "process_mib": whole.memory_mib,
+            "simulated_ms": _simulated_ms(
+                setting, fold_blocks(profile), whole.division.configuration
+            ),
+        }
+    )
+    return rows
+
+
+def _row(setting: Setting, way: str, time_ms: float, wall_s: float, cpu_s: float) -> dict[str, Any]:
+    return {
+        "setting": setting.name,
+        "gpus": setting.num_gpus,
+        "search": way,
+        "model_ms": time_ms,
+        "authors_ms": setting.authors_ms,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+    }
+
+
+def _simulated_ms(setting: Setting, profile: LayerProfile, plan: Configuration) -> float:
+    return Candidate(plan, profile, setting.job).iteration_time_s * 1e3
+
+
+def claims_of(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """One claim for each setting in which their search ran."""
+    by_setting: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_setting.setdefault(row["setting"], {})[row["search"]] = row
+    claims = []
+    for name, ways in by_setting.items():
+        if "Aceso" not in ways:
+            continue
+        ours, theirs = ways["divide"], ways["Aceso"]
+        gain = 1 - ours["model_ms"] / theirs["model_ms"]
+        claims.append(
+            Claim(
+                "search_aceso",
+                f"{COMMAND} {name}",
+                f"{name}: {gain:.1%} less time by Aceso's own model than Aceso's search finds, in"
+                f" 1/{theirs['wall_s'] / ours['wall_s']:.0f} of its time and"
+                f" 1/{theirs['cpu_s'] / ours['cpu_s']:.0f} of its processor time",
+                "profiles of V100s, EuroSys'24",
+                paper=f"{theirs['model_ms']:.0f} ms in {theirs['wall_s']:.0f} s",
+                agrees=gain >= 0,
+            )
+        )
+    return claims
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(list(SETTINGS)), metavar="[SETTING]...")
+@click.option("--rival/--no-rival", default=True, help="Whether Aceso's own search runs too.")
+@click.option("--budget", default=200, show_default=True, help="Of their search, in s.")
+@output_option("search_aceso")
+def main(names: tuple[str, ...], rival: bool, budget: int, output: Path) -> None:
+    """Search all settings, or those named."""
+    console = make_console()
+    if not ARCHIVE.exists():
+        console.print(f"Skipped: {ARCHIVE} is not there", highlight=False)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        unpack(folder)
+        for name in names or SETTINGS:
+            found = compare(folder, SETTINGS[name], budget if rival else None)
+            console.print(make_table(name, found))
+            rows += found
+    write_csv(output / "aceso.csv", rows)
+    write_claims(output / CLAIMS_FILE, claims_of(rows))
+
+
+if __name__ == "__main__":
+    main()
