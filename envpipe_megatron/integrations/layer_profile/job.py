@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
-from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (
     Held,
-    Timing,
+    measure_forward_energy,
     measure_memory,
     measure_time,
     repeats_that_fit,
@@ -76,60 +75,65 @@ def measure_model(
                 replace_files({job.file(size): [layers_text(profile)]})
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A piece as it is, or recomputed in some way; arrays go by clock."""
+
+    held: Held
+    forward_s: FloatArray
+    backward_s: FloatArray
+    both_j: FloatArray
+    forward_j: FloatArray
+
+    @property
+    def both_s(self) -> FloatArray:
+        return self.forward_s + self.backward_s
+
+
 def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
-    held, timings = _way(pieces, name, size, gpu, None)
-    both_s, both_j = _sums(timings)
+    plain = _measure_way(pieces, name, size, gpu, None)
     ways = []
     for way in pieces.ways(name):
-        way_held, way_timings = _way(pieces, name, size, gpu, way)
-        way_s, way_j = _sums(way_timings)
-        working = way_held.backward_workspace_bytes - held.backward_workspace_bytes
+        again = _measure_way(pieces, name, size, gpu, way)
+        working = again.held.backward_workspace_bytes - plain.held.backward_workspace_bytes
         ways.append(
             Recomputation(
                 way,
-                np.maximum(way_s - both_s, 0.0),
-                _known(np.maximum(way_j - both_j, 0.0)),
-                way_held.activation_bytes,
+                np.maximum(again.both_s - plain.both_s, 0.0),
+                _known(np.maximum(again.both_j - plain.both_j, 0.0)),
+                again.held.activation_bytes,
                 max(working, 0),
             )
         )
     with pieces.running(name, size) as (piece, hidden):
         return Measure(
-            forward_s=np.array([timing.forward_s for timing in timings]),
-            backward_s=np.array([timing.backward_s for timing in timings]),
-            forward_j=_known(np.array([timing.forward_j for timing in timings])),
-            backward_j=_known(np.array([timing.backward_j for timing in timings])),
+            forward_s=plain.forward_s,
+            backward_s=plain.backward_s,
+            forward_j=_known(plain.forward_j),
+            backward_j=_known(np.maximum(plain.both_j - plain.forward_j, 0.0)),
             parameters=piece.parameters,
             input_bytes=0 if name == EMBEDDING else hidden.nbytes,
             output_bytes=0 if name == LOSS else hidden.nbytes,
-            **held._asdict(),
+            **plain.held._asdict(),
             recomputation=tuple(ways),
         )
 
 
-def _way(
-    pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str | None
-) -> tuple[Held, list[Timing]]:
-    """A piece's memory in one way to recompute it, or without, and its times at each clock."""
+def _measure_way(pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str | None) -> _Way:
     with pieces.running(name, size, way) as (piece, hidden):
         held = measure_memory(piece, hidden)
     layers = 1 if name in (EMBEDDING, LOSS) else repeats_that_fit(held, _LAYERS_IN_A_ROW)
-    timings = []
+    timings, forward_j = [], []
     with pieces.running(name, size, way, layers) as (piece, hidden):
         for frequency_mhz in gpu.frequency_mhz:
             gpu.set(frequency_mhz)
-            of_all = measure_time(piece, hidden, gpu)
-            timings.append(Timing(*(value / layers for value in of_all)))
-    return held, timings
-
-
-def _sums(timings: Sequence[Timing]) -> tuple[FloatArray, FloatArray]:
-    """Time and energy of forward and backward together, by clock."""
-    return (
-        np.array([timing.forward_s + timing.backward_s for timing in timings]),
-        np.array([timing.forward_j + timing.backward_j for timing in timings]),
-    )
+            timing = measure_time(piece, hidden, gpu)
+            timings.append(timing)
+            if way is None:
+                forward_j.append(measure_forward_energy(piece, hidden, gpu, timing.forward_s))
+    forward_s, backward_s, both_j = np.array(timings).T / layers
+    return _Way(held, forward_s, backward_s, both_j, np.array(forward_j) / layers)
 
 
 def _known(values: FloatArray) -> FloatArray | None:
-    return None if any(map(math.isnan, values)) else values
+    return None if np.isnan(values).any() else values

@@ -25,12 +25,11 @@ _WARM_UP, _LEAST, _MOST = 2, 4, 200
 
 
 class Timing(NamedTuple):
-    """One run of a piece; NaN for energy that is not known."""
+    """One run of a piece; the energy of both directions is NaN if it is not known."""
 
     forward_s: float
     backward_s: float
-    forward_j: float
-    backward_j: float
+    both_j: float
 
 
 class Held(NamedTuple):
@@ -42,22 +41,27 @@ class Held(NamedTuple):
 
 
 def measure_time(piece: Piece, hidden: torch.Tensor, gpu: RankGpu) -> Timing:
-    """Median times, and mean energies; every rank calls it."""
+    """Median times and the mean energy; every rank calls it."""
     gradient = torch.randn_like(_forward(piece, hidden))
     forwards, backwards, _, _ = _rounds(piece, hidden, gradient, _WARM_UP)
     count = _count(float(np.median(forwards + backwards)))
     forwards, backwards, begin_s, end_s = _rounds(piece, hidden, gradient, count)
-    forward_s, backward_s = float(np.median(forwards)), float(np.median(backwards))
     both_j = gpu.energy_j(begin_s, end_s) / count
-    forward_j = math.nan
-    if gpu.has_meter:
-        count = _count(forward_s)
-        begin_s = time.monotonic()
-        for _ in range(count):
-            _forward(piece, hidden)
-        _synchronize()
-        forward_j = gpu.energy_j(begin_s, time.monotonic()) / count
-    return Timing(forward_s, backward_s, forward_j, max(both_j - forward_j, 0.0))
+    return Timing(float(np.median(forwards)), float(np.median(backwards)), both_j)
+
+
+def measure_forward_energy(
+    piece: Piece, hidden: torch.Tensor, gpu: RankGpu, forward_s: float
+) -> float:
+    """Mean energy of a forward that takes so long; every rank calls it. NaN if it is not known."""
+    if not gpu.has_meter:
+        return math.nan
+    count = _count(forward_s)
+    begin_s = time.monotonic()
+    for _ in range(count):
+        _forward(piece, hidden)
+    _synchronize()
+    return gpu.energy_j(begin_s, time.monotonic()) / count
 
 
 def measure_memory(piece: Piece, hidden: torch.Tensor) -> Held:
