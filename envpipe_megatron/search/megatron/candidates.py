@@ -99,7 +99,7 @@ class Candidate:
         return Losses(
             computed=float(share @ (busy - again)),
             recomputed=float(share @ again),
-            bubbles=1.0 - float(share @ busy) - tails,
+            bubbles=max(0.0, 1.0 - float(share @ busy) - tails),
             reduction=tails,
         )
 

@@ -1,9 +1,8 @@
 """The cut of a model into stages that takes the least time, by dynamic programming.
 
 A stage is a run of pieces. Its time, memory and least recomputation depend on the run and on the
-stage's place alone, so the best cut is a path: with `t` a stage's time for a microbatch, 1F1B of M
-microbatches takes `(M - 1) max t + sum t` at least, and as much where stages are even (Narayanan et
-al., SC'21, section 2.1).
+stage's place alone, and so does the iteration time that it forces: the cut whose stages force the
+least is a path through runs. 1F1B takes that time or a little more, which the simulator says.
 """
 
 from __future__ import annotations
@@ -55,6 +54,19 @@ class Way:
         """[n + 1] how many pieces so far can be recomputed."""
         return running(np.diff(self.again_s) > 0)
 
+    @cached_property
+    def levels(self) -> list[tuple[float, IntArray]]:
+        """What a piece may hold while it is recomputed, from the least; and for each of the pieces.
+
+        [n + 1] the next piece that holds more; behind all pieces if none does.
+        """
+        count = len(self.working_bytes)
+        found = []
+        for level in np.unique(self.working_bytes[np.diff(self.again_s) > 0]):
+            more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
+            found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
+        return found
+
 
 class Pieces:
     """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
@@ -66,6 +78,7 @@ class Pieces:
         self.profile = profile
         measures = profile.at(sizes)
         by_piece = [measures[piece] for piece in profile.pieces]
+        self.forward_s = running([m.forward_s[0] for m in by_piece])
         self.time_s = running([m.forward_s[0] + m.backward_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
@@ -121,7 +134,7 @@ class Runs:
     @cached_property
     def held_bytes(self) -> FloatArray:
         """For each microbatch in flight, with nothing recomputed."""
-        inputs = np.append(self.pieces.input_bytes, 0.0)[self.first]
+        inputs: FloatArray = np.append(self.pieces.input_bytes, 0.0)[self.first]
         return self.sums(self.pieces.kept_bytes) + inputs
 
     @cached_property
@@ -129,58 +142,56 @@ class Runs:
         """That one GPU holds."""
         return self.sums(self.pieces.parameters)
 
-    def beside_bytes(self, way: Way | None) -> FloatArray:
-        """Workspace at the peak, with a layer that is recomputed in it."""
-        pieces = self.pieces
-        return workspace_bytes(
-            pieces.profile,
-            self.largest(pieces.forward_bytes),
-            self.largest(pieces.backward_bytes),
-            0.0 if way is None else self.largest(way.working_bytes),
-            self.parameters,
-        )
-
     @cached_property
-    def _beside(self) -> dict[str | None, FloatArray]:
-        beside: dict[str | None, FloatArray] = {None: self.beside_bytes(None)}
-        for name, way in self.pieces.ways.items():
-            beside[name] = self.beside_bytes(way)
-        return beside
+    def _workspaces(self) -> tuple[FloatArray, FloatArray]:
+        return self.largest(self.pieces.forward_bytes), self.largest(self.pieces.backward_bytes)
 
     def excess_bytes(
-        self, name: str | None, limit_bytes: float | None, in_flight: int, each_bytes: float
+        self, limit_bytes: float, in_flight: int, each_bytes: float, working_bytes: float = 0.0
     ) -> FloatArray:
         """By how much each run exceeds its memory, before anything is saved by recomputing."""
-        if limit_bytes is None:
-            return np.full(self.end.shape, -math.inf)
-        held = self.parameters * each_bytes + in_flight * self.held_bytes
-        return held + self._beside[name] - limit_bytes
+        beside = workspace_bytes(
+            self.pieces.profile, *self._workspaces, working_bytes, self.parameters
+        )
+        return self.parameters * each_bytes + in_flight * self.held_bytes + beside - limit_bytes
 
     def recomputed_until(
-        self, way: Way, excess_bytes: FloatArray, in_flight: int, layers: int | None
+        self,
+        way: Way,
+        limit_bytes: float,
+        in_flight: int,
+        each_bytes: float,
+        layers: int | None,
     ) -> IntArray:
-        """The piece up to which each run recomputes; behind its end if it cannot fit.
+        """The piece up to which each run recomputes; behind all of them if it cannot fit.
 
         As little as memory allows, or the first `layers` that can be recomputed.
         """
+        never = self.pieces.num_pieces + 1
+        best = np.full(self.end.shape, never)
         saved = way.saved_bytes
-        if layers is None:
-            wanted = saved[self.first] + np.maximum(excess_bytes, 0.0) / in_flight
-            return np.searchsorted(saved, wanted * _BETTER, side="left")
-        until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
-        until = np.maximum(np.minimum(until, self.end), self.first)  # n + 1: not so many
-        left = excess_bytes - in_flight * (saved[until] - saved[self.first])
-        return np.where(left <= 0, until, self.pieces.num_pieces + 1)
+        for working_bytes, blocked in way.levels:
+            excess = self.excess_bytes(limit_bytes, in_flight, each_bytes, working_bytes)
+            if layers is None:
+                wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
+                until = np.searchsorted(saved, wanted * _BETTER, side="left")
+            else:
+                until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
+                until = np.maximum(np.minimum(until, self.end), self.first)
+                left = excess - in_flight * (saved[until] - saved[self.first])
+                until = np.where(left <= 0, until, never)
+            best = np.minimum(best, np.where(until <= blocked[self.first], until, never))
+        return best
 
 
 @dataclass(frozen=True)
 class BestCut:
-    """Time (s) by the formula, infinite if nothing fits; the cut, and what each stage recomputes.
+    """The iteration time that a cut forces, infinite if none fits; what each stage recomputes.
 
     `cut` lists the first piece of each stage, and the number of pieces.
     """
 
-    time_s: float = math.inf
+    bound_s: float = math.inf
     cut: tuple[int, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()
 
@@ -193,7 +204,9 @@ def best_cut(
     within_s: float = math.inf,
     everywhere: Recomputed | None = None,
 ) -> BestCut:
-    """The cut of a shape without virtual stages that takes the least time; exact.
+    """The cut of a shape without virtual stages that forces the least time; exact.
+
+    Of equal ones that with the evenest stages.
 
     Args:
         each_bytes: held for each parameter.
@@ -201,8 +214,7 @@ def best_cut(
         everywhere: what each stage recomputes; by default each as little as its memory allows, in
             the way that takes it the least time.
 
-    Many pieces are cut coarsely first: a better cut has no stage longer than what is left of the
-    coarse one's time when all else takes the least.
+    Many pieces are cut coarsely first: no stage of a better cut takes longer for all microbatches.
     """
     count = pieces.num_pieces
     if count < shape.num_stages:
@@ -211,10 +223,10 @@ def best_cut(
     if count > _COARSE_NODES:
         step = -(-count // _COARSE_NODES)
         coarse = np.unique([*range(0, count, step), 1, count - 1, count])
-        within_s = min(within_s, _best(Runs(pieces, coarse, len(coarse) - 1), *given).time_s)
-    width, times = count, shape.num_microbatches - 1
-    if math.isfinite(within_s) and times:
-        longest_s = (within_s - pieces.time_s[-1]) / times * (2 - _BETTER)
+        within_s = min(within_s, _best(Runs(pieces, coarse, len(coarse) - 1), *given).bound_s)
+    width = count
+    if math.isfinite(within_s):
+        longest_s = within_s / shape.num_microbatches * (2 - _BETTER)
         ends = np.searchsorted(pieces.time_s, pieces.time_s + longest_s, side="right") - 1
         width = int((ends - np.arange(count + 1)).max())
     return _best(Runs(pieces, np.arange(count + 1), width), *given) if width > 0 else BestCut()
@@ -244,83 +256,123 @@ def least_path(weight: Sequence[FloatArray], *, largest: bool) -> tuple[float, I
     return float(best[0]), np.array(path)
 
 
-def least_time(weight: Sequence[FloatArray], num_microbatches: int) -> tuple[float, IntArray]:
-    """The path with the least `(M - 1) max + sum` of its runs; exact.
-
-    The least largest run bounds the first term, the least sum the second; so only caps on runs
-    within a narrow window can lead to less, and each solution's largest run is the next cap.
-    """
-    times = num_microbatches - 1
-    bottleneck, path = least_path(weight, largest=True)
-    if not math.isfinite(bottleneck):
-        return math.inf, path
-    value, path = _capped(weight, bottleneck * (2 - _BETTER), times)
-    least_sum, _ = least_path(weight, largest=False)
-    cap = (value - least_sum) / times if times else math.inf
-    while cap >= bottleneck:
-        candidate_value, candidate = _capped(weight, cap, times)
-        largest = float(_along(weight, candidate).max())
-        if times * (bottleneck - largest) + candidate_value >= value * _BETTER:
-            break
-        if candidate_value < value * _BETTER:
-            value, path = candidate_value, candidate
-        cap = largest * _BETTER
-    return value, path
-
-
 def running(values: ArrayLike) -> FloatArray:
     """[n + 1] running sums that begin with nothing."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def _best(
-    runs: Runs, shape: Shape, job: Job, each_bytes: float, everywhere: Recomputed | None
-) -> BestCut:
-    weight, chosen = [], []
+@dataclass(frozen=True)
+class StageRuns:
+    """Runs as one stage of a shape.
+
+    Args:
+        time_s: [nodes, width] with the least recomputation that fits, infinite where none does.
+        ways: for each recomputation its name, until which piece runs recompute, and their time.
+    """
+
+    runs: Runs
+    time_s: FloatArray
+    ways: tuple[tuple[str, IntArray, FloatArray], ...]
+
+    def recomputed(self, node: int, end_node: int) -> Recomputed:
+        """What a run recomputes."""
+        run = node, end_node - node - 1
+        least: Recomputed = (None, 0)
+        for name, until, way_s in self.ways:
+            if way_s[run] == self.time_s[run] and way_s[run] > self.runs.time_s[run]:
+                least = name, int(until[run] - self.runs.nodes[node])
+        return least
+
+
+def stage_runs(
+    runs: Runs, shape: Shape, job: Job, each_bytes: float, everywhere: Recomputed | None = None
+) -> list[StageRuns]:
+    """What runs take as each stage of a shape without virtual stages, as `best_cut` has it."""
+    limited = job.memory_bytes is not None
+    limit_bytes = 1e300 if job.memory_bytes is None else job.memory_bytes
+    stages = []
     for stage in range(shape.num_stages):
         in_flight = min(shape.num_microbatches, shape.num_stages - stage)
         least_s = np.full(runs.end.shape, np.inf)
         if everywhere is None or everywhere[0] is None:
-            excess = runs.excess_bytes(None, job.memory_bytes, in_flight, each_bytes)
-            least_s = np.where(runs.inside & (excess <= 0), runs.time_s, np.inf)
+            fits = runs.inside
+            if limited:
+                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, each_bytes) <= 0)
+            least_s = np.where(fits, runs.time_s, np.inf)
         ways = []
         for name, way in runs.pieces.ways.items():
             if everywhere is not None and everywhere[0] != name:
                 continue
-            excess = runs.excess_bytes(name, job.memory_bytes, in_flight, each_bytes)
+            if everywhere is None and not limited:
+                continue  # nothing asks for it
             layers = None if everywhere is None else everywhere[1]
-            until = runs.recomputed_until(way, excess, in_flight, layers)
+            until = runs.recomputed_until(way, limit_bytes, in_flight, each_bytes, layers)
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
             way_s = np.where(fits, runs.time_s + again_s, np.inf)
             ways.append((name, until, way_s))
             least_s = np.minimum(least_s, way_s)
-        weight.append(least_s)
-        chosen.append(ways)
-    time_s, path = least_time(weight, shape.num_microbatches)
-    if not math.isfinite(time_s):
-        return BestCut()
-    recomputed = []
-    for of_stage, ways, a, b in zip(weight, chosen, path, path[1:], strict=False):
-        run = a, b - a - 1
-        least: Recomputed = (None, 0)
-        for name, until, way_s in ways:
-            if way_s[run] == of_stage[run] and way_s[run] > runs.time_s[run]:
-                least = name, int(until[run] - runs.nodes[a])
-        recomputed.append(least)
-    return BestCut(time_s, tuple(runs.nodes[path].tolist()), tuple(recomputed))
+        stages.append(StageRuns(runs, least_s, tuple(ways)))
+    return stages
 
 
-def _capped(weight: Sequence[FloatArray], cap: float, times: int) -> tuple[float, IntArray]:
-    capped = [np.where(of_stage <= cap, of_stage, np.inf) for of_stage in weight]
-    total, path = least_path(capped, largest=False)
-    return times * float(_along(weight, path).max()) + total, path
+def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) -> FloatArray:
+    """[nodes, width] the iteration time (s) of 1F1B that a run forces as a stage.
 
-
-def _along(weight: Sequence[FloatArray], path: IntArray) -> FloatArray:
-    return np.array(
-        [w[a, b - a - 1] for w, a, b in zip(weight, path, path[1:], strict=False)], dtype=float
+    `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
+    microbatches between the way of the first forward there and of the last backward back;
+    or one of these ways goes on to the last stage, past what 1F1B puts ahead of the stage's first
+    backward, or behind its last forward.
+    """
+    runs, microbatches = stage.runs, shape.num_microbatches
+    steady = microbatches - min(microbatches, shape.num_stages - number)
+    forward_s = runs.sums(runs.pieces.forward_s)
+    can_be = np.isfinite(stage.time_s)
+    backward_s = np.where(can_be, stage.time_s - forward_s, 0.0)
+    all_s = passed_s[-1]
+    forced = np.maximum.reduce(
+        [
+            passed_s[runs.first] + microbatches * (forward_s + backward_s),
+            all_s + (microbatches - 1) * backward_s + steady * forward_s,
+            all_s + (microbatches - 1) * forward_s + steady * backward_s,
+        ]
     )
+    return np.where(can_be, forced, np.inf)
+
+
+def _best(
+    runs: Runs, shape: Shape, job: Job, each_bytes: float, everywhere: Recomputed | None
+) -> BestCut:
+    stages = stage_runs(runs, shape, job, each_bytes, everywhere)
+    bound_s, path = _evenest(stages, shape, runs.pieces.time_s)
+    if not math.isfinite(bound_s):
+        return BestCut()
+    # Once more with what the ways through other stages take where these recompute as well: that is
+    # no bound, but nearer to the truth.
+    taken = [each.time_s[a, b - a - 1] for each, a, b in zip(stages, path, path[1:], strict=False)]
+    if sum(taken) > runs.pieces.time_s[-1] * (2 - _BETTER):
+        passed_s = np.interp(np.arange(len(runs.pieces.time_s)), runs.nodes[path], running(taken))
+        _, path = _evenest(stages, shape, passed_s)
+    recomputed = tuple(
+        stage.recomputed(int(a), int(b))
+        for stage, a, b in zip(stages, path, path[1:], strict=False)
+    )
+    return BestCut(bound_s, tuple(runs.nodes[path].tolist()), recomputed)
+
+
+def _evenest(
+    stages: Sequence[StageRuns], shape: Shape, passed_s: FloatArray
+) -> tuple[float, IntArray]:
+    """The least time (s) that any cut forces, and of those cuts that with the evenest stages."""
+    forced = [forced_s(stage, number, shape, passed_s) for number, stage in enumerate(stages)]
+    least_s, path = least_path(forced, largest=True)
+    if math.isfinite(least_s):
+        even = [
+            np.where(force <= least_s * (2 - _BETTER), stage.time_s**2, np.inf)
+            for force, stage in zip(forced, stages, strict=True)
+        ]
+        _, path = least_path(even, largest=False)
+    return least_s, path
 
 
 def _way(by_piece: Sequence[Measure], name: str) -> Way:

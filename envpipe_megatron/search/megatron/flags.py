@@ -38,7 +38,7 @@ def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job
         flags.append(f"--pipeline-model-parallel-layout {layout}")
     if configuration.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
-    return [*flags, *_recomputation(configuration)]
+    return [*flags, *_recomputation(profile, configuration)]
 
 
 def megatron_layout(profile: LayerProfile, configuration: Configuration) -> str:
@@ -64,23 +64,33 @@ def recomputed_layers(configuration: Configuration) -> list[tuple[str | None, in
     return found
 
 
-def _recomputation(configuration: Configuration) -> Iterator[str]:
+def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:
     by_stage = recomputed_layers(configuration)
     names = {name for name, _ in by_stage}
     if names == {None}:
         return
-    if len(names) == 1:
-        (name,) = names
-        layers = {way for stage in configuration.stages for way in stage.recomputed}
-        if name == FULL and len(set(by_stage)) == 1:
-            yield "--recompute-granularity full --recompute-method block"
-            yield f"--recompute-num-layers {by_stage[0][1]}"
-            return
-        if name != FULL and layers == {name}:
-            yield f"--recompute-granularity {name}"
-            return
-    stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
-    yield f"--envpipe-recompute {stages}"
+    name, count = by_stage[0]
+    if name == FULL and len(set(by_stage)) == 1:
+        yield "--recompute-granularity full --recompute-method block"
+        yield f"--recompute-num-layers {count}"
+    elif name != FULL and len(names) == 1 and _recomputed_everywhere(profile, configuration, name):
+        yield f"--recompute-granularity {name}"
+    else:
+        stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
+        yield f"--envpipe-recompute {stages}"
+
+
+def _recomputed_everywhere(
+    profile: LayerProfile, configuration: Configuration, name: str | None
+) -> bool:
+    """Whether all pieces that know a recomputation have it."""
+    return all(
+        way == name
+        for stage in configuration.stages
+        for piece, way in zip(stage.pieces, stage.recomputed, strict=True)
+        for known in profile.at(stage.sizes)[profile.pieces[piece]].recomputation
+        if known.name == name
+    )
 
 
 def short_layout(profile: LayerProfile, configuration: Configuration) -> str:

@@ -1,8 +1,8 @@
-"""The search: shapes and cuts by their estimates, the best simulated, and those planned.
+"""The search: the best cut of each shape, the fastest by the simulator, and those planned.
 
-What is exact: the cut of each shape without virtual stages, within the formula of `cuts`, and the
-memory of every configuration. Between shapes the simulator decides, for as many as are close; with
-energy or cost the planner does, for the best few by an estimate.
+What is exact: the cut of each shape without virtual stages, by the time that it forces, and the
+memory of every configuration; no shape is passed over whose bound is below what is found. With
+energy or cost the planner decides, for the best few by an estimate.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.megatron.energy import alternatives, estimate_j
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6
@@ -92,7 +91,7 @@ def search(
     if profile.has_energy:
         longest_s = candidates[0].iteration_time_s * (1 + max_slowdown)
         if not quickest:
-            candidates.sort(key=lambda each: estimate_j(each, blocking_power_w, longest_s))
+            candidates = _cheapest(megatron, candidates, blocking_power_w, longest_s)
         ranked = []
         for done, candidate in enumerate(candidates[:NUM_PLANNED]):
             progress("planning", done, min(NUM_PLANNED, len(candidates)))
@@ -102,21 +101,25 @@ def search(
     return Found(tuple(ranked), len(megatron.shapes), num_cut)
 
 
-def estimate_j(candidate: Candidate, blocking_power_w: float, longest_s: float) -> float:
-    """Energy (J) of all GPUs if each stage runs at its cheapest clock that leaves it in time.
+def _cheapest(
+    megatron: MegatronSpace,
+    candidates: list[Candidate],
+    blocking_power_w: float,
+    longest_s: float,
+) -> list[Candidate]:
+    """Candidates, and other cuts of those that look best, by their estimated energy."""
 
-    In time for all its microbatches and the way of the first there and of the last back. Plans,
-    which mix clocks, come close to it, so it says which candidates are worth one.
-    """
-    configuration, total_j, ahead_s = candidate.configuration, 0.0, 0.0
-    for layout, work in zip(configuration.stages, candidate.works, strict=True):
-        busy_s = configuration.num_microbatches * (work.forward_s + work.backward_s).sum(axis=0)
-        busy_j = configuration.num_microbatches * (work.forward_j + work.backward_j).sum(axis=0)
-        energy_j = busy_j + blocking_power_w * np.maximum(longest_s - busy_s, 0.0)
-        in_time = busy_s <= max(longest_s - ahead_s, busy_s[0])
-        total_j += layout.num_gpus * float(energy_j[in_time].min())
-        ahead_s += float(work.forward_s[0, 0] + work.backward_s[0, 0])
-    return total_j
+    def key(candidate: Candidate) -> float:
+        return estimate_j(candidate, blocking_power_w, longest_s)
+
+    candidates.sort(key=key)
+    found = list(candidates)
+    for candidate in candidates[:NUM_PLANNED]:
+        found += alternatives(
+            megatron, shape_of(candidate.configuration), blocking_power_w, longest_s, NUM_PLANNED
+        )
+    unlike = {candidate.configuration: candidate for candidate in found}
+    return sorted(unlike.values(), key=key)
 
 
 def _simulated(
@@ -125,7 +128,7 @@ def _simulated(
     """The fastest candidates by the simulator, and how many shapes were cut for that.
 
     `most` of them, or all that are within the slowdown. Shapes come by their bound, which is below
-    the estimate of their cut, which is below what the simulator finds; so none is missed.
+    that of their cut, which is below what the simulator finds; so no shape is missed.
     """
     found: list[tuple[float, int, Candidate]] = []
     num_cut = 0
@@ -140,7 +143,7 @@ def _simulated(
         if (cut := megatron.best_cut(shape, longest_s)) is None:
             continue
         candidate = Candidate(cut.configuration, megatron.profile, megatron.job)
-        if cut.estimate_s + 2 * float(candidate.hops_s.sum()) <= longest_s:
+        if cut.bound_s <= longest_s:
             insort(found, (candidate.iteration_time_s, number, candidate))
             found = found[:most]
     if not found:

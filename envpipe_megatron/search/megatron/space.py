@@ -44,11 +44,10 @@ class Space:
 
 @dataclass(frozen=True)
 class Cut:
-    """The best cut of a shape, and the time (s) that the stages' own formula gives it."""
+    """The best cut of a shape, and a time (s) that it takes at least."""
 
-    shape: Shape
     configuration: Configuration
-    estimate_s: float
+    bound_s: float
 
 
 class MegatronSpace:
@@ -81,17 +80,28 @@ class MegatronSpace:
         return tuple(sorted(found, key=self.bound_s))
 
     def bound_s(self, shape: Shape) -> float:
-        """No cut of a shape takes less: even stages, and one microbatch through all of them."""
+        """No cut of a shape takes less, however memory is.
+
+        With stages that take ever less, so that the time that each forces is the same: M times its
+        own and once that of all before it.
+        """
         all_s = float(self.pieces(shape).time_s[-1])
-        even_s = all_s / shape.num_stages
-        fill_s = all_s - even_s if shape.num_chunks == 1 else 0.0
-        return shape.num_microbatches * even_s + fill_s
+        if shape.num_chunks > 1:
+            return shape.num_microbatches * all_s / shape.num_stages
+        return all_s / (1 - (1 - 1 / shape.num_microbatches) ** shape.num_stages)
 
     def pieces(self, shape: Shape) -> Pieces:
         """What pieces take at a shape's sizes."""
         if shape.sizes not in self._pieces:
             self._pieces[shape.sizes] = Pieces(self.profile, shape.sizes)
         return self._pieces[shape.sizes]
+
+    def each_bytes(self, shape: Shape) -> float:
+        """What a GPU holds for a parameter."""
+        shared = self.space.distributed_optimizer
+        return bytes_for_each_parameter(
+            self.profile, shape.data_parallel, distributed_optimizer=shared
+        )
 
     def best_cut(self, shape: Shape, within_s: float = math.inf) -> Cut | None:
         """The best cut of a shape; None if nothing fits, or all take longer than that."""
@@ -126,21 +136,16 @@ class MegatronSpace:
         )
 
     def _plain(self, shape: Shape, within_s: float) -> Cut | None:
-        pieces, best = self.pieces(shape), BestCut()
-        each_bytes = bytes_for_each_parameter(
-            self.profile,
-            shape.data_parallel,
-            distributed_optimizer=self.space.distributed_optimizer,
-        )
+        pieces, best, each_bytes = self.pieces(shape), BestCut(), self.each_bytes(shape)
         for everywhere in self._everywhere(shape):
-            if everywhere is not None and self._bound_with(shape, everywhere) > best.time_s:
+            if everywhere is not None and self._bound_with(shape, everywhere) > best.bound_s:
                 continue
-            least_s = min(within_s, best.time_s)
+            least_s = min(within_s, best.bound_s)
             found = best_cut(pieces, shape, self.job, each_bytes, least_s, everywhere)
-            best = min(best, found, key=lambda each: each.time_s)
-        if not math.isfinite(best.time_s):
+            best = min(best, found, key=lambda each: each.bound_s)
+        if not math.isfinite(best.bound_s):
             return None
-        return Cut(shape, self.configuration(shape, best.cut, best.recomputed), best.time_s)
+        return Cut(self.configuration(shape, best.cut, best.recomputed), best.bound_s)
 
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
         """What all stages recompute, each way that Megatron has; or None, for each its own."""
@@ -178,7 +183,7 @@ class MegatronSpace:
             options.append([(name, count) for count in counts])
         cuts = [self._cut_in_chunks(shape, slots, option) for option in options]
         fitting = [cut for cut in cuts if cut is not None]
-        return min(fitting, key=lambda cut: cut.estimate_s, default=None)
+        return min(fitting, key=lambda cut: cut.bound_s, default=None)
 
     def _cut_in_chunks(
         self, shape: Shape, slots: IntArray, recomputed: Sequence[Recomputed]
@@ -191,7 +196,7 @@ class MegatronSpace:
         times_s = np.array([work.time_s for work in works])
         first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
         ahead_s = np.cumsum(first_s) - first_s
-        return Cut(shape, found, float((shape.num_microbatches * times_s + ahead_s).max()))
+        return Cut(found, float((shape.num_microbatches * times_s + ahead_s).max()))
 
     def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
         """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
@@ -229,3 +234,15 @@ class MegatronSpace:
         for chunks in range(2, self.space.max_chunks + 1):
             if shape.num_stages * chunks <= len(self.profile.pieces):
                 yield replace(shape, num_chunks=chunks)
+
+
+def shape_of(configuration: Configuration) -> Shape:
+    """The shape that a configuration is a cut of."""
+    first = configuration.stages[0]
+    return Shape(
+        first.sizes,
+        len(configuration.stages),
+        first.data_parallel,
+        configuration.num_chunks,
+        configuration.num_microbatches,
+    )

@@ -1,0 +1,68 @@
+"""A configuration as Megatron's flags and as a file."""
+
+import json
+
+from whole_layers import whole_layers
+
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.megatron.cuts import Recomputed, Shape
+from envpipe_megatron.search.megatron.flags import megatron_flags
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+
+PROFILE = whole_layers(0, ("layer",) * 7)
+JOB = Job(num_gpus=4, gpus_per_node=4, global_batch=8)
+MEGATRON = MegatronSpace(PROFILE, JOB, Space())
+
+
+def _flags(slots: list[int], recomputed: list[Recomputed], chunks: int = 1) -> list[str]:
+    shape = Shape(Sizes(2, 1), 2, 1, chunks, 8)
+    return megatron_flags(PROFILE, MEGATRON.configuration(shape, slots, recomputed), JOB)
+
+
+def test_layers_embedding_and_loss_are_laid_out_by_chunk_and_stage() -> None:
+    assert _flags([0, 4, 9], [(None, 0)] * 2) == [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--micro-batch-size 1",
+        "--global-batch-size 8",
+        "--pipeline-model-parallel-layout 'Et*3|t*4L'",
+        "--use-distributed-optimizer",
+    ]
+    chunks = _flags([0, 1, 4, 8, 9], [(None, 0)] * 2, chunks=2)
+    assert "--pipeline-model-parallel-layout 'E|t*3|t*4|L'" in chunks
+
+
+def test_recomputation_is_megatrons_own_where_stages_are_alike() -> None:
+    full = ["--recompute-granularity full --recompute-method block", "--recompute-num-layers 2"]
+    assert _flags([0, 4, 9], [("full", 3), ("full", 2)])[-2:] == full  # the embedding is none
+    assert _flags([0, 4, 9], [("selective", 9)] * 2)[-1] == "--recompute-granularity selective"
+
+
+def test_recomputation_by_stage_is_envpipes() -> None:
+    assert _flags([0, 4, 9], [("full", 3), (None, 0)])[-1] == "--envpipe-recompute full:2,none"
+    mixed = _flags([0, 4, 9], [("full", 3), ("selective", 1)])
+    assert mixed[-1] == "--envpipe-recompute full:2,selective:1"
+
+
+def test_the_file_says_all_that_a_script_needs() -> None:
+    shape = Shape(Sizes(2, 1), 2, 1, 1, 8)
+    configuration = MEGATRON.configuration(shape, [0, 4, 9], [("full", 2), (None, 0)])
+    text = configuration_text(
+        PROFILE, configuration, JOB, flags=["--x 1"], predicted={"iteration_time_s": 0.5}
+    )
+    fields = json.loads(text)
+    assert fields["format"] == "envpipe-configuration/1"
+    assert fields["stages"][0] == {
+        "pieces": [[0, 4]],
+        "names": [["embedding", "layer", "layer", "layer"]],
+        "tensor_parallel": 2,
+        "microbatch_size": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "data_parallel": 1,
+        "recomputed": [None, "full", None, None],
+    }
+    assert fields["megatron_flags"] == ["--x 1"]
+    assert fields["predicted"] == {"iteration_time_s": 0.5}

@@ -1,0 +1,149 @@
+"""The search in Megatron's space finds what trying all configurations finds."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from whole_layers import whole_layers
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.megatron.cuts import Shape, best_cut
+from envpipe_megatron.search.megatron.search import search
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.megatron.work import StageWork, peak_bytes, stage_work
+
+JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
+FASTEST = Objective(goal="time")
+
+
+def _least_s(megatron: MegatronSpace, shape: Shape) -> float:
+    """The least time that any cut forces, each stage with all that it can recompute."""
+    pieces, least_s = len(megatron.profile.pieces), np.inf
+    options = [(None, 0), *product(("selective", "full"), range(1, pieces + 1))]
+    for inner in combinations(range(1, pieces), shape.num_stages - 1):
+        cut = (0, *inner, pieces)
+        forced_s = np.full(shape.num_stages, np.inf)
+        for option in options:
+            found = megatron.configuration(shape, cut, [option] * shape.num_stages)
+            works = [stage_work(megatron.profile, stage) for stage in found.stages]
+            fits = peak_bytes(megatron.profile, found, works) <= megatron.job.memory_bytes
+            forced_s = np.minimum(forced_s, np.where(fits, _forced_s(found, works), np.inf))
+        least_s = min(least_s, forced_s.max())
+    return least_s
+
+
+def _forced_s(configuration: Configuration, works: list[StageWork]) -> list[float]:
+    """What each stage of 1F1B forces; the ways through other stages have nothing recomputed."""
+    count, stages = configuration.num_microbatches, len(works)
+    forward_s = [work.forward_s[0, 0] for work in works]
+    backward_s = [work.backward_s[0, 0] for work in works]
+    plain_s = [work.time_s - work.recomputed_s[0] for work in works]
+    forced = []
+    for stage in range(stages):
+        steady = count - min(count, stages - stage)
+        forced.append(
+            max(
+                sum(plain_s[:stage]) + count * (forward_s[stage] + backward_s[stage]),
+                sum(plain_s) + (count - 1) * backward_s[stage] + steady * forward_s[stage],
+                sum(plain_s) + (count - 1) * forward_s[stage] + steady * backward_s[stage],
+            )
+        )
+    return forced
+
+
+def test_no_cut_of_a_shape_takes_less() -> None:
+    found, shapes = [], 0
+    for seed, memory_bytes in enumerate((150.0, 190.0, 230.0, 270.0)):
+        megatron = MegatronSpace(
+            whole_layers(seed), replace(JOB, memory_bytes=memory_bytes), Space()
+        )
+        shapes += len(megatron.shapes)
+        for shape in megatron.shapes:
+            cut, least_s = megatron.best_cut(shape), _least_s(megatron, shape)
+            assert (np.inf if cut is None else cut.bound_s) == pytest.approx(least_s)
+            if cut is None:
+                continue
+            found.append(cut.configuration)
+            candidate = Candidate(cut.configuration, megatron.profile, megatron.job)
+            assert (candidate.peak_bytes <= memory_bytes).all()
+            forced_s = _forced_s(cut.configuration, list(candidate.works))
+            assert cut.bound_s == pytest.approx(max(forced_s))
+            assert megatron.bound_s(shape) <= cut.bound_s * (1 + 1e-9)
+    ways = {way for each in found for stage in each.stages for way in stage.recomputed}
+    assert ways == {None, "selective", "full"}
+    assert len(found) < shapes
+
+
+def test_the_fastest_by_the_simulator_is_found_whatever_the_bounds_leave_out() -> None:
+    space = Space(max_chunks=2)
+    megatron = MegatronSpace(whole_layers(5), JOB, space)
+    cuts = [cut for shape in megatron.shapes if (cut := megatron.best_cut(shape))]
+    candidates = [Candidate(cut.configuration, megatron.profile, JOB) for cut in cuts]
+    assert all(
+        cut.bound_s <= each.iteration_time_s for cut, each in zip(cuts, candidates, strict=True)
+    )
+    found = search(megatron.profile, JOB, space, FASTEST)
+    times_s = sorted(each.iteration_time_s for each in candidates)
+    assert [each.candidate.iteration_time_s for each in found.ranked[:1]] == times_s[:1]
+    assert {each.configuration.num_chunks for each in candidates} == {1, 2}
+    for each in candidates:
+        assert (each.peak_bytes <= JOB.memory_bytes).all()
+
+
+def test_stages_that_recompute_alike_are_one_of_megatrons_own_jobs() -> None:
+    alike = MegatronSpace(whole_layers(1), JOB, Space(same_recomputation=True))
+    each = MegatronSpace(whole_layers(1), JOB, Space())
+    slower = 0
+    for shape in alike.shapes:
+        cut, free = alike.best_cut(shape), each.best_cut(shape)
+        if cut is None or free is None:
+            assert cut is None
+            continue
+        slower += cut.bound_s > free.bound_s * (1 + 1e-9)
+        assert cut.bound_s >= free.bound_s * (1 - 1e-9)
+        names = {way for stage in cut.configuration.stages for way in stage.recomputed} - {None}
+        assert len(names) <= 1
+    assert slower
+
+
+def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = tuple(np.random.default_rng(0).choice(["layer", "other"], 60))
+    job = Job(4, 4, 8, memory_bytes=900.0)
+    megatron = MegatronSpace(whole_layers(2, layers), job, Space())
+    shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
+    given = megatron.pieces(shape), shape, job, megatron.each_bytes(shape)
+    at_once = best_cut(*given)
+    monkeypatch.setattr("envpipe_megatron.search.megatron.cuts._COARSE_NODES", 12)
+    assert best_cut(*given) == at_once
+    assert best_cut(*given, within_s=at_once.bound_s) == at_once
+
+
+def test_energy_takes_a_cut_that_time_alone_would_not() -> None:
+    profile = whole_layers(3, ("layer",) * 8, clocks=5)
+    job = Job(2, 2, 8)
+    cheap = search(profile, job, Space(), Objective(), blocking_power_w=60.0, max_slowdown=0.1)
+    fast = search(profile, job, Space(), FASTEST, blocking_power_w=60.0)
+    best, fastest = cheap.ranked[0], fast.ranked[0]
+    assert best.cost.energy_j <= fastest.cost.energy_j
+    longest_s = 1.1 * min(each.candidate.iteration_time_s for each in fast.ranked)
+    assert all(each.iteration_time_s <= longest_s * (1 + 1e-9) for each in cheap.ranked)
+
+
+def test_what_cannot_be_is_said() -> None:
+    profile = whole_layers(0)
+    with pytest.raises(EnvPipeError, match="No configuration keeps the memory limit"):
+        search(profile, Job(4, 4, 8, 1.0), Space(), FASTEST)
+    with pytest.raises(EnvPipeError, match="fit 7 GPUs and a batch of 8"):
+        search(profile, Job(7, 7, 8), Space(), FASTEST)
+    timed = {
+        sizes: {name: replace(of, forward_j=None) for name, of in by_piece.items()}
+        for sizes, by_piece in profile.measures.items()
+    }
+    with pytest.raises(EnvPipeError, match="has no joules"):
+        search(replace(profile, measures=timed), JOB, Space(), Objective())
