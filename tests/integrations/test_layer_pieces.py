@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer import TransformerConfig, transformer_block  # noqa: E402
 
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
-from envpipe_megatron.integrations.layer_profile import hooks  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import hooks, job  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
@@ -154,22 +154,25 @@ def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
         assert counts["layer"] == 12 * 16**2 + 2 * norm
 
 
-def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path) -> None:
+def measure(folder: Path, *sizes: int) -> LayerJob:
     model = make_model()
     for weight in model.parameters():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad = torch.zeros_like(weight)
+    model.zero_grad_buffer = lambda: None
     inner = torch.optim.Adam(model.parameters())
     optimizer = SimpleNamespace(
-        optimizer=inner,
-        step=inner.step,
-        zero_grad=lambda: inner.zero_grad(set_to_none=False),
+        optimizer=inner, step=inner.step, zero_grad=lambda: inner.zero_grad(set_to_none=False)
     )
-    model.zero_grad_buffer = lambda: None
-    job = LayerJob(str(tmp_path), 1, 1, 1, (1, 2))
-    measure_model(model, model, optimizer, ARGS, job)
+    measured = LayerJob(str(folder), 1, 1, 1, sizes)
+    measure_model(model, model, optimizer, ARGS, measured)
+    return measured
+
+
+def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path) -> None:
+    of = measure(tmp_path, 1, 2)
     for size in (1, 2):
-        made = read_layers(job.file(size))
+        made = read_layers(of.file(size))
         layer = made.at(Sizes(1, size))["layer"]
         assert layer.input_bytes == layer.output_bytes == 8 * size * 16 * 4
         assert layer.forward_s[0] > 0
@@ -180,6 +183,35 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert held.optimizer == pytest.approx(8, rel=0.02)
         assert made.optimizer_s > 0
         assert made.frequency_mhz.tolist() == [1]
+
+
+class Metered:
+    """A GPU of two clocks whose power is its clock's tenth."""
+
+    name, frequency_mhz, has_meter = "a GPU", (2000, 1000), True
+
+    def __init__(self, _clocks: object) -> None:
+        self.clock_mhz = 0
+
+    def set(self, frequency_mhz: int) -> None:
+        self.clock_mhz = frequency_mhz
+
+    def energy_j(self, begin_s: float, end_s: float) -> float:
+        return self.clock_mhz / 10 * (end_s - begin_s)
+
+    def close(self) -> None:
+        self.clock_mhz = 0
+
+
+def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "RankGpu", Metered)
+    made = read_layers(measure(tmp_path, 1).file(1))
+    assert made.frequency_mhz.tolist() == [2000, 1000]
+    assert made.gpu == "a GPU"
+    assert made.has_energy
+    layer = made.at(Sizes())["layer"]
+    assert (layer.forward_j > 0).all()
+    assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
 
 
 def test_other_models_are_refused() -> None:
