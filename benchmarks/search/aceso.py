@@ -87,10 +87,7 @@ def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[s
             }
         )
     ours = divide_alone(folder, setting, "operators")
-    configuration = ours.division.configuration
-    path = folder / f"{setting.name}.json"
-    write_plan(path, setting, configuration)
-    judged = judge(folder, setting, path)
+    judged = judge(folder, setting, write_plan(folder, setting, ours.division))
     if abs(judged.time_ms / 1e3 - ours.division.time_s) > 1e-5 * ours.division.time_s:
         raise click.ClickException(f"{setting.name}: their model takes this plan to be another")
     rows.append(
@@ -98,7 +95,9 @@ def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[s
             **_row(setting, "divide", judged.time_ms, ours.wall_s, ours.cpu_s),
             "gpu_mib": judged.memory_mib,
             "process_mib": ours.memory_mib,
-            "simulated_ms": _simulated_ms(setting, profile, configuration),
+            "simulated_ms": None
+            if any(ours.division.switches)
+            else _simulated_ms(setting, profile, ours.division.configuration),
         }
     )
     whole = divide_alone(folder, setting, "layers")

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.search.aceso_files import read_aceso_profile
+from envpipe_megatron.search.aceso_files import read_aceso_profile, read_splits, read_switches
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.stages.choices import OPERATOR
+from envpipe_megatron.search.stages.divide import Division, Switch, divide
 
 ARCHIVE = Path("../shared/data/aceso_eurosys24/aceso.tar.xz")
 _MIB = 2.0**20
@@ -56,6 +57,13 @@ class Setting:
     def batches(self) -> tuple[int, ...]:
         """Samples of an aggregate microbatch, which are those of the profiles."""
         return _RESNET if self.model == "resnet" else _GPT
+
+    @property
+    def prefix(self) -> str:
+        """With which the files of the model begin."""
+        if self.model == "scale-layer":
+            return "gpt_scale-layer"
+        return f"{self.model}_{self.size}"
 
     @property
     def job(self) -> Job:
@@ -125,10 +133,21 @@ def unpack(folder: Path) -> None:
 
 def read_setting(folder: Path, setting: Setting) -> LayerProfile:
     """The profile of a setting's model."""
-    model = (
-        "gpt_scale-layer" if setting.model == "scale-layer" else f"{setting.model}_{setting.size}"
+    return read_aceso_profile(_profiles(folder, setting), setting.prefix, setting.num_layers)
+
+
+def divide_setting(folder: Path, setting: Setting) -> Division | None:
+    """Our search in a setting; sizes switch inside stages where theirs do."""
+    profile = read_setting(folder, setting)
+    switches = setting.model == "resnet"
+    return divide(
+        profile,
+        setting.job,
+        setting.batches,
+        switch_s=read_switches(_profiles(folder, setting), setting.prefix, profile)
+        if switches
+        else None,
     )
-    return read_aceso_profile(_profiles(folder, setting), model, setting.num_layers)
 
 
 def judge(folder: Path, setting: Setting, plan: Path) -> Judged:
@@ -165,31 +184,47 @@ def search(folder: Path, setting: Setting, budget_s: int) -> Searched:
     return Searched(plan, judge(folder, setting, plan), spent.wall_s, spent.cpu_s)
 
 
-def write_plan(path: Path, setting: Setting, configuration: Configuration) -> None:
-    """Write a configuration as their search writes its plans."""
-    stages = configuration.stages
-    counts = [len(stage.pieces) for stage in stages]
-    batch = setting.global_batch // configuration.num_microbatches
+def write_plan(folder: Path, setting: Setting, division: Division) -> Path:
+    """Write a division as their search writes its plans."""
+    stages = division.configuration.stages
+    profile = read_setting(folder, setting)
+    splits = read_splits(_profiles(folder, setting), setting.prefix)
+    sizes = [_sizes_of_each(*pair) for pair in zip(stages, division.switches, strict=True)]
+    named = setting.model if setting.model != "scale-layer" else "gpt"
     plan: dict[str, Any] = {
-        "model_name": "gpt" if setting.model == "scale-layer" else setting.model,
-        "model_size": "scale-layer" if setting.model == "scale-layer" else setting.size,
+        "model_name": named,
+        "model_size": setting.prefix.removeprefix(f"{named}_"),
         "num_layers": setting.num_layers,
         "global_batch_size": setting.global_batch,
-        "micro_batch_size": batch,
+        "micro_batch_size": setting.global_batch // division.configuration.num_microbatches,
         "num_stages": len(stages),
         "num_gpus": [stage.num_gpus for stage in stages],
-        "num_ops_in_each_stage": counts,
+        "num_ops_in_each_stage": [len(stage.pieces) for stage in stages],
         "model_parallel_size_of_each_op": [
-            [stage.sizes.tensor_parallel] * count
-            for stage, count in zip(stages, counts, strict=True)
+            [each.tensor_parallel for each, _ in of_stage] for of_stage in sizes
         ],
         "data_parallel_size_of_each_op": [
-            [stage.data_parallel] * count for stage, count in zip(stages, counts, strict=True)
+            [data_parallel for _, data_parallel in of_stage] for of_stage in sizes
         ],
         "recompute_ops": [[int(way is not None) for way in stage.recomputed] for stage in stages],
-        "algo_of_each_op": [[0] * count for count in counts],
+        "algo_of_each_op": [
+            [
+                splits[each][profile.pieces[piece]]
+                for piece, (each, _) in zip(stage.pieces, of_stage, strict=True)
+            ]
+            for stage, of_stage in zip(stages, sizes, strict=True)
+        ],
     }
+    path = folder / f"{setting.name}.json"
     path.write_text(json.dumps(plan))
+    return path
+
+
+def _sizes_of_each(stage: StageLayout, switch: Switch | None) -> list[tuple[Sizes, int]]:
+    """Sizes and data parallel ranks of each piece of a stage."""
+    before = (stage.sizes, stage.data_parallel)
+    behind = before if switch is None else (switch.sizes, switch.data_parallel)
+    return [before if switch is None or piece < switch.piece else behind for piece in stage.pieces]
 
 
 def read_plan(path: Path) -> Configuration | None:

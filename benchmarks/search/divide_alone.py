@@ -12,7 +12,7 @@ import resource
 import sys
 from pathlib import Path
 
-from benchmarks.search.aceso_runs import SETTINGS, read_setting
+from benchmarks.search.aceso_runs import SETTINGS, divide_setting, read_setting
 from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.stages.divide import divide
 
@@ -20,10 +20,11 @@ from envpipe_megatron.search.stages.divide import divide
 def main(folder: str, name: str, pieces: str, result: str) -> None:
     """Search a setting: its operators with any sizes, or whole layers with one."""
     setting = SETTINGS[name]
-    profile = read_setting(Path(folder), setting)
-    whole = pieces == "layers"
-    profile = fold_blocks(profile) if whole else profile
-    division = divide(profile, setting.job, setting.batches, same_size=whole)
+    if pieces == "layers":
+        profile = fold_blocks(read_setting(Path(folder), setting))
+        division = divide(profile, setting.job, setting.batches, same_size=True)
+    else:
+        division = divide_setting(Path(folder), setting)
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     Path(result).write_bytes(pickle.dumps((division, memory_mib)))
 

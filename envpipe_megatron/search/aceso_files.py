@@ -3,7 +3,8 @@
 Enter at `read_aceso_profile`. A folder holds `{model}_mbs{samples}_tp{size}_algo{number}.csv`: for
 each operator microseconds of a forward and a backward on one tensor parallel rank, all-reduces
 inside, and MiB of messages, weights, activations and workspace. `algo0` is Megatron's way to split
-operators. Beside them lie `p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`, milliseconds by MiB.
+operators, `algo1` another. Beside them lie `p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`,
+milliseconds by MiB.
 
 No clock, joule or optimizer is in the files. Memory is counted as Aceso counts it: 8 weights for
 each weight of two bytes and 4 for each of four, softmax in the place of its input, dropout with its
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -61,7 +62,9 @@ _KEPT = ("conv1", "dec-post-MLP-dropout")
 _KEPT_BLOCKS = (EMBEDDING, "decoder_embedding", "encoder_norm", LOSS)
 _UNKNOWN_MHZ = np.array([1])
 
-Rows = Mapping[str, tuple[float, ...]]
+Row = tuple[float, ...]
+#: Of each operator: its row, and the number of the split that it is of.
+Table = Mapping[str, tuple[Row, int]]
 
 
 def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerProfile:
@@ -73,28 +76,64 @@ def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerPr
 
     Raises EnvPipeError if the folder has no file of the model, or one that is not as described.
     """
-    pattern = re.compile(re.escape(model) + r"_mbs(\d+)_tp(\d+)_algo0\.csv")
-    files = {
-        Sizes(tensor_parallel=int(match[2]), microbatch_size=int(match[1])): path
-        for path in sorted(folder.glob("*.csv"))
-        if (match := pattern.fullmatch(path.name))
-    }
-    if not files:
+    tables = dict(_read_tables(folder, model))
+    if not tables:
         raise EnvPipeError(f"{folder} has no profile of this model", value=model)
-    memory = _SINGLE if model.startswith("resnet") or "fp32" in folder.name else _HALF
-    tables = {sizes: _read_operators(path) for sizes, path in files.items()}
+    memory = _SINGLE if _is_resnet(model) or "fp32" in folder.name else _HALF
     blocks = _blocks(next(iter(tables.values())), num_layers)
     return check_profile(
         LayerProfile(
             blocks=blocks,
             frequency_mhz=_UNKNOWN_MHZ,
-            measures={sizes: _measures(table, memory.weight) for sizes, table in tables.items()},
+            measures={
+                sizes: {
+                    name: _measure(name, row, memory.weight) for name, (row, _) in table.items()
+                }
+                for sizes, table in tables.items()
+            },
             bytes_per_parameter=memory,
             links=_read_links(folder, model),
             workspaces_add=True,
             source=str(folder / model),
         )
     )
+
+
+def read_splits(folder: Path, model: str) -> dict[Sizes, dict[str, int]]:
+    """The number of the split of each operator that the profile has, at all sizes.
+
+    Megatron's, `algo0`; of ResNet, whose operators leave their outputs alike, the faster one.
+    """
+    return {
+        sizes: {name: algo for name, (_, algo) in table.items()}
+        for sizes, table in _read_tables(folder, model)
+    }
+
+
+def read_switches(
+    folder: Path, model: str, profile: LayerProfile
+) -> Callable[[Sizes, Sizes], FloatArray]:
+    """Times of a change of sizes before a piece, for models whose outputs every rank has in full.
+
+    Samples are gathered where there are fewer data parallel ranks after the change, forwards; and
+    their gradients where there are more, backwards. Aceso looks for the whole number of MiB, or
+    one less, and has no time for others.
+    """
+    pattern = re.compile(f"prim_{re.escape(model)}_all_gather_(\\d+)gpus\\.csv")
+    gathered = {
+        int(match[1]): dict(np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2).tolist())
+        for path in sorted(folder.glob("prim_*.csv"))
+        if (match := pattern.fullmatch(path.name))
+    }
+
+    def switch_s(before: Sizes, behind: Sizes) -> FloatArray:
+        one, other = sorted((before.tensor_parallel, behind.tensor_parallel))
+        table = gathered.get(other // one, {})
+        mib = profile.column(behind, "input_bytes") / _MIB
+        times_ms = [table.get(round(x), table.get(round(x - 1), np.inf)) for x in mib.tolist()]
+        return np.array(times_ms) / 1e3
+
+    return switch_s
 
 
 def block_name(operator: str) -> str:
@@ -105,7 +144,24 @@ def block_name(operator: str) -> str:
     raise AssertionError(operator)  # the last pattern is always found
 
 
-def _read_operators(path: Path) -> Rows:
+def _is_resnet(model: str) -> bool:
+    return model.startswith("resnet")
+
+
+def _read_tables(folder: Path, model: str) -> Iterator[tuple[Sizes, Table]]:
+    pattern = re.compile(re.escape(model) + r"_mbs(\d+)_tp(\d+)_algo0\.csv")
+    for path in sorted(folder.glob("*.csv")):
+        if match := pattern.fullmatch(path.name):
+            table = {name: (row, 0) for name, row in _read_operators(path).items()}
+            if _is_resnet(model):
+                other = path.with_name(path.name.replace("algo0", "algo1"))
+                for name, row in _read_operators(other).items():
+                    if sum(row[:2]) < sum(table[name][0][:2]):
+                        table[name] = (row, 1)
+            yield Sizes(tensor_parallel=int(match[2]), microbatch_size=int(match[1])), table
+
+
+def _read_operators(path: Path) -> dict[str, Row]:
     with path.open(newline="") as file:
         reader = csv.reader(file)
         next(reader, None)
@@ -118,18 +174,14 @@ def _read_operators(path: Path) -> Rows:
     return rows
 
 
-def _blocks(operators: Rows, num_layers: int) -> tuple[Block, ...]:
+def _blocks(operators: Iterable[str], num_layers: int) -> tuple[Block, ...]:
     return tuple(
         Block(tuple(pieces), num_layers if name in (LAYER, DECODER_LAYER) else 1)
         for name, pieces in groupby(operators, key=block_name)
     )
 
 
-def _measures(operators: Rows, weight_bytes: float) -> dict[str, Measure]:
-    return {name: _measure(name, row, weight_bytes) for name, row in operators.items()}
-
-
-def _measure(name: str, row: tuple[float, ...], weight_bytes: float) -> Measure:
+def _measure(name: str, row: Row, weight_bytes: float) -> Measure:
     forward_s, backward_s = (np.array([value_us / 1e6]) for value_us in row[:2])
     received, sent, weights, kept, forward, backward = (mib * _MIB for mib in row[2:])
     if name == "enc-attention-dropout":

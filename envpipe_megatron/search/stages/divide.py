@@ -13,17 +13,19 @@ space to a part of 1e-9.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.stages.costs import StageCosts
-from envpipe_megatron.search.stages.edges import Stage, StageOption, stage_edges
+from envpipe_megatron.search.stages.edges import Stage, stage_edges
 from envpipe_megatron.search.stages.graph import TOLERANCE, StageGraph
+from envpipe_megatron.search.stages.options import StageOption, Switched
 from envpipe_megatron.search.stages.recomputation import Recomputed
 
 #: Cuts of the coarsest division, and how many times finer the next one is.
@@ -32,11 +34,28 @@ _COARSE_CUTS, _FINER = 48, 4
 _MOST_STAGES = 64
 
 
+#: Seconds of changing from sizes to others before each piece, [num_pieces]; infinite if impossible.
+SwitchTimes = Callable[[Sizes, Sizes], FloatArray]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Where a stage changes its sizes: its first piece at the new ones."""
+
+    piece: int
+    sizes: Sizes
+    data_parallel: int
+
+
 @dataclass(frozen=True)
 class Division:
-    """A division and what it takes, by Aceso's formula; times in s."""
+    """A division and what it takes, by Aceso's formula; times in s.
+
+    `switches` are of the stages; a layout has the sizes before its switch.
+    """
 
     configuration: Configuration
+    switches: tuple[Switch | None, ...]
     time_s: float
     stage_s: tuple[float, ...]
 
@@ -48,6 +67,7 @@ def divide(
     *,
     cuts: Sequence[int] | None = None,
     same_size: bool = False,
+    switch_s: SwitchTimes | None = None,
 ) -> Division | None:
     """The division with the least cost; None if none fits.
 
@@ -55,6 +75,7 @@ def divide(
         batches: samples of a microbatch over all data parallel ranks of a stage, to choose from.
         cuts: where stages may begin, as piece numbers; everywhere by default.
         same_size: whether all stages have the same sizes.
+        switch_s: if given, a stage that recomputes nothing can change its sizes once.
     """
     search = _Search(profile, job)
     allowed = np.array(sorted({0, *(cuts or range(len(profile.pieces))), len(profile.pieces)}))
@@ -64,9 +85,21 @@ def divide(
     for level, one_size in steps:
         for batch in sorted(batches, key=search.promise_s):
             options = search.options(batch)
-            for chosen in [[option] for option in options] if one_size else [options]:
-                search.improve(level, batch, chosen)
+            if one_size:
+                for option in options:
+                    search.improve(level, batch, [option])
+            else:
+                switching = list(_switching(options, switch_s)) if switch_s else []
+                search.improve(level, batch, options + switching)
     return search.best
+
+
+def _switching(options: Sequence[StageOption], switch_s: SwitchTimes) -> Iterator[StageOption]:
+    for one, other in permutations(options, 2):
+        if one.num_gpus == other.num_gpus:
+            times_s = switch_s(one.sizes, other.sizes)
+            behind = Switched(other.sizes, other.data_parallel, other.costs, times_s)
+            yield replace(one, switched=behind)
 
 
 def _coarse_to_fine(cuts: IntArray, edges: IntArray) -> Iterator[IntArray]:
@@ -169,6 +202,8 @@ class _Search:
     ) -> Recomputed | None:
         """What the stage recomputes; None if that takes as much as some s, or cannot fit."""
         option = options[stage.option]
+        if option.switched is not None:
+            return Recomputed(0.0, (None,) * (stage.end - stage.first))
         key = (option.sizes, stage.first, stage.end, stage.level)
         if key not in self._solved and below_s > self._at_least_s.get(key, 0.0):
             again = option.costs.recompute(stage.first, stage.end, stage.level, below_s)
@@ -191,14 +226,18 @@ class _Search:
         time_s = (num_microbatches - 1) * max(stage_s) + sum(stage_s)
         self._found_s[batch] = min(self.promise_s(batch), time_s)
         if time_s < self._best_s:
+            chosen = [options[stage.option] for stage in stages]
             layouts = [
                 StageLayout(
-                    ((stage.first, stage.end),),
-                    options[stage.option].sizes,
-                    options[stage.option].data_parallel,
-                    again.ways,
+                    ((stage.first, stage.end),), option.sizes, option.data_parallel, again.ways
                 )
-                for stage, again in zip(stages, found, strict=True)
+                for stage, option, again in zip(stages, chosen, found, strict=True)
+            ]
+            switches = [
+                None
+                if (behind := option.switched) is None
+                else Switch(stage.switch, behind.sizes, behind.data_parallel)
+                for stage, option in zip(stages, chosen, strict=True)
             ]
             configuration = Configuration(tuple(layouts), num_microbatches)
-            self.best = Division(configuration, time_s, tuple(stage_s))
+            self.best = Division(configuration, tuple(switches), time_s, tuple(stage_s))

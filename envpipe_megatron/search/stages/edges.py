@@ -13,24 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.stages.costs import StageCosts
-
-
-@dataclass(frozen=True)
-class StageOption:
-    """Sizes that a stage can have, and what stages of these sizes cost."""
-
-    sizes: Sizes
-    data_parallel: int
-    costs: StageCosts
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of such a stage."""
-        return self.sizes.gpus * self.data_parallel
+from envpipe_megatron.search.stages.options import StageOption, Stages
 
 
 @dataclass(frozen=True)
@@ -41,6 +26,7 @@ class Stage:
     option: int
     first: int
     end: int
+    switch: int
     outside_s: float
 
 
@@ -53,9 +39,7 @@ class StageEdges:
         level: microbatches in flight, which is the number of stages from this one on.
         option: the number of its sizes.
         first, end: its first piece, and the one behind its last.
-        outside_s: time without recomputation.
-        again_s: a rough lower bound on the time of recomputation.
-        over_bytes: what it holds too much without recomputation.
+        switch, outside_s, again_s, over_bytes: as of `Stages`.
         starts: nodes at which the first stage can begin.
     """
 
@@ -65,6 +49,7 @@ class StageEdges:
     option: IntArray
     first: IntArray
     end: IntArray
+    switch: IntArray
     outside_s: FloatArray
     again_s: FloatArray
     over_bytes: FloatArray
@@ -77,6 +62,7 @@ class StageEdges:
             int(self.option[edge]),
             int(self.first[edge]),
             int(self.end[edge]),
+            int(self.switch[edge]),
             float(self.outside_s[edge]),
         )
 
@@ -105,9 +91,14 @@ def stage_edges(
             behind = (level - 1, gpus - option.num_gpus)
             if behind not in windows:
                 continue
-            begins = np.arange(low, high + 1)[:, None]
-            ends = np.arange(windows[behind][0], windows[behind][1] + 1)[None, :]
-            stages = _stages(job, cuts, option, (level, gpus), begins, ends, limit_s)
+            begins = np.arange(low, high + 1)
+            ends = np.arange(windows[behind][0], windows[behind][1] + 1)
+            before, until = job.num_gpus - gpus, job.num_gpus - gpus + option.num_gpus
+            crosses = (
+                before > 0 and before % job.gpus_per_node == 0,
+                until % job.gpus_per_node == 0,
+            )
+            stages = option.stages(cuts, begins, ends, level, crosses, limit_s)
             if len(stages.begin):
                 parts.append((stages, nodes[(level, gpus)], nodes[behind], level, number))
     if not parts:
@@ -118,54 +109,8 @@ def stage_edges(
     return _joined(cuts, parts, np.array(starts))
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """Stages in one state at one option: [num_stages], begin and end as numbers of cuts."""
-
-    begin: IntArray
-    end: IntArray
-    outside_s: FloatArray
-    again_s: FloatArray
-    over_bytes: FloatArray
-
-    def at(self, kept: BoolArray) -> _Stages:
-        return _Stages(*(values[kept] for values in vars(self).values()))
-
-
-def _stages(
-    job: Job,
-    cuts: IntArray,
-    option: StageOption,
-    state: State,
-    begins: IntArray,
-    ends: IntArray,
-    limit_s: float,
-) -> _Stages:
-    """Stages from any of some cuts to any of others that stay below the limit."""
-    level, gpus = state
-    before, until = job.num_gpus - gpus, job.num_gpus - gpus + option.num_gpus
-    pairs = np.nonzero(begins < ends)
-    begin, end = begins[pairs[0], 0], ends[0, pairs[1]]
-    outside_s = option.costs.run_s(
-        cuts[begin],
-        cuts[end],
-        crosses_before=before > 0 and before % job.gpus_per_node == 0,
-        crosses_behind=until % job.gpus_per_node == 0,
-    )
-    kept = outside_s <= limit_s
-    begin, end, outside_s = begin[kept], end[kept], outside_s[kept]
-    over_bytes = option.costs.over_bytes(cuts[begin], cuts[end], level)
-    again_s = np.zeros(len(begin))
-    full = np.flatnonzero(over_bytes > 0)
-    again_s[full] = option.costs.rough_bound_s(
-        cuts[begin[full]], cuts[end[full]], over_bytes[full], level
-    )
-    stages = _Stages(begin, end, outside_s, again_s, over_bytes)
-    return stages.at(outside_s + again_s <= limit_s)
-
-
 def _joined(
-    cuts: IntArray, parts: Sequence[tuple[_Stages, int, int, int, int]], starts: IntArray
+    cuts: IntArray, parts: Sequence[tuple[Stages, int, int, int, int]], starts: IntArray
 ) -> StageEdges:
     stages = [part[0] for part in parts]
     lengths = [len(each.begin) for each in stages]
@@ -179,6 +124,7 @@ def _joined(
         option=np.repeat([part[4] for part in parts], lengths)[order],
         first=cuts[np.concatenate([each.begin for each in stages])[order]],
         end=cuts[np.concatenate([each.end for each in stages])[order]],
+        switch=np.concatenate([each.switch for each in stages])[order],
         outside_s=np.concatenate([each.outside_s for each in stages])[order],
         again_s=np.concatenate([each.again_s for each in stages])[order],
         over_bytes=np.concatenate([each.over_bytes for each in stages])[order],
@@ -199,7 +145,7 @@ def _windows(
         for option in options:
             gpus = [each for each in reached if each + option.num_gpus <= every]
             ends = np.array([reached[each] for each in gpus], dtype=np.int64)
-            found = _first_begins(option.costs, cuts, ends, level, limit_s)
+            found = _first_begins(option, cuts, ends, level, limit_s)
             for each, end, begin in zip(gpus, ends, found, strict=True):
                 if begin < end:
                     total = each + option.num_gpus
@@ -221,7 +167,7 @@ def _windows(
         for option in options:
             gpus = [each for each in reached if (at - 1, each - option.num_gpus) in first]
             from_cuts = np.array([reached[each] for each in gpus], dtype=np.int64)
-            found = _last_ends(option.costs, cuts, from_cuts, at, limit_s)
+            found = _last_ends(option, cuts, from_cuts, at, limit_s)
             for each, end in zip(gpus, found, strict=True):
                 state = (at - 1, each - option.num_gpus)
                 end = min(int(end), final - (at - 1))  # a piece for each stage behind
@@ -231,24 +177,24 @@ def _windows(
 
 
 def _first_begins(
-    costs: StageCosts, cuts: IntArray, ends: IntArray, level: int, limit_s: float
+    option: StageOption, cuts: IntArray, ends: IntArray, level: int, limit_s: float
 ) -> IntArray:
     """The smallest number of a cut from which a stage to each end keeps the limit, or the end."""
     low, high = np.zeros_like(ends), ends.copy()
     while (low < high).any():
         middle = (low + high) // 2
-        fits = costs.least_s(cuts[middle], cuts[ends], level) <= limit_s
+        fits = option.least_s(cuts[middle], cuts[ends], level) <= limit_s
         low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
     return low
 
 
 def _last_ends(
-    costs: StageCosts, cuts: IntArray, begins: IntArray, level: int, limit_s: float
+    option: StageOption, cuts: IntArray, begins: IntArray, level: int, limit_s: float
 ) -> IntArray:
     """The largest number of a cut to which a stage from each begin keeps the limit."""
     low, high = begins.copy(), np.full_like(begins, len(cuts) - 1)
     while (low < high).any():
         middle = (low + high + 1) // 2
-        fits = costs.least_s(cuts[begins], cuts[middle], level) <= limit_s
+        fits = option.least_s(cuts[begins], cuts[middle], level) <= limit_s
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return low
