@@ -65,6 +65,7 @@ def read_layers(path: Path) -> LayerProfile:
         links=_read_links(_inside(data, "links")),
         optimizer_s=data.read("optimizer_s", AMOUNT, 0.0),
         workspaces_add=data.read("workspaces_add", FLAG, False),
+        frees_outputs=data.read("frees_outputs", FLAG, False),
         gpu=data.read("gpu", TEXT, None),
         source=data.read("source", TEXT, LayerProfile.source),
     )
@@ -95,6 +96,7 @@ def layers_text(profile: LayerProfile) -> str:
         "links": _links_entry(profile.links),
         "optimizer_s": profile.optimizer_s,
         "workspaces_add": profile.workspaces_add,
+        "frees_outputs": profile.frees_outputs,
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in _known(head).items()]
     measures = [

@@ -164,6 +164,7 @@ class LayerProfile:
         optimizer_s: of the optimizer's step, for each parameter that a GPU updates.
         workspaces_add: whether forwards' workspace is held while backwards run, as it is where an
             allocator's cache is counted; else the larger of the two is.
+        frees_outputs: whether a stage frees its output once that is sent, as Megatron does.
         source: where this comes from, for messages.
     """
 
@@ -174,6 +175,7 @@ class LayerProfile:
     links: Links
     optimizer_s: float = 0.0
     workspaces_add: bool = False
+    frees_outputs: bool = False
     gpu: str | None = None
     source: str = "a layer profile"
 

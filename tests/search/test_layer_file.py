@@ -49,6 +49,7 @@ def profile_with(energy=True, **changes):
         "links": Links(curve, None, {(2, False): curve, (8, True): curve}),
         "optimizer_s": 1e-11,
         "workspaces_add": True,
+        "frees_outputs": True,
         "gpu": "a GPU",
         "source": "a test",
     }

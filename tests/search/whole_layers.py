@@ -64,4 +64,5 @@ def whole_layers(
         bytes_per_parameter=BytesPerParameter(2, 4, 12),
         links=Links(Curve(np.array([1.0, 10]), np.array([1e-4, 3e-4]))),
         optimizer_s=1e-4,
+        frees_outputs=True,
     )

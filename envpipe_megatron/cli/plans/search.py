@@ -33,7 +33,8 @@ from envpipe_megatron.search.megatron.space import Space
 _GIB = 2.0**30
 _ABOVE_0 = Finite(min=0, min_open=True)
 _CONFIGURATION, _FRONTIER, _PICTURE = "configuration.json", "frontier.csv", "frontier.png"
-_STAGES, _SIDECAR, _PLAN = "profile.csv", "profile.json", "plan.json"
+_STAGES, _PLAN = "profile.csv", "plan.json"
+_FRONTIER_POINTS = 12
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def search_command(
     flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
     say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
     if output is not None:
-        _write(output, profile, job, found, flags)
+        _write(output, profile, job, found, flags, blocking_power_w)
         say(console, f"\nWritten to {output}")
 
 
@@ -306,7 +307,14 @@ def _why(losses: Losses, best: Losses, longer: float) -> str:
     return f"{name} {more[name]:+.1f}" if more[name] >= 0.05 else "-"
 
 
-def _write(output: Path, profile: LayerProfile, job: Job, found: Found, flags: list[str]) -> None:
+def _write(
+    output: Path,
+    profile: LayerProfile,
+    job: Job,
+    found: Found,
+    flags: list[str],
+    blocking_power_w: float,
+) -> None:
     best = found.ranked[0]
     output.mkdir(parents=True, exist_ok=True)
     predicted = {
@@ -324,12 +332,18 @@ def _write(output: Path, profile: LayerProfile, job: Job, found: Found, flags: l
         from envpipe_megatron.report.drawing.configurations import plot_configurations
 
         best.plan.write(output / _PLAN)
-        points = [
-            (_sizes(each), each.iteration_time_s, each.cost.energy_j)
-            for each in found.ranked
-            if each.cost is not None
+        frontiers = {
+            f"{number}: {_sizes(each)}": [
+                (plan.cost.iteration_time_s, each.candidate.energy_j(plan))
+                for plan in each.candidate.frontier(blocking_power_w, _FRONTIER_POINTS)
+            ]
+            for number, each in enumerate(found.ranked, start=1)
+        }
+        rows = [
+            f'"{name}",{time_s!r},{energy_j!r}\n'
+            for name, points in frontiers.items()
+            for time_s, energy_j in points
         ]
-        rows = [f'"{name}",{time_s!r},{energy_j!r}\n' for name, time_s, energy_j in points]
         header = "configuration,iteration_time_s,energy_j\n"
         replace_files({output / _FRONTIER: [header, *rows]})
-        plot_configurations(points, output / _PICTURE)
+        plot_configurations(frontiers, output / _PICTURE)

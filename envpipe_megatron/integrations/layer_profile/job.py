@@ -68,6 +68,7 @@ def measure_model(
                 bytes_per_parameter=held,
                 links=Links(),
                 optimizer_s=optimizer_s,
+                frees_outputs=True,
                 gpu=gpu.name,
                 source=shlex.join(sys.argv),
             )

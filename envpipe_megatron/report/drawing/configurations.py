@@ -1,50 +1,42 @@
-"""Parallel configurations as a picture: time and energy of each, and which no other beats."""
+"""Parallel configurations as a picture: the frontier of each, and the one of them all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envpipe_megatron.report.drawing.style import (
-    BLUE,
-    GREY,
     INK,
-    MUTED,
+    SERIES,
     dress,
     new_figure,
     save_picture,
 )
 
+#: Iteration time in s, energy of all GPUs in J.
+Point = tuple[float, float]
 
-def plot_configurations(points: Sequence[tuple[str, float, float]], path: Path) -> None:
-    """Write the energy of configurations over their time.
 
-    Args:
-        points: name, iteration time in s and energy of all GPUs in J of each.
-    """
+def plot_configurations(frontiers: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """Write energy over time of the plans of each configuration, by its name."""
     figure = new_figure(7.5, 4.8)
     axes = figure.add_subplot()
-    title = "Configurations of the job, each with its best order and clocks"
+    title = "Configurations, each with its best orders and clocks"
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
     dress(axes, "iteration time (s)", "energy of all GPUs in an iteration (J)", grid="both")
-    best = frontier(points)
-    axes.plot([p[1] for p in best], [p[2] for p in best], "-", color=BLUE, linewidth=1)
-    for point in points:
-        name, time_s, energy_j = point
-        colour = BLUE if point in best else GREY
-        axes.plot(time_s, energy_j, "o", color=colour, markeredgecolor=INK, markersize=6)
-        axes.annotate(
-            name, (time_s, energy_j), xytext=(6, 4), textcoords="offset points",
-            fontsize=7.5, color=MUTED,
-        )  # fmt: skip
-    axes.margins(x=0.2, y=0.12)
+    best = joint_frontier([point for points in frontiers.values() for point in points])
+    axes.plot(*zip(*best, strict=True), color=INK, linewidth=5, alpha=0.15, label="best of all")
+    for number, (name, points) in enumerate(frontiers.items()):
+        colour = SERIES[number % len(SERIES)]
+        axes.plot(*zip(*points, strict=True), ".-", color=colour, linewidth=1, label=name)
+    axes.legend(frameon=False, fontsize=8)
     save_picture(figure, path)
 
 
-def frontier(points: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """Those of which no other is both faster and cheaper, the fastest first."""
-    best: list[tuple[str, float, float]] = []
-    for point in sorted(points, key=lambda each: each[1:]):
-        if not best or point[2] < best[-1][2]:
+def joint_frontier(points: Sequence[Point]) -> list[Point]:
+    """The points of which no other is both faster and cheaper, the fastest first."""
+    best: list[Point] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
             best.append(point)
     return best

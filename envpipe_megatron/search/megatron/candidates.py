@@ -16,7 +16,7 @@ from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
@@ -142,21 +142,27 @@ class Candidate:
     def plan(self, blocking_power_w: float, longest_s: float | None = None) -> Plan:
         """The best order and clocks within a time, by default that of the framework's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
-        request = PlanRequest(
+        return make_plan(self.stage_profile, self._request(blocking_power_w, factor)).plan
+
+    def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
+        """Plans of which none is both faster and cheaper, the fastest first."""
+        return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
+
+    def energy_j(self, plan: Plan) -> float:
+        """Of all GPUs: a plan is of one of the pipelines, which run side by side."""
+        return plan.cost.energy_j * self.configuration.stages[0].data_parallel
+
+    def _request(self, blocking_power_w: float, deadline_factor: float) -> PlanRequest:
+        return PlanRequest(
             num_microbatches=self.configuration.num_microbatches,
             schedule="auto",
             policy="optimal",
             num_chunks=self.configuration.num_chunks,
             max_in_flight=None if self.job.memory_bytes is None else BY_MEMORY,
-            deadline_factor=factor,
+            deadline_factor=deadline_factor,
             conditions=self.conditions(blocking_power_w),
             runnable=True,
         )
-        return make_plan(self.stage_profile, request).plan
-
-    def energy_j(self, plan: Plan) -> float:
-        """Of all GPUs: a plan is of one of the pipelines, which run side by side."""
-        return plan.cost.energy_j * self.configuration.stages[0].data_parallel
 
     def _free_bytes(self, held: Sequence[float]) -> tuple[float, ...] | None:
         """For each stage what is free beside one microbatch; at least what its own order needs."""

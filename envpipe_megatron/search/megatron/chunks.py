@@ -6,7 +6,7 @@ slots as long as that shortens the estimate. Unlike the plain cut this need not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -24,36 +24,42 @@ def spread(pieces: Pieces, shape: Shape) -> IntArray | None:
     runs = Runs(pieces, np.arange(pieces.num_pieces + 1), pieces.num_pieces)
     weight = np.where(runs.inside, runs.time_s, np.inf)
     _, cut = least_path([weight] * slots, largest=True)
-    return _improved(cut, lambda some: _estimates_s(pieces, shape, some))
+    return _improved(pieces, shape, cut)
 
 
-def _improved(cut: IntArray, estimate: Callable[[IntArray], FloatArray]) -> IntArray:
-    """The cut after the best single moves, until none is better."""
-    value = float(estimate(cut[None])[0])
+def _improved(pieces: Pieces, shape: Shape, cut: IntArray) -> IntArray:
+    """The cut after the best moves out of the stage that forces the most, until none helps."""
+    value = float(_forced_s(pieces, shape, cut[None]).max())
     while True:
-        moved = np.array(list(_moves(cut)))
+        worst = int(_forced_s(pieces, shape, cut[None])[0].argmax())
+        moved = np.array(list(_moves(cut, range(worst, len(cut) - 1, shape.num_stages))))
         if not len(moved):
             return cut
-        values = estimate(moved)
+        values = _forced_s(pieces, shape, moved).max(axis=1)
         best = int(values.argmin())
         if values[best] >= value * _BETTER:
             return cut
         cut, value = moved[best], float(values[best])
 
 
-def _moves(cut: IntArray) -> Iterator[IntArray]:
-    """Cuts in which one piece less is in one slot, and one more in another."""
-    for a in range(1, len(cut) - 1):
-        for b in range(a, len(cut) - 1):
-            for step in (-1, 1):
-                moved = cut.copy()
-                moved[a : b + 1] += step
-                if (np.diff(moved) > 0).all():
-                    yield moved
+def _moves(cut: IntArray, slots: Iterable[int]) -> Iterator[IntArray]:
+    """Cuts in which one of some slots has one piece less, and another slot one more."""
+    for slot in slots:
+        if cut[slot + 1] - cut[slot] == 1:
+            continue
+        for other in range(len(cut) - 1):
+            moved = cut.copy()
+            if other < slot:
+                moved[other + 1 : slot + 1] += 1
+            elif other > slot:
+                moved[slot + 1 : other + 1] -= 1
+            else:
+                continue
+            yield moved
 
 
-def _estimates_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
-    """[num_cuts] the least time that the slowest stage forces.
+def _forced_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
+    """[num_cuts, num_stages] the least time (s) that each stage forces.
 
     All its microbatches, and the way of the first one there and of the last one back through the
     slots before it.
@@ -61,5 +67,5 @@ def _estimates_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
     slot_s = np.diff(pieces.time_s[cuts], axis=1)
     by_chunk = slot_s.reshape(len(cuts), shape.num_chunks, shape.num_stages)
     ahead_s = np.cumsum(by_chunk[:, 0], axis=1) - by_chunk[:, 0]
-    times_s: FloatArray = (shape.num_microbatches * by_chunk.sum(axis=1) + ahead_s).max(axis=1)
-    return times_s
+    forced_s: FloatArray = shape.num_microbatches * by_chunk.sum(axis=1) + ahead_s
+    return forced_s

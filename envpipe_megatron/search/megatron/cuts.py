@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
-from envpipe_megatron.search.megatron.work import workspace_bytes
+from envpipe_megatron.search.megatron.work import working, workspace_bytes
 
 #: A cut must be better by more than rounding.
 _BETTER = 1 - 1e-12
@@ -83,10 +83,13 @@ class Pieces:
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
         self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
+        freed = [m.output_bytes if profile.frees_outputs else 0.0 for m in by_piece[:-1]]
+        #: [n + 1] freed by a stage that ends before a piece.
+        self.freed_bytes = np.array([0.0, *freed, 0.0])
         self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
         self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
         names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
-        self.ways = {name: _way(by_piece, name) for name in names}
+        self.ways = {name: _way(profile, by_piece, name) for name in names}
 
     @property
     def num_pieces(self) -> int:
@@ -134,8 +137,10 @@ class Runs:
     @cached_property
     def held_bytes(self) -> FloatArray:
         """For each microbatch in flight, with nothing recomputed."""
-        inputs: FloatArray = np.append(self.pieces.input_bytes, 0.0)[self.first]
-        return self.sums(self.pieces.kept_bytes) + inputs
+        inputs = np.append(self.pieces.input_bytes, 0.0)[self.first]
+        kept = self.sums(self.pieces.kept_bytes)
+        held: FloatArray = kept + inputs - self.pieces.freed_bytes[self.end]
+        return held
 
     @cached_property
     def parameters(self) -> FloatArray:
@@ -375,7 +380,7 @@ def _evenest(
     return least_s, path
 
 
-def _way(by_piece: Sequence[Measure], name: str) -> Way:
+def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
     ways = [next((w for w in m.recomputation if w.name == name), None) for m in by_piece]
     saved = [
         max(0.0, m.activation_bytes - w.activation_bytes) if w else 0.0
@@ -384,5 +389,5 @@ def _way(by_piece: Sequence[Measure], name: str) -> Way:
     return Way(
         running([w.time_s[0] if w else 0.0 for w in ways]),
         running(saved),
-        np.array([w.working_bytes if w else 0.0 for w in ways]),
+        np.array([working(profile, m, w) for m, w in zip(by_piece, ways, strict=True)]),
     )

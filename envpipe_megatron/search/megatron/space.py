@@ -20,7 +20,12 @@ from envpipe_megatron.search.configuration import Configuration, Job, StageLayou
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.megatron.chunks import spread
 from envpipe_megatron.search.megatron.cuts import BestCut, Pieces, Recomputed, Shape, best_cut
-from envpipe_megatron.search.megatron.work import bytes_for_each_parameter, peak_bytes, stage_work
+from envpipe_megatron.search.megatron.work import (
+    bytes_for_each_parameter,
+    peak_bytes,
+    stage_peak_bytes,
+    stage_work,
+)
 
 #: Megatron's name for recomputing whole layers, some of each stage's.
 FULL = "full"
@@ -204,8 +209,9 @@ class MegatronSpace:
         while low < high:
             count = (low + high) // 2
             found = self.configuration(shape, slots.tolist(), [(name, count)] * shape.num_stages)
-            works = [stage_work(self.profile, each) for each in found.stages]
-            if peak_bytes(self.profile, found, works)[stage] <= (self.job.memory_bytes or math.inf):
+            work = stage_work(self.profile, found.stages[stage])
+            peak_bytes = stage_peak_bytes(self.profile, found, stage, work)
+            if peak_bytes <= (self.job.memory_bytes or math.inf):
                 high = count
             else:
                 low = count + 1

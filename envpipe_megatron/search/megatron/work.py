@@ -15,7 +15,7 @@ from envpipe_megatron.search.configuration import Configuration, Job, StageLayou
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation
 
 #: Microbatches for each stage after which an order holds no more than before.
-_GROUPS_UNTIL_STEADY = 4
+_GROUPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
             way = _way(measure, next(ways))
             chunk += _times(measure, way)
             chunk_bytes += measure.activation_bytes if way is None else way.activation_bytes
-            working_bytes = max(working_bytes, 0.0 if way is None else way.working_bytes)
+            working_bytes = max(working_bytes, working(profile, measure, way))
             forward_bytes = max(forward_bytes, measure.forward_workspace_bytes)
             backward_bytes = max(backward_bytes, measure.backward_workspace_bytes)
             parameters += measure.parameters
+        if end < len(profile.pieces) and profile.frees_outputs:
+            chunk_bytes -= of_chunk[-1].output_bytes
         times.append(chunk)
         held.append(chunk_bytes)
         messages.append(0.0 if end == len(profile.pieces) else of_chunk[-1].output_bytes)
@@ -92,11 +94,25 @@ def workspace_bytes(
     working_bytes: FloatArray | float,
     parameters: FloatArray | float,
 ) -> FloatArray:
-    """What is held at the peak beside weights and activations, of one stage or many."""
+    """What is held at the peak beside weights and activations, of one stage or many.
+
+    The workspaces are the largest of a stage's pieces, and `working_bytes` the largest `working` of
+    those that are recomputed.
+    """
     least = profile.bytes_per_parameter.least_workspace * np.asarray(parameters)
     if profile.workspaces_add:
         return np.maximum(np.add(forward_bytes, backward_bytes), least) + working_bytes
-    return np.maximum(np.maximum(forward_bytes, np.add(backward_bytes, working_bytes)), least)
+    largest = np.maximum(np.maximum(forward_bytes, backward_bytes), working_bytes)
+    return np.maximum(largest, least)
+
+
+def working(profile: LayerProfile, measure: Measure, way: Recomputation | None) -> float:
+    """What a piece holds while it is recomputed, as `workspace_bytes` takes it."""
+    if way is None:
+        return 0.0
+    if profile.workspaces_add:
+        return way.working_bytes
+    return way.working_bytes + measure.backward_workspace_bytes
 
 
 def bytes_for_each_parameter(
@@ -112,19 +128,25 @@ def peak_bytes(
     profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork]
 ) -> FloatArray:
     """[num_stages] the most that a GPU of each stage holds, in the framework's own order."""
-    schedule = _short_order(len(works), configuration.num_microbatches, configuration.num_chunks)
-    peaks = [
-        work.parameters
-        * bytes_for_each_parameter(
-            profile,
-            layout.data_parallel,
-            distributed_optimizer=configuration.distributed_optimizer,
-        )
-        + most_held_bytes(schedule, stage, work.held_bytes)
-        + work.beside_bytes
-        for stage, (layout, work) in enumerate(zip(configuration.stages, works, strict=True))
-    ]
-    return np.array(peaks)
+    return np.array(
+        [stage_peak_bytes(profile, configuration, stage, work) for stage, work in enumerate(works)]
+    )
+
+
+def stage_peak_bytes(
+    profile: LayerProfile, configuration: Configuration, stage: int, work: StageWork
+) -> float:
+    """The most that a GPU of one stage holds."""
+    stages = configuration.stages
+    microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
+    schedule = _short_order(len(stages), microbatches, configuration.num_chunks)
+    each_bytes = bytes_for_each_parameter(
+        profile,
+        stages[stage].data_parallel,
+        distributed_optimizer=configuration.distributed_optimizer,
+    )
+    held_bytes = most_held_bytes(schedule, stage, work.held_bytes)
+    return work.parameters * each_bytes + held_bytes + work.beside_bytes
 
 
 def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> float:
@@ -140,11 +162,7 @@ def framework_order(num_stages: int, num_microbatches: int, num_chunks: int) -> 
     return builders.interleaved(num_stages, num_microbatches, num_chunks)
 
 
-@cache
-def _short_order(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """The framework's order of as many microbatches as hold the most."""
-    until_steady = min(num_microbatches, _GROUPS_UNTIL_STEADY * num_stages)
-    return framework_order(num_stages, until_steady, num_chunks)
+_short_order = cache(framework_order)
 
 
 def hops_s(
