@@ -40,6 +40,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "spread": ("planner/spread.py",),
     "planner_validation": ("planner/validation.py",),
     "h200_validation": ("planner/h200_validation.py",),
+    "search_aceso": ("search/aceso.py",),
+    "search_sailor": ("search/sailor.py",),
 }
 
 

@@ -26,7 +26,6 @@ from envpipe_megatron.search.stages.divide import Division, Switch, divide
 
 ARCHIVE = Path("../shared/data/aceso_eurosys24/aceso.tar.xz")
 _MIB = 2.0**20
-_GPT, _RESNET = (1, 2, 4, 8), (16, 32, 48, 64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Setting:
         memory_mib: of a GPU.
         authors_ms: what the authors' own plan takes by their model; None if they do not say.
         options: of their script besides.
+        num_nodes: of the job; theirs lie within one.
+        batches: samples of an aggregate microbatch; theirs are those of a microbatch.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Setting:
     memory_mib: int = 28_000
     authors_ms: float | None = None
     options: tuple[str, ...] = ()
+    num_nodes: int = 1
+    batches: tuple[int, ...] = (1, 2, 4, 8)
 
     @property
-    def batches(self) -> tuple[int, ...]:
-        """Samples of an aggregate microbatch, which are those of the profiles."""
-        return _RESNET if self.model == "resnet" else _GPT
+    def is_theirs(self) -> bool:
+        """Whether their search and cost model can be asked: they stop at 128 GPUs."""
+        return self.num_gpus <= 128
 
     @property
     def prefix(self) -> str:
@@ -67,8 +70,9 @@ class Setting:
 
     @property
     def job(self) -> Job:
-        """The setting as a job; all lie within one node."""
-        return Job(self.num_gpus, self.num_gpus, self.global_batch, self.memory_mib * _MIB)
+        """The setting as a job."""
+        gpus_per_node = self.num_gpus // self.num_nodes
+        return Job(self.num_gpus, gpus_per_node, self.global_batch, self.memory_mib * _MIB)
 
 
 _SCALE = ("--op-group-size", "1", "--peak-mem-in-backward", "1000", "--predict-delta-time")
@@ -89,10 +93,22 @@ SETTINGS = {
             1536,
             authors_ms=49_330,
             options=("--finetune-after-trial", "1"),
+            batches=(16, 32, 48, 64),
         ),
         Setting("64-layers", "eurosys", "scale-layer", "64layers", 64, 8, 1024, options=_SCALE),
         Setting(
             "1024-layers", "eurosys", "scale-layer", "1024layers", 1024, 8, 1024, options=_SCALE
+        ),
+        Setting(
+            "gpt-2.6B-1024-gpus",
+            "eurosys",
+            "gpt",
+            "2_6B",
+            32,
+            1024,
+            8192,
+            num_nodes=128,
+            batches=(32, 64, 128),
         ),
     )
 }
@@ -100,10 +116,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Judged:
-    """What their cost model says of a plan."""
+    """What their cost model says of a plan; no memory where it was not asked."""
 
     time_ms: float
-    memory_mib: float
+    memory_mib: float | None
 
 
 @dataclass(frozen=True)

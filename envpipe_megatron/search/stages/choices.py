@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import Measure
 
 #: Name of the `Recomputation` of pieces that are operators and can be part of a run.
@@ -24,7 +25,7 @@ OPERATOR = "operator"
 TINY_BYTES = 1e-3
 #: A choice is a number with two bits for each piece: 0 for none, n for its n-th recomputation.
 _BITS = 2
-_WAY = (1 << _BITS) - 1
+_WAY, _MOST_PIECES = (1 << _BITS) - 1, 63 // _BITS
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,13 @@ class Choices:
     """Recomputations of one block at some sizes."""
 
     def __init__(self, pieces: Sequence[Measure]) -> None:
+        most_ways = max(len(piece.recomputation) for piece in pieces)
+        if len(pieces) > _MOST_PIECES or most_ways > _WAY:
+            raise EnvPipeError(
+                f"A block has too many pieces (of {_MOST_PIECES}) or recomputations (of {_WAY})",
+                value=(len(pieces), most_ways),
+                remedy="Divide the block in two.",
+            )
         self._pieces = pieces
         self._steps = list(_steps(pieces))
         self._fronts: dict[tuple[int, float], list[Front]] = {}

@@ -3,12 +3,15 @@
 Enter at `divide`. Searched are the cuts, between any pieces; tensor and data parallel sizes of each
 stage; the samples of a microbatch; and what is computed again (`recomputation`). The cost is
 Aceso's: (m - 1) max t + sum t for m microbatches and stages of times t, each stage within memory
-(`costs`). It leaves out all-reduces, the optimizer and waits of 1F1B (Aceso, EuroSys'24).
+(`costs`). It leaves out all-reduces, the optimizer and waits of 1F1B (Aceso, EuroSys'24). There are
+sixteen stages at most, each with a sixteenth of the GPUs or more. Where times of changing sizes are
+given, a stage can also run its last pieces at other sizes, on as many GPUs, if it recomputes
+nothing.
 
-Stages are the edges of a graph (`graph`). They get a lower bound on their time first; edges
-that no path can use that beats the best division known are dropped; the rest is solved exactly
-where the best path needs it. A first division comes from coarse cuts. The result is exact in the
-space to a part of 1e-9.
+Stages are the edges of a graph (`graph`). They get a lower bound on their time first; edges that no
+path can use that beats the best division known are dropped; the rest is solved exactly where the
+best path needs it. A first division comes from coarse cuts. The result is exact in the space to a
+part of 1e-9.
 """
 
 from __future__ import annotations
@@ -30,9 +33,8 @@ from envpipe_megatron.search.stages.recomputation import Recomputed
 
 #: Cuts of the coarsest division, and how many times finer the next one is.
 _COARSE_CUTS, _FINER = 48, 4
-#: Stages are no smaller than makes so many of the job, which leaves jobs up to 64 GPUs all sizes.
-_MOST_STAGES = 64
-
+#: Stages that a job is divided into at most, as in Aceso, and so no stage is a smaller part of it.
+_MOST_STAGES = 16
 
 #: Seconds of changing from sizes to others before each piece, [num_pieces]; infinite if impossible.
 SwitchTimes = Callable[[Sizes, Sizes], FloatArray]
@@ -137,19 +139,27 @@ class _Search:
 
     def options(self, batch: int) -> list[StageOption]:
         """Sizes that the profile has, for a batch that data parallel ranks share."""
-        return [
-            StageOption(sizes, batch // sizes.microbatch_size, self._costs_at(sizes))
-            for sizes in sorted(self._profile.measures)
-            if batch % sizes.microbatch_size == 0
-            and sizes.gpus <= self._job.gpus_per_node
-            and sizes.gpus * batch // sizes.microbatch_size <= self._job.num_gpus
-            and sizes.gpus * batch // sizes.microbatch_size * _MOST_STAGES >= self._job.num_gpus
-        ]
+        job, options = self._job, []
+        for sizes in sorted(self._profile.measures):
+            data_parallel, rest = divmod(batch, sizes.microbatch_size)
+            num_gpus = sizes.gpus * data_parallel
+            fits = job.num_gpus / _MOST_STAGES <= num_gpus <= job.num_gpus
+            if not rest and fits and sizes.gpus <= job.gpus_per_node:
+                options.append(StageOption(sizes, data_parallel, self._costs_at(sizes)))
+        return options
 
     def improve(self, cuts: IntArray, batch: int, options: Sequence[StageOption]) -> None:
         """Find a division with these options that is better than the best, if there is one."""
         num_microbatches = self._job.global_batch // batch
-        edges = stage_edges(self._job, cuts, options, self._best_s / num_microbatches)
+        if not options or not num_microbatches:
+            return
+        # The sum of all stages is at least that of all pieces, each in the sizes it runs best at.
+        least_sum_s = np.minimum.reduce([option.costs.piece_s for option in options]).sum()
+        weight = num_microbatches - 1
+        limit_s = self._best_s / num_microbatches
+        if weight:
+            limit_s = min(limit_s, (self._best_s - float(least_sum_s)) / weight)
+        edges = stage_edges(self._job, cuts, options, limit_s)
         if edges is None:
             return
         graph = StageGraph(
@@ -158,43 +168,49 @@ class _Search:
             edges.level,
             edges.outside_s + edges.again_s,
             edges.starts,
-            num_microbatches - 1,
+            weight,
         )
         # Numbers of the edges that are left, and which of them have their true time.
         left, exact = np.arange(len(edges.tail)), edges.over_bytes <= 0
-        kept = graph.time_s < graph.most_s(self._best_s * (1 - TOLERANCE))
+        kept = graph.time_s < graph.most_s(self._least_gain_s)
         graph, left, exact = graph.kept(kept), left[kept], exact[kept]
-        for number, option in enumerate(options):
-            here = np.flatnonzero((edges.option[left] == number) & ~exact)
-            if len(here):
-                edge = left[here]
-                again_s = option.costs.recompute_bound_s(
-                    edges.first[edge], edges.end[edge], edges.over_bytes[edge], edges.level[edge]
-                )
-                graph.time_s[here] = edges.outside_s[edge] + again_s
+        inexact = np.flatnonzero(~exact)
+        graph.time_s[inexact] = edges.bounds_s(left[inexact], options)
         while True:
-            most_s = graph.most_s(self._best_s * (1 - TOLERANCE))
+            most_s = graph.most_s(self._least_gain_s)
             kept = graph.time_s < most_s
             graph, left, exact, most_s = graph.kept(kept), left[kept], exact[kept], most_s[kept]
             path = graph.best_path()
-            if path is None or path.cost_s >= self._best_s * (1 - TOLERANCE):
+            if path is None or path.cost_s >= self._least_gain_s:
                 return
             on_path = np.array(path.edges)
-            for edge in on_path[~exact[on_path]]:
-                stage = edges.stage(left[edge])
+            stages = [edges.stage(edge) for edge in left[on_path]]
+            agains = []
+            for edge, stage in zip(on_path, stages, strict=True):
                 again = self._recompute(stage, options, most_s[edge] - stage.outside_s)
-                graph.time_s[edge] = np.inf if again is None else stage.outside_s + again.time_s
+                if again is None:
+                    graph.time_s[edge] = np.inf
+                else:
+                    graph.time_s[edge] = stage.outside_s + again.time_s
+                    agains.append(again)
             exact[on_path] = True
-            self._offer([edges.stage(edge) for edge in left[on_path]], batch, options)
+            if len(agains) == len(stages):
+                self._offer(batch, stages, [options[stage.option] for stage in stages], agains)
 
     @property
     def _best_s(self) -> float:
         return np.inf if self.best is None else self.best.time_s
 
+    @property
+    def _least_gain_s(self) -> float:
+        """Below which a division is better than the best."""
+        return self._best_s * (1 - TOLERANCE)
+
     def _costs_at(self, sizes: Sizes) -> StageCosts:
         if sizes not in self._costs:
-            memory_bytes = self._job.memory_bytes or np.inf
-            self._costs[sizes] = StageCosts(self._profile, sizes, memory_bytes)
+            memory_bytes = self._job.memory_bytes
+            limit_bytes = np.inf if memory_bytes is None else memory_bytes
+            self._costs[sizes] = StageCosts(self._profile, sizes, limit_bytes)
         return self._costs[sizes]
 
     def _recompute(
@@ -213,31 +229,28 @@ class _Search:
                 self._solved[key] = again
         return self._solved.get(key)
 
-    def _offer(self, stages: Sequence[Stage], batch: int, options: Sequence[StageOption]) -> None:
-        """Take a division for the best if it is."""
-        agains = [self._recompute(stage, options, np.inf) for stage in stages]
-        found = [again for again in agains if again is not None]
-        if len(found) < len(stages):
-            return
-        stage_s = [
-            stage.outside_s + again.time_s for stage, again in zip(stages, found, strict=True)
-        ]
+    def _offer(
+        self,
+        batch: int,
+        stages: Sequence[Stage],
+        options: Sequence[StageOption],
+        agains: Sequence[Recomputed],
+    ) -> None:
+        """Take a division, with the option and the recomputation of each stage, if it is best."""
         num_microbatches = self._job.global_batch // batch
+        stage_s = tuple(
+            stage.outside_s + again.time_s for stage, again in zip(stages, agains, strict=True)
+        )
         time_s = (num_microbatches - 1) * max(stage_s) + sum(stage_s)
         self._found_s[batch] = min(self.promise_s(batch), time_s)
-        if time_s < self._best_s:
-            chosen = [options[stage.option] for stage in stages]
-            layouts = [
-                StageLayout(
-                    ((stage.first, stage.end),), option.sizes, option.data_parallel, again.ways
-                )
-                for stage, option, again in zip(stages, chosen, found, strict=True)
-            ]
-            switches = [
-                None
-                if (behind := option.switched) is None
-                else Switch(stage.switch, behind.sizes, behind.data_parallel)
-                for stage, option in zip(stages, chosen, strict=True)
-            ]
-            configuration = Configuration(tuple(layouts), num_microbatches)
-            self.best = Division(configuration, tuple(switches), time_s, tuple(stage_s))
+        if time_s >= self._best_s:
+            return
+        layouts = tuple(
+            StageLayout(((stage.first, stage.end),), option.sizes, option.data_parallel, again.ways)
+            for stage, option, again in zip(stages, options, agains, strict=True)
+        )
+        switches = tuple(
+            None if other is None else Switch(stage.switch, other.sizes, other.data_parallel)
+            for stage, other in zip(stages, (each.switched for each in options), strict=True)
+        )
+        self.best = Division(Configuration(layouts, num_microbatches), switches, time_s, stage_s)

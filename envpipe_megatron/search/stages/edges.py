@@ -55,6 +55,18 @@ class StageEdges:
     over_bytes: FloatArray
     starts: IntArray
 
+    def bounds_s(self, edges: IntArray, options: Sequence[StageOption]) -> FloatArray:
+        """Closer lower bounds on the times of some edges."""
+        times_s = self.outside_s[edges]
+        for number, option in enumerate(options):
+            here = np.flatnonzero(self.option[edges] == number)
+            if len(here):
+                edge = edges[here]
+                times_s[here] += option.costs.recompute_bound_s(
+                    self.first[edge], self.end[edge], self.over_bytes[edge], self.level[edge]
+                )
+        return times_s
+
     def stage(self, edge: int) -> Stage:
         """The stage of one edge."""
         return Stage(

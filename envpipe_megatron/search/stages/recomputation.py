@@ -57,7 +57,8 @@ class StageRecompute:
         self._cuts = np.arange(len(profile.pieces) + 1)
         self._block_before = np.searchsorted(self._edges, self._cuts, side="right") - 1
         self._block_behind = np.searchsorted(self._edges, self._cuts)
-        self._caps = np.array(sorted(set().union(*(kind.working_bytes for kind in self._kinds))))
+        caps = set().union(*(kind.working_bytes for kind in self._kinds)) or {0.0}
+        self._caps = np.array(sorted(caps))
         self._prices = self._good_prices()
         # Of each kind [num_pieces + 1, num_caps, num_prices]: its first pieces, and its last.
         self._priced = [kind.priced(self._prices, self._caps) for kind in self._kinds]

@@ -1,0 +1,61 @@
+"""Aceso's own cost model takes our divisions, and says of them what ours does."""
+
+from pathlib import Path
+
+import pytest
+from on_request import on_request
+
+from benchmarks.search import sailor
+from benchmarks.search.aceso_runs import (
+    ARCHIVE,
+    SETTINGS,
+    divide_setting,
+    judge,
+    read_plan,
+    unpack,
+    write_plan,
+)
+
+needs_data = pytest.mark.skipif(not ARCHIVE.exists(), reason=f"{ARCHIVE} is not there")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("aceso")
+    unpack(path)
+    return path
+
+
+def _judged(folder: Path, name: str) -> float:
+    setting = SETTINGS[name]
+    division = divide_setting(folder, setting)
+    assert division is not None
+    plan = write_plan(folder, setting, division)
+    judged = judge(folder, setting, plan)
+    assert judged.time_ms == pytest.approx(division.time_s * 1e3, abs=0.006)
+    assert judged.memory_mib is not None
+    assert judged.memory_mib <= setting.memory_mib
+    if not any(division.switches):
+        assert read_plan(plan) == division.configuration
+    return judged.time_ms
+
+
+@needs_data
+def test_their_model_judges_as_ours(folder: Path) -> None:
+    # Aceso's authors found 58,760.92 ms.
+    assert _judged(folder, "gpt-1.3B-small") <= 57_817.9
+
+
+@needs_data
+@on_request("FIGURES")
+@pytest.mark.parametrize("name", [name for name in SETTINGS if SETTINGS[name].is_theirs])
+def test_their_model_judges_all_settings_as_ours(folder: Path, name: str) -> None:
+    time_ms = _judged(folder, name)
+    assert time_ms <= (SETTINGS[name].authors_ms or time_ms)
+
+
+@needs_data
+@on_request("FIGURES")
+def test_sailors_runs_are_predicted(tmp_path: Path) -> None:
+    sailor.main.main(["--output", str(tmp_path)], standalone_mode=False)
+    assert '"agrees": true' in (tmp_path / "claims.json").read_text()
