@@ -2,10 +2,12 @@
 
     RUN="python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2"
     $RUN profile
+    $RUN ranked
     $RUN train pp2 pp2mb2 tp2 dp2full best/configuration.json
 
 `profile` leaves MODEL.layers.json in the output, `train` a line of MODEL.runs.jsonl for each
 configuration: iteration times and each stage's peak of allocated memory, predicted and measured.
+`ranked` trains the best three and the worst two of all shapes, each in its best cut.
 A configuration is a name as in `layout_of`, or a file of `envpipe search`. Clocks are left alone.
 With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
 
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,12 @@ from benchmarks.megatron_lm.models import (
 )
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
 
 ITERATIONS = 30
 #: The first take longer; the rest is what is compared.
@@ -184,6 +188,38 @@ def train(place: Place, limit_s: int, configurations: Sequence[str]) -> None:
         click.echo(_words(row))
         if code:
             click.echo(_end(log, 15))
+
+
+@main.command()
+@click.option("--limit-s", default=90, show_default=True, help="For each run.")
+@click.option("--memory-gib", default=75.0, show_default=True, help="Of a GPU, for all but CUDA's.")
+@click.pass_context
+def ranked(context: click.Context, limit_s: int, memory_gib: float) -> None:
+    """Search, and train the best three and the worst two, as unmodified Megatron-LM can."""
+    place: Place = context.obj
+    profile = read_layers(place.profile)
+    job = replace(place.job, memory_bytes=memory_gib * 2**30)
+    megatron = MegatronSpace(profile, job, Space(max_chunks=2, same_recomputation=True))
+    cuts = filter(None, map(megatron.best_cut, megatron.shapes))
+    candidates = [Candidate(cut.configuration, profile, job) for cut in cuts]
+    candidates.sort(key=lambda each: each.iteration_time_s)
+    chosen = dict.fromkeys([*range(min(3, len(candidates))), *range(len(candidates))[-2:]])
+    files = []
+    for number in chosen:
+        candidate = candidates[number]
+        predicted = {
+            "own_order_iteration_time_s": candidate.iteration_time_s,
+            "peak_bytes": candidate.peak_bytes.tolist(),
+        }
+        flags = megatron_flags(profile, candidate.configuration, job)
+        files.append(place.output / f"{place.model}.{number + 1}-of-{len(candidates)}.json")
+        files[-1].write_text(
+            configuration_text(
+                profile, candidate.configuration, job, flags=flags, predicted=predicted
+            )
+        )
+        click.echo(f"{files[-1].stem}: {' '.join(flags)}")
+    context.invoke(train, limit_s=limit_s, configurations=list(map(str, files)))
 
 
 def _predicted(place: Place, name: str) -> dict[str, Any]:
