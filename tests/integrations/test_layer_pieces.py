@@ -9,16 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from free_port import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer import TransformerConfig, transformer_block  # noqa: E402
+from one_rank_job import one_rank_job  # noqa: E402
 
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
 from envpipe_megatron.integrations.layer_profile import hooks, job  # noqa: E402
@@ -41,24 +39,11 @@ DENSE_THEN_EXPERTS = (0, 1, 1)
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
     """A job of one rank, on the CPU, whose models get one layer of each kind."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        patch.setattr(torch.cuda, "Stream", SimpleNamespace)  # experts' own
-        state = torch.zeros(1, dtype=torch.uint8)
-        patch.setattr(torch.cuda.random, "get_rng_state", lambda *_, **__: state)
-        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
-        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
-            patch.setattr(random, name, getattr(random, name))  # put back at the end
-        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    with one_rank_job() as patch:
         block = transformer_block.TransformerBlock
         patch.setattr(block, "_build_layers", block._build_layers)  # put back at the end
         hooks._build_one_of_each(transformer_block)
-        address = f"tcp://127.0.0.1:{free_port()}"
-        torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
         yield
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
 
 
 def make_model(experts: bool = False, tied: bool = False) -> Any:

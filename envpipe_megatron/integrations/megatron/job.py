@@ -68,6 +68,7 @@ _SAME_JOB = (
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
+    "envpipe_recompute",
     "kv_channels",
     "attention_backend",
     "use_flash_attn",

@@ -70,7 +70,7 @@ def _full_iteration_graph(args: argparse.Namespace) -> bool:
 
 def _fp8_unproven(args: argparse.Namespace) -> bool:
     """Whether FP8 has another recipe than delayed scaling, holds weights, or computes again."""
-    more = on("fp8_param_gather", "recompute_granularity")
+    more = on("fp8_param_gather", "recompute_granularity", "envpipe_recompute")
     return on("fp8")(args) and any_of(_other_than("delayed", "fp8_recipe"), more)(args)
 
 

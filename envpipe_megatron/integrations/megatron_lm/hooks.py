@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
+from envpipe_megatron.integrations import flags
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -27,6 +27,7 @@ from envpipe_megatron.integrations.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.megatron import recomputation
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import Options
@@ -46,6 +47,12 @@ class _State:
 _state = _State()
 
 
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add EnvPipe's options to Megatron's command line."""
+    flags.add_arguments(group)
+    recomputation.add_argument(group)
+
+
 def validate(args: argparse.Namespace) -> None:
     """End as argparse does if EnvPipe does not run the job, before anything is built.
 
@@ -54,6 +61,7 @@ def validate(args: argparse.Namespace) -> None:
     _state.reached["validate"] += 1
     try:
         check_metered(args)
+        recomputation.by_stage(args)
         _state.options = options_of(args)
         options = _state.options
         decide(args, LIMITS, options.level, checks=options.self_check != "off")
@@ -72,6 +80,9 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     options = validated(_state.options, "megatron/training/arguments.py")
     if not args.log_energy:
         _quiet_energy_monitor()
+    if (stages := recomputation.by_stage(args)) is not None:
+        own = stages[parallel_state.get_pipeline_model_parallel_rank()]
+        recomputation.recompute(model, *own)
     try:
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _state.training = Training(args, options, LIMITS, model, group)
