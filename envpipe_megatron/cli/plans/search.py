@@ -334,7 +334,7 @@ def _write(
         best.plan.write(output / _PLAN)
         frontiers = {
             f"{number}: {_sizes(each)}": [
-                (plan.cost.iteration_time_s, each.candidate.energy_j(plan))
+                (plan.cost.iteration_time_s, plan.cost.energy_j)
                 for plan in each.candidate.frontier(blocking_power_w, _FRONTIER_POINTS)
             ]
             for number, each in enumerate(found.ranked, start=1)

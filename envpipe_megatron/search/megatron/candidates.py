@@ -131,12 +131,12 @@ class Candidate:
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
     def conditions(self, blocking_power_w: float) -> Conditions:
-        """What surrounds the units; a stage's GPUs are those of one pipeline."""
+        """What surrounds the units; all GPUs of a stage follow its plan."""
         return make_conditions(
             self.stage_profile,
             blocking_power_w=blocking_power_w,
             tail_time_s=tuple(self.tails_s.tolist()),
-            gpus_per_stage=tuple(stage.sizes.gpus for stage in self.configuration.stages),
+            gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
         )
 
     def plan(self, blocking_power_w: float, longest_s: float | None = None) -> Plan:
@@ -147,10 +147,6 @@ class Candidate:
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
         """Plans of which none is both faster and cheaper, the fastest first."""
         return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
-
-    def energy_j(self, plan: Plan) -> float:
-        """Of all GPUs: a plan is of one of the pipelines, which run side by side."""
-        return plan.cost.energy_j * self.configuration.stages[0].data_parallel
 
     def _request(self, blocking_power_w: float, deadline_factor: float) -> PlanRequest:
         return PlanRequest(

@@ -38,9 +38,7 @@ class Ranked:
     @property
     def cost(self) -> Cost | None:
         """Of all GPUs, with the plan."""
-        if self.plan is None:
-            return None
-        return Cost(self.plan.cost.iteration_time_s, self.candidate.energy_j(self.plan))
+        return None if self.plan is None else self.plan.cost
 
     @property
     def iteration_time_s(self) -> float:

@@ -169,8 +169,9 @@ class MegatronSpace:
             return 0.0
         pieces = self.pieces(shape)
         again_s = np.diff(pieces.ways[name].again_s)
-        least = min(count * shape.num_stages, int((again_s > 0).sum()))
-        all_s = pieces.time_s[-1] + least * again_s[again_s > 0].min()
+        again_s = again_s[again_s > 0]  # measured as nothing where only the host takes time
+        least = min(count * shape.num_stages, len(again_s))
+        all_s = pieces.time_s[-1] + least * again_s.min(initial=np.inf if least else 0.0)
         return float(shape.num_microbatches * all_s / shape.num_stages)
 
     def _in_chunks(self, shape: Shape) -> Cut | None:
