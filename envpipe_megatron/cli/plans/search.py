@@ -22,13 +22,14 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Losses
+from envpipe_megatron.search.megatron.candidates import Candidate, Losses
 from envpipe_megatron.search.megatron.flags import (
     megatron_flags,
     recomputed_layers,
 )
 from envpipe_megatron.search.megatron.search import Found, Ranked, search
 from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.stages.divide import divide
 
 _GIB = 2.0**30
 _ABOVE_0 = Finite(min=0, min_open=True)
@@ -72,6 +73,11 @@ logger = logging.getLogger(__name__)
     help="Whether data parallel ranks share the optimizer's state.",
 )  # fmt: skip
 @click.option(
+    "--sizes-by-stage", is_flag=True,
+    help="Stages may differ in tensor and data parallel size, as in Aceso's runtime; Megatron-LM "
+    "runs none such. By Aceso's formula for the time, without virtual stages.",
+)  # fmt: skip
+@click.option(
     "--power-model", "preset", metavar="PRESET",
     help="Model joules and clocks by a GPU preset, such as a100-sxm, where none were measured.",
 )  # fmt: skip
@@ -98,6 +104,7 @@ def search_command(
     max_chunks: int,
     same_recomputation: bool,
     distributed_optimizer: bool,
+    sizes_by_stage: bool,
     preset: str | None,
     blocking_power_w: float | None,
     energy_price: float,
@@ -130,25 +137,50 @@ def search_command(
         def progress(doing: str, done: int, of: int) -> None:
             bar.update(task, description=doing, completed=done, total=of)
 
-        found = search(
-            profile,
-            job,
-            space,
-            objective,
-            blocking_power_w=blocking_power_w,
-            max_slowdown=slowdown_percent / 100,
-            progress=progress,
-        )
+        if sizes_by_stage:
+            found = _divided(profile, job, blocking_power_w)
+        else:
+            found = search(
+                profile,
+                job,
+                space,
+                objective,
+                blocking_power_w=blocking_power_w,
+                max_slowdown=slowdown_percent / 100,
+                progress=progress,
+            )
     shown = _Shown(profile, job, found)
     console.print(shown.table())
     console.print(shown.lost())
     console.print(shown.stages())
-    say(console, shown.how_sure())
-    flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
-    say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
+    flags: list[str] = []
+    if not sizes_by_stage:
+        say(console, shown.how_sure())
+        flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
+        say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(console, f"\nWritten to {output}")
+
+
+def _divided(profile: LayerProfile, job: Job, blocking_power_w: float) -> Found:
+    """The best division into stages of different sizes, by powers of two, as one that was found."""
+    doubled = [2**power for power in range(job.num_gpus.bit_length())]
+    batches = sorted(
+        samples
+        for samples in {sizes.microbatch_size * n for sizes in profile.measures for n in doubled}
+        if job.global_batch % samples == 0
+    )
+    division = divide(profile, job, batches)
+    if division is None:
+        raise EnvPipeError(
+            "No stages keep the memory limit (bytes)",
+            value=job.memory_bytes,
+            remedy="Allow more, or use more GPUs.",
+        )
+    candidate = Candidate(division.configuration, profile, job)
+    plan = candidate.plan(blocking_power_w) if profile.has_energy else None
+    return Found((Ranked(candidate, plan),), num_shapes=1, num_cut=1)
 
 
 def _with_power(
@@ -241,6 +273,7 @@ class _Shown:
             (
                 str(stage),
                 " + ".join(_pieces(self.profile.pieces[a:b]) for a, b in layout.chunks),
+                f"TP{layout.sizes.tensor_parallel} DP{layout.data_parallel}",
                 "-" if name is None else f"{name} {count}",
                 f"{1e3 * work.time_s:.2f}",
                 f"{peak / _GIB:.2f}",
@@ -249,7 +282,7 @@ class _Shown:
                 zip(layouts, works, candidate.peak_bytes, recomputed, strict=True)
             )
         ]
-        columns = ("stage", "layers", "recomputed", "microbatch (ms)", "peak (GiB)")
+        columns = ("stage", "layers", "sizes", "recomputed", "time (ms)", "peak (GiB)")
         shown = table_of("Stages of the best, at the highest clocks", columns, rows)
         shown.columns[1].justify = "left"
         return shown
@@ -263,6 +296,9 @@ class _Shown:
 def _sizes(each: Ranked) -> str:
     configuration = each.candidate.configuration
     first = configuration.stages[0]
+    if len({(stage.sizes, stage.data_parallel) for stage in configuration.stages}) > 1:
+        samples = first.data_parallel * first.sizes.microbatch_size
+        return f"PP{len(configuration.stages)}, {configuration.num_microbatches} x {samples}"
     parts = [
         ("TP", first.sizes.tensor_parallel),
         ("CP", first.sizes.context_parallel),

@@ -1,0 +1,75 @@
+"""`envpipe search`: from a layer profile to a configuration, its flags, plan and frontier."""
+
+import csv
+import json
+
+import pytest
+from cli_helpers import run_badly, run_well
+from whole_layers import whole_layers
+
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.search.layer_file import layers_text
+
+JOB = ("--gpus", 4, "--gpus-per-node", 2, "--global-batch", 8)
+ENERGY = ("--objective", "energy", "--max-slowdown", 20, "--blocking-power", 60)
+
+
+@pytest.fixture
+def layers_path(tmp_path):
+    path = tmp_path / "layers.json"
+    path.write_text(layers_text(whole_layers(1, ("layer",) * 6, clocks=3)))
+    return path
+
+
+def test_the_best_is_written_and_printed_with_why_others_lost(layers_path, tmp_path):
+    output = tmp_path / "best"
+    result = run_well("search", "--profile", layers_path, *JOB, *ENERGY, "--output", output)
+    assert "The best configurations" in result.stdout
+    assert "Where the time goes" in result.stdout
+    fields = json.loads((output / "configuration.json").read_text())
+    for flag in fields["megatron_flags"]:
+        assert flag in result.stdout
+    profile = read_profile(output / "profile.csv")
+    plan = read_plan(output / "plan.json", profile)
+    assert profile.num_stages == len(fields["stages"])
+    assert plan.cost.energy_j == pytest.approx(fields["predicted"]["energy_j"])
+    with (output / "frontier.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["configuration"] for row in rows}) > 1
+    assert min(float(row["energy_j"]) for row in rows) <= plan.cost.energy_j * (1 + 1e-6)
+    assert (output / "frontier.png").stat().st_size > 1000
+    # Again over what it wrote itself; but not over anyone else's.
+    run_well("search", "--profile", layers_path, *JOB, "--output", output)
+    (output / "configuration.json").unlink()
+    assert "from elsewhere" in run_badly(
+        "search", "--profile", layers_path, *JOB, "--output", output
+    )
+
+
+def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path):
+    timed = tmp_path / "timed.json"
+    fields = json.loads(layers_path.read_text())
+    for measure in fields["measures"]:
+        del measure["forward_j"], measure["backward_j"]
+        for way in measure["recomputation"]:
+            del way["energy_j"]
+    timed.write_text(json.dumps(fields))
+    assert "energy (J)" not in run_well("search", "--profile", timed, *JOB).stdout
+    assert "has no joules" in run_badly("search", "--profile", timed, *JOB, *ENERGY)
+    model = ("--power-model", "a100-sxm")
+    assert "energy (J)" in run_well("search", "--profile", timed, *JOB, *model).stdout
+    assert "measured joules" in run_badly("search", "--profile", layers_path, *JOB, *model)
+
+
+def test_stages_of_different_sizes_are_no_job_of_megatrons(layers_path):
+    result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
+    assert "Stages of the best" in result.stdout
+    assert "--pipeline-model-parallel-size" not in result.stdout
+
+
+def test_a_job_that_fits_nowhere_is_named(layers_path):
+    tiny = ("--memory", 1e-9)
+    assert "No configuration keeps" in run_badly("search", "--profile", layers_path, *JOB, *tiny)
+    by_stage = (*JOB, *tiny, "--sizes-by-stage")
+    assert "No stages keep" in run_badly("search", "--profile", layers_path, *by_stage)
