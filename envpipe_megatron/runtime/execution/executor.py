@@ -182,36 +182,23 @@ class CudaExecutor:
         lead, but for a look at the clock twice a minute.
         """
         wall_time_s = time.monotonic() - self._begin_s
-        return partial(
-            self._read,
-            self._events,
-            self._recorded,
-            self._begin,
-            self._starts,
-            self._ends,
-            wall_time_s,
-        )
+        recorded, count, begin = self._events, self._recorded, self._begin
+        starts, ends = self._starts, self._ends
 
-    def _read(
-        self,
-        recorded: list[torch.cuda.Event],
-        count: int,
-        begin: torch.cuda.Event,
-        starts: list[torch.cuda.Event],
-        ends: list[torch.cuda.Event],
-        wall_time_s: float,
-    ) -> StageRecord:
-        if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's
-            self._see(recorded, count - 1)
-        elif time.monotonic() - self._seen_s > self._look_after_s:
-            coming = range(self._recorded)
-            first = next((at for at in coming if not self._events[at].query()), None)  # type: ignore[no-untyped-call]
-            self._see(self._events, first)
-        begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
-        starts_s, ends_s = (
-            [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
-        )
-        return make_record(starts_s, ends_s, begin_s, ends_s[-1], wall_time_s)
+        def read() -> StageRecord:
+            if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's
+                self._see(recorded, count - 1)
+            elif time.monotonic() - self._seen_s > self._look_after_s:
+                coming = range(self._recorded)
+                first = next((at for at in coming if not self._events[at].query()), None)  # type: ignore[no-untyped-call]
+                self._see(self._events, first)
+            begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
+            starts_s, ends_s = (
+                [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
+            )
+            return make_record(starts_s, ends_s, begin_s, ends_s[-1], wall_time_s)
+
+        return read
 
     def _see(self, events: list[torch.cuda.Event], at: int | None) -> None:
         """Wait for an event, or for what the stream holds, and keep when the host saw it pass."""
