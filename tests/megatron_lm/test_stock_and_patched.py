@@ -99,6 +99,13 @@ def test_another_order_trains_the_same_everywhere(name, tag, stock, patched, tmp
 
 @full
 @pytest.mark.parametrize("tag", TAGS)
+def test_stages_that_recompute_each_their_own_train_the_same(tag, stock, patched, tmp_path):
+    how = f"{ENVPIPE} --envpipe-recompute full:2,selective:1,full:1,none"
+    _check("pp4", tag, how, stock, patched, tmp_path / "run")
+
+
+@full
+@pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("name", ["pp4", "pp2tp2", "pp2dp2-overlapped"])
 def test_the_framework_order_trains_the_same(name, tag, stock, patched, tmp_path):
     _check(name, tag, ONE_F_ONE_B, stock, patched, tmp_path / "run")
