@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
+from envpipe_megatron.cli.plans.search_training import ITERATIONS, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.configuration_file import configuration_text
@@ -49,10 +50,6 @@ from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
 from envpipe_megatron.search.megatron.space import MegatronSpace, Space
 
-ITERATIONS = 30
-#: The first take longer; the rest is what is compared.
-_WARM_UP = 10
-_MIB = 2**20
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --position-embedding-type rope "
@@ -182,7 +179,7 @@ def train(place: Place, limit_s: int, configurations: Sequence[str]) -> None:
         code, wall_s = _run(
             place, [*command, *shlex.split(" ".join(predicted["flags"]))], log, limit_s
         )
-        row = {**predicted, "exit": code, "wall_s": wall_s, **read_log(log.read_text())}
+        row = {**predicted, "exit": code, "wall_s": wall_s, **asdict(read_log(log.read_text()))}
         with (place.output / f"{place.model}.runs.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         click.echo(_words(row))
@@ -268,17 +265,6 @@ def layout_of(name: str, profile: LayerProfile, job: Job) -> Configuration:
         layouts.append(StageLayout(parts, sizes, data, ways))
     microbatches = job.global_batch // (data * sizes.microbatch_size)
     return Configuration(tuple(layouts), microbatches, distributed_optimizer=data > 1)
-
-
-def read_log(text: str) -> dict[str, Any]:
-    """Iteration times in s after the warm-up, and the peak in bytes by rank, of Megatron's log."""
-    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
-    peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
-    peak_bytes: Mapping[str, float] = {rank: float(mib) * _MIB for rank, mib in peaks}
-    return {
-        "iteration_s": [float(time_ms) / 1e3 for time_ms in times_ms[_WARM_UP:]],
-        "peak_bytes": peak_bytes,
-    }
 
 
 def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
+from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
@@ -93,6 +94,11 @@ logger = logging.getLogger(__name__)
     "--output", type=OUTPUT_FOLDER,
     help="Folder for the best configuration, its stage profile and plan, and the frontier.",
 )  # fmt: skip
+@click.option(
+    "--train", is_flag=True,
+    help="Then train the best one's first iterations by COMMAND, and compare.",
+)  # fmt: skip
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def search_command(
     profile_path: Path,
     gpus: int,
@@ -110,6 +116,8 @@ def search_command(
     energy_price: float,
     gpu_price: float,
     output: Path | None,
+    train: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Search the parallel configuration of a Megatron job; needs no GPU.
 
@@ -121,7 +129,17 @@ def search_command(
 
       envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
       --objective energy --max-slowdown 1 --output best
+
+    With --train, COMMAND is what follows `torchrun` when the model is trained, as for
+    `envpipe profile`. Sizes, batch and recomputation in it are replaced; the checkout must be
+    patched if the flags found have one of EnvPipe's.
+
+      envpipe search ... --train -- --nproc-per-node 4 pretrain_gpt.py ...
     """
+    if train != bool(command):
+        raise click.UsageError("--train goes with the command of the training, behind --.")
+    if train and sizes_by_stage:
+        raise click.UsageError("--train goes not with --sizes-by-stage: Megatron runs none such.")
     if output is not None:
         refuse_foreign(output, (_STAGES, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
     profile = read_layers(profile_path)
@@ -161,6 +179,8 @@ def search_command(
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(console, f"\nWritten to {output}")
+    if train:
+        console.print(search_training.train(command, found.ranked[0].candidate, flags))
 
 
 def _divided(profile: LayerProfile, job: Job, blocking_power_w: float) -> Found:

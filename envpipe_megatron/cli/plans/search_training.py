@@ -1,0 +1,123 @@
+"""`envpipe search --train`: the first iterations of what was found, beside what was predicted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from envpipe_megatron.console import table_of
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun.command_line import split
+from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.search.megatron.candidates import Candidate
+
+#: Iterations that are trained, and those at first that take longer and are left out.
+ITERATIONS, WARM_UP = 30, 10
+_GIB, _MIB = 2.0**30, 2**20
+#: Megatron's arguments that a configuration or this run sets, by how they begin.
+_SET_ASIDE = re.compile(
+    r"--(tensor-model-parallel-size|pipeline-model-parallel|context-parallel-size|expert-model-parallel"
+    r"|num-layers-per-virtual|num-virtual-stages|decoder-(first|last)-pipeline|account-for-"
+    r"|micro-batch-size|global-batch-size|rampup-batch-size|use-distributed-optimizer|recompute-"
+    r"|train-(iters|samples)|lr-(decay|warmup)-samples|exit-|save|load|log-(interval|memory)|envpipe)"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What training shows: times (s) after the warm-up, and peaks (bytes) by rank."""
+
+    iteration_s: tuple[float, ...]
+    peak_bytes: dict[int, float]
+
+
+def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) -> Table:
+    """Train a configuration's first iterations, and compare.
+
+    Args:
+        command: what follows `torchrun`; arguments that the flags set are set aside.
+        flags: Megatron's.
+
+    EnvPipeError: the training failed, or its log has no times.
+    """
+    parts = split(command, {})
+    if not parts.script:
+        raise EnvPipeError(
+            "--train needs the command of the training",
+            value=" ".join(command),
+            remedy="Give torchrun's options, the script and its arguments behind --.",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*parts.options, "--log-dir", folder, "--tee", "3", parts.script[0]]
+        words += without_set(parts.script[1:]) + arguments(flags)
+        with Signals() as signals:
+            code = run_torchrun(words, {"PYTHONUNBUFFERED": "1"}, signals)
+        logs = [path.read_text(errors="replace") for path in Path(folder).rglob("stdout.log")]
+    measured = read_log("\n".join(logs))
+    if code or not measured.iteration_s:
+        raise EnvPipeError(
+            "The training of the configuration failed, or logged no iteration",
+            value=code,
+            remedy="Its own message is above; the script must be Megatron-LM's.",
+        )
+    return comparison(candidate, measured)
+
+
+def without_set(words: Sequence[str]) -> list[str]:
+    """A script's arguments without those that are set anew, and their values."""
+    kept, aside = [], False
+    for word in words:
+        if word.startswith("--"):
+            aside = _SET_ASIDE.match(word) is not None
+        if not aside:
+            kept.append(word)
+    return kept
+
+
+def arguments(flags: Sequence[str]) -> list[str]:
+    """What the run gets: a configuration's flags, and a log of each iteration.
+
+    Recomputation by stage is EnvPipe's: it only observes here.
+    """
+    own = "--envpipe --envpipe-level observe" if "--envpipe-" in " ".join(flags) else ""
+    run = f"--train-iters {ITERATIONS} --log-interval 1 --log-memory-interval {WARM_UP}"
+    return shlex.split(" ".join([*flags, run, own]))
+
+
+def read_log(text: str) -> Measured:
+    """Times after the warm-up, and each rank's last peak, of Megatron's log."""
+    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+    peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
+    return Measured(
+        tuple(float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP:]),
+        {int(rank): float(mib) * _MIB for rank, mib in peaks},
+    )
+
+
+def comparison(candidate: Candidate, measured: Measured) -> Table:
+    """Predicted beside measured: Megatron's own order at the highest clocks."""
+    predicted_s, measured_s = candidate.iteration_time_s, statistics.median(measured.iteration_s)
+    rows = [_row("iteration time (s)", predicted_s, measured_s, 4)]
+    first_rank = 0
+    for stage, layout in enumerate(candidate.configuration.stages):
+        ranks = range(first_rank, first_rank + layout.num_gpus)
+        peaks = [measured.peak_bytes[rank] for rank in ranks if rank in measured.peak_bytes]
+        if peaks:
+            predicted_gib = candidate.peak_bytes[stage] / _GIB
+            rows.append(_row(f"peak of stage {stage} (GiB)", predicted_gib, max(peaks) / _GIB, 2))
+        first_rank += layout.num_gpus
+    columns = ("", "predicted", "measured", "off (%)")
+    return table_of(f"{ITERATIONS} iterations, the first {WARM_UP} left out", columns, rows)
+
+
+def _row(name: str, predicted: float, measured: float, digits: int) -> tuple[str, ...]:
+    off = f"{100 * (predicted / measured - 1):+.1f}" if measured else "-"
+    return name, f"{predicted:.{digits}f}", f"{measured:.{digits}f}", off
