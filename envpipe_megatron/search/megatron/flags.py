@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from itertools import groupby
 
 from envpipe_megatron.policies.partitions.layers import layout_text
 from envpipe_megatron.search.configuration import Configuration, Job
@@ -90,14 +89,4 @@ def _recomputed_everywhere(
         for piece, way in zip(stage.pieces, stage.recomputed, strict=True)
         for known in profile.at(stage.sizes)[profile.pieces[piece]].recomputation
         if known.name == name
-    )
-
-
-def short_layout(profile: LayerProfile, configuration: Configuration) -> str:
-    """A layout for tables: pieces of each stage, those of its chunks with a plus."""
-    counts = [
-        "+".join(str(end - first) for first, end in stage.chunks) for stage in configuration.stages
-    ]
-    return " ".join(
-        count if (n := len(list(same))) == 1 else f"{n}x{count}" for count, same in groupby(counts)
     )
