@@ -125,13 +125,15 @@ class MegatronSpace:
         measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
         stages = []
         for stage, (name, count) in enumerate(recomputed):
+            can = {
+                piece
+                for piece, measure in measures.items()
+                if any(way.name == name for way in measure.recomputation)
+            }
             starts = range(stage, len(slots) - 1, shape.num_stages)
             chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
             ways = tuple(
-                name
-                if piece - first < count
-                and any(way.name == name for way in measures[pieces[piece]].recomputation)
-                else None
+                name if piece - first < count and pieces[piece] in can else None
                 for first, end in chunks
                 for piece in range(first, end)
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation
+from envpipe_megatron.search.stages.choices import OPERATOR
 
 #: Microbatches for each stage after which an order holds no more than before.
 _GROUPS_UNTIL_STEADY = 3
@@ -52,26 +54,31 @@ class StageWork:
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     """The work of a stage; EnvPipeError for sizes that were not measured."""
     measures, width = profile.at(stage.sizes), len(profile.frequency_mhz)
-    ways = iter(stage.recomputed)
+    names, ways = profile.pieces, iter(_ways(profile, stage))
     times, held, messages, parameters = [], [], [], 0.0
     forward_bytes = backward_bytes = working_bytes = 0.0
     for first, end in stage.chunks:
         chunk = np.zeros((5, width))
-        of_chunk = [measures[piece] for piece in profile.pieces[first:end]]
-        chunk_bytes = of_chunk[0].input_bytes if first else 0.0
-        for measure in of_chunk:
-            way = _way(measure, next(ways))
-            chunk += _times(measure, way)
-            chunk_bytes += measure.activation_bytes if way is None else way.activation_bytes
+        chunk_bytes = measures[names[first]].input_bytes if first else 0.0
+        # Most layers are alike, so each kind is taken once, as often as it is there.
+        alike: dict[tuple[str, int], list[Recomputation | None]] = {}
+        for name, way in zip(names[first:end], islice(ways, end - first), strict=True):
+            alike.setdefault((name, id(way)), []).append(way)
+        for (name, _), (way, *others) in alike.items():
+            measure, count = measures[name], 1 + len(others)
+            kept_bytes = measure.activation_bytes if way is None else way.activation_bytes
+            chunk += count * _times(measure, way)
+            chunk_bytes += count * kept_bytes
             working_bytes = max(working_bytes, working(profile, measure, way))
             forward_bytes = max(forward_bytes, measure.forward_workspace_bytes)
             backward_bytes = max(backward_bytes, measure.backward_workspace_bytes)
-            parameters += measure.parameters
-        if end < len(profile.pieces) and profile.frees_outputs:
-            chunk_bytes -= of_chunk[-1].output_bytes
+            parameters += count * measure.parameters
+        output_bytes = 0.0 if end == len(names) else measures[names[end - 1]].output_bytes
+        if profile.frees_outputs:
+            chunk_bytes -= output_bytes
         times.append(chunk)
         held.append(chunk_bytes)
-        messages.append(0.0 if end == len(profile.pieces) else of_chunk[-1].output_bytes)
+        messages.append(output_bytes)
     forward_s, backward_s, forward_j, backward_j, recomputed = np.stack(times, axis=1)
     beside = workspace_bytes(profile, forward_bytes, backward_bytes, working_bytes, parameters)
     return StageWork(
@@ -199,8 +206,33 @@ def tails_s(
     return np.array(tails)
 
 
-def _way(measure: Measure, name: str | None) -> Recomputation | None:
-    return next((way for way in measure.recomputation if way.name == name), None)
+def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | None]:
+    """The recomputation of each piece; operators go in runs, as `stages.choices` counts them."""
+    measures, pieces, edges = profile.at(stage.sizes), stage.pieces, profile.block_edges
+    asked = list(zip((profile.pieces[piece] for piece in pieces), stage.recomputed, strict=True))
+    known = {
+        (piece, name): next(
+            (way for way in measures[piece].recomputation if way.name == name), None
+        )
+        for piece, name in set(asked)
+    }
+    ways = [known[each] for each in asked]
+    if OPERATOR not in stage.recomputed:
+        return ways
+    blocks = np.searchsorted(edges, pieces, side="right").tolist()
+    keys = zip(blocks, stage.recomputed, strict=True)
+    for (block, name), group in groupby(enumerate(keys), key=lambda each: each[1]):
+        if name != OPERATOR:
+            continue
+        run = [index for index, _ in group]
+        kept_bytes = [measures[asked[index][0]].activation_bytes for index in run]
+        # The last output is kept, and held twice where the next block may begin with a run.
+        held = kept_bytes if pieces[run[-1]] + 1 == edges[block] else kept_bytes[:-1]
+        for index in run:
+            kept = kept_bytes[-1] if index == run[-1] else 0.0
+            way = ways[index]
+            ways[index] = way and replace(way, activation_bytes=kept, working_bytes=sum(held))
+    return ways
 
 
 def _times(measure: Measure, way: Recomputation | None) -> FloatArray:
