@@ -16,6 +16,8 @@ from envpipe_megatron.search.megatron.space import MegatronSpace
 
 #: Models of more pieces are cut for time alone: the list of cuts takes their square.
 _MOST_PIECES = 256
+#: 1F1B takes more than a stage forces: so many cuts are simulated at most for each that is wanted.
+_CUTS_FOR_ONE = 8
 
 
 def estimate_j(candidate: Candidate, blocking_power_w: float, longest_s: float) -> float:
@@ -60,9 +62,10 @@ def alternatives(
     megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float, most: int
 ) -> list[Candidate]:
     """The cheapest cuts of a shape, among the first ones, that are in time by the simulator."""
-    found = islice(cheap_cuts(megatron, shape, blocking_power_w, longest_s), most)
-    candidates = [Candidate(each, megatron.profile, megatron.job) for each in found]
-    return [each for each in candidates if each.iteration_time_s <= longest_s]
+    cuts = islice(cheap_cuts(megatron, shape, blocking_power_w, longest_s), most * _CUTS_FOR_ONE)
+    candidates = (Candidate(each, megatron.profile, megatron.job) for each in cuts)
+    in_time = (each for each in candidates if each.iteration_time_s <= longest_s)
+    return list(islice(in_time, most))
 
 
 def _run_energies_j(
