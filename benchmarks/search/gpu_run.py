@@ -291,7 +291,10 @@ def _words(row: Mapping[str, Any]) -> str:
     text += f" ({100 * (predicted_s / measured_s - 1):+.1f} %)"
     predicted, measured = (
         " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
-        for peaks in (row["predicted_bytes"], row["peak_bytes"].values())
+        for peaks in (
+            row["predicted_bytes"],
+            [peak for _, peak in sorted(row["peak_bytes"].items())],
+        )
     )
     return f"{text}; {predicted} GiB predicted by stage, {measured} measured by rank"
 
