@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
@@ -139,10 +140,16 @@ class Candidate:
             gpus_per_stage=tuple(stage.num_gpus for stage in self.configuration.stages),
         )
 
-    def plan(self, blocking_power_w: float, longest_s: float | None = None) -> Plan:
+    def plan(
+        self,
+        blocking_power_w: float,
+        longest_s: float | None = None,
+        objective: Objective = LEAST_ENERGY,
+    ) -> Plan:
         """The best order and clocks within a time, by default that of the framework's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
-        return make_plan(self.stage_profile, self._request(blocking_power_w, factor)).plan
+        request = replace(self._request(blocking_power_w, factor), objective=objective)
+        return make_plan(self.stage_profile, request).plan
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
         """Plans of which none is both faster and cheaper, the fastest first."""

@@ -93,7 +93,8 @@ def search(
         ranked = []
         for done, candidate in enumerate(candidates[:NUM_PLANNED]):
             progress("planning", done, min(NUM_PLANNED, len(candidates)))
-            plan = candidate.plan(blocking_power_w, None if quickest else longest_s)
+            within = () if quickest else (longest_s, objective)
+            plan = candidate.plan(blocking_power_w, *within)
             ranked.append(Ranked(candidate, plan))
         ranked.sort(key=lambda each: objective.score(_known(each.cost), job.num_gpus))
     return Found(tuple(ranked), len(megatron.shapes), num_cut)
