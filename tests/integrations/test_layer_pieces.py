@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig, transformer_block  # no
 from one_rank_job import one_rank_job  # noqa: E402
 
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
-from envpipe_megatron.integrations.layer_profile import hooks, job  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import hooks, job, row  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
@@ -38,15 +38,15 @@ DENSE_THEN_EXPERTS = (0, 1, 1)
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """A job of one rank, on the CPU, whose models get one layer of each kind."""
+    """A job of one rank, on the CPU, whose models get a row of each kind of layers."""
     with one_rank_job() as patch:
         block = transformer_block.TransformerBlock
         patch.setattr(block, "_build_layers", block._build_layers)  # put back at the end
-        hooks._build_one_of_each(transformer_block)
+        hooks._build_rows(transformer_block)
         yield
 
 
-def make_model(experts: bool = False, tied: bool = False) -> Any:
+def make_model(experts: bool = False, tied: bool = False, layers: int = 3) -> Any:
     more: dict[str, Any] = {}
     if experts:
         more = {
@@ -55,7 +55,7 @@ def make_model(experts: bool = False, tied: bool = False) -> Any:
             "moe_token_dispatcher_type": "alltoall",
         }
     config = TransformerConfig(
-        num_layers=3,
+        num_layers=layers,
         hidden_size=16,
         num_attention_heads=2,
         use_cpu_initialization=True,
@@ -76,11 +76,14 @@ def names(pieces: GptPieces) -> list[str]:
     return [name for block in pieces.blocks for name in block.pieces]
 
 
-def test_layers_of_each_kind_are_built_once() -> None:
+def test_a_few_layers_of_each_kind_are_built() -> None:
     pieces = GptPieces(make_model(), ARGS)
     assert pieces.blocks == (Block(("embedding",)), Block(("layer",), 3), Block(("loss",)))
+    model = make_model(layers=6)
+    assert len(model.decoder.layers) == 4
+    assert GptPieces(model, ARGS).blocks[1] == Block(("layer",), 6)
     model = make_model(experts=True)
-    assert len(model.decoder.layers) == 2
+    assert model.decoder.envpipe_built == [0, 1, 1]
     assert GptPieces(model, ARGS).blocks == (
         Block(("embedding",)),
         Block(("layer1",)),
@@ -89,31 +92,50 @@ def test_layers_of_each_kind_are_built_once() -> None:
     )
 
 
+def test_a_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 16 * 18 * 10**9  # a quarter of it for all kinds: 2e9 parameters of each of two
+    for name, value in (
+        ("is_available", True),
+        ("mem_get_info", (free - 100, free)),
+        ("memory_reserved", 200),
+        ("memory_allocated", 100),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(row, "lowest", lambda value: value)
+    assert row.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
+    assert row.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_pieces_one_after_another_are_the_model(tied: bool) -> None:
     model = make_model(tied=tied)
     pieces = GptPieces(model, ARGS)
     state = None
     for name in names(pieces):
-        with pieces.running(name, 2) as (piece, hidden):
+        with pieces.running(name, 2, length=pieces.row_length(name)) as (piece, hidden):
             state = piece.forward(hidden if state is None else state)
     tokens, positions, mask = pieces._microbatch(2).inputs
     assert torch.equal(state, model(tokens, positions, mask, labels=tokens).sum())
-    assert len(model.decoder.layers) == 1
+    assert len(model.decoder.layers) == 3
     assert model.decoder.final_layernorm is not None
 
 
-def test_a_layer_is_repeated_and_recomputed_while_it_runs() -> None:
+def test_layers_run_in_a_row_and_are_recomputed() -> None:
     model = make_model()
     pieces = GptPieces(model, ARGS)
     assert pieces.ways("layer") == ("selective", FULL)
     assert pieces.ways("loss") == ()
-    calls = []
-    model.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    with pieces.running("layer", 1, repeats=3) as (piece, hidden):
-        calls.clear()
-        piece.forward(hidden)
-        assert len(calls) == 3
+    calls, added = [], []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+        # Where Megatron adds a gradient to the model's own.
+        layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(lambda _: added.append(1))
+    for way, runs in ((None, 1), ("selective", 1), (FULL, 2)):
+        with pieces.running("layer", 1, way, length=3) as (piece, hidden):
+            calls.clear()
+            added.clear()
+            piece.forward(hidden.detach().requires_grad_()).sum().backward()
+            assert (len(calls), len(added)) == (3 * runs, 3)
     gradients = []
     for way in (None, FULL):
         with pieces.running("layer", 1, way) as (piece, hidden):

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m envpipe_megatron.integrations.layer_profile pretrain_gpt.py ...
 
-The script runs as it is, patched or not. Once it has built model and optimizer, of which one layer
-of each kind is kept, pieces of the model are measured in place of training (`hooks`), and the job
-ends. What is measured is in the variable `search.layer_jobs.JOB_VARIABLE`.
+The script runs as it is, patched or not. Once it has built model and optimizer, of which a few
+layers of each kind are built, pieces of the model are measured in place of training (`hooks`), and
+the job ends. What is measured is in the variable `search.layer_jobs.JOB_VARIABLE`.
 """

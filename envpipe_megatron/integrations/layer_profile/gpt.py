@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class _Microbatch:
 
 
 class GptPieces:
-    """A model with one layer of each kind; EnvPipeError if it is no GPTModel.
+    """A model with a row of each kind of layers; EnvPipeError if it is no GPTModel.
 
     Args:
         model: without wrappers.
@@ -67,26 +67,35 @@ class GptPieces:
         self._model, self._args = model, args
         self._decoder = model.decoder
         kinds = self._decoder.envpipe_kinds
-        one = len(self._decoder.layers) == 1
+        one = max(kinds) == 0
         names = [
             LAYER if one else f"{LAYER}{kinds.index(kind) + 1}" for kind in range(max(kinds) + 1)
         ]
-        self._layers = dict(zip(names, self._decoder.layers, strict=True))
+        self._layers: dict[str, list[Any]] = {name: [] for name in names}
+        for kind, layer in zip(self._decoder.envpipe_built, self._decoder.layers, strict=True):
+            self._layers[names[kind]].append(layer)
         self.blocks = _blocks([EMBEDDING, *(names[kind] for kind in kinds), LOSS])
+
+    def row_length(self, piece: str) -> int:
+        """How many of a piece can run in a row: the layers that were built, or one."""
+        return len(self._layers.get(piece, [piece]))
 
     def ways(self, piece: str) -> tuple[str, ...]:
         """The recomputations that a piece has, from the mildest."""
-        layer = self._layers.get(piece)
-        if layer is None:
+        row = self._layers.get(piece)
+        if row is None:
             return ()
-        attention = getattr(layer, "self_attention", None)
+        attention = getattr(row[0], "self_attention", None)
         return (SELECTIVE, FULL) if hasattr(attention, "checkpoint_core_attention") else (FULL,)
 
     @contextmanager
     def running(
-        self, piece: str, microbatch_size: int, way: str | None = None, repeats: int = 1
+        self, piece: str, microbatch_size: int, way: str | None = None, length: int = 1
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """A piece that may be run, and hidden states for it; a layer several times in a row."""
+        """A piece that may be run, and hidden states for it; of a layer so many in a row.
+
+        The parameters are those of one layer.
+        """
         batch = self._microbatch(microbatch_size)
         if piece == EMBEDDING:
             embedding, (tokens, positions, _) = self._model.embedding, batch.inputs
@@ -107,13 +116,13 @@ class GptPieces:
                     batch.hidden,
                 )
         else:
-            layer, block = self._layers[piece], self._decoder
-            with self._only([layer] * repeats, None), _recomputing(layer, block.config, way):
+            row, block = self._layers[piece][:length], self._decoder
+            with self._only(row, None), _recomputing(row, block.config, way):
                 yield (
                     Piece(
                         piece,
                         lambda hidden: block(hidden_states=hidden, **batch.block_arguments),
-                        _count([layer]),
+                        _count(row[:1]),
                     ),
                     batch.hidden,
                 )
@@ -175,10 +184,13 @@ def _count(modules: list[torch.nn.Module]) -> int:
 
 
 @contextmanager
-def _recomputing(layer: Any, config: Any, way: str | None) -> Iterator[None]:
-    """While a layer is recomputed in one of the ways, or not."""
+def _recomputing(layers: Iterable[Any], config: Any, way: str | None) -> Iterator[None]:
+    """While layers are recomputed in one of the ways, or not."""
     if way == SELECTIVE:
-        with _replaced(layer.self_attention, checkpoint_core_attention=True):
+        with ExitStack() as stack:
+            for layer in layers:
+                change = _replaced(layer.self_attention, checkpoint_core_attention=True)
+                stack.enter_context(change)
             yield
     elif way == FULL:
         with _replaced(

@@ -1,8 +1,8 @@
 """What is changed in Megatron-LM, in memory, while layers are measured.
 
 The arguments after they were parsed: one stage, the job's sizes, nothing that a measurement of
-single layers has no use for. The transformer block: one layer of each kind. What follows the set-up
-of model and optimizer: the measurement, and the job's end.
+single layers has no use for. The transformer block: a few layers of each kind. What follows the
+set-up of model and optimizer: the measurement, and the job's end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def attach(job: LayerJob) -> None:
         _AfterImport(
             {
                 "megatron.training.arguments": lambda module: _change_arguments(module, job),
-                "megatron.core.transformer.transformer_block": _build_one_of_each,
+                "megatron.core.transformer.transformer_block": _build_rows,
                 "megatron.training.training": lambda module: _measure_and_end(module, job),
             }
         ),
@@ -127,18 +127,34 @@ def _sizes(job: LayerJob) -> dict[str, int]:
     }
 
 
-def _build_one_of_each(module: Any) -> None:
+def _build_rows(module: Any) -> None:
+    """Let transformer blocks build a row of each kind of layers, in place of all layers.
+
+    The kind of each layer of the model is kept in `envpipe_kinds`, of those built in
+    `envpipe_built`.
+    """
     block = module.TransformerBlock
     build = block._build_layers
 
-    def build_one_of_each(self: Any) -> None:
+    def build_rows(self: Any) -> None:
+        from envpipe_megatron.integrations.layer_profile.row import row_lengths
+
         specs = list(self.submodules.layer_specs)
         kinds = [spec for at, spec in enumerate(specs) if spec not in specs[:at]]
         self.envpipe_kinds = [kinds.index(spec) for spec in specs]
-        self.submodules = dataclasses.replace(self.submodules, layer_specs=kinds)
+        submodules = self.submodules
+        self.submodules = dataclasses.replace(submodules, layer_specs=kinds)
+        build(self)
+        counts = [self.envpipe_kinds.count(kind) for kind in range(len(kinds))]
+        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in self.layers]
+        rows = row_lengths(counts, sizes)
+        self.envpipe_built = [kind for kind, length in enumerate(rows) for _ in range(length)]
+        self.layers = None  # frees the first ones before more are built
+        built = [kinds[kind] for kind in self.envpipe_built]
+        self.submodules = dataclasses.replace(submodules, layer_specs=built)
         build(self)
 
-    block._build_layers = build_one_of_each
+    block._build_layers = build_rows
 
 
 def _measure_and_end(module: Any, job: LayerJob) -> None:

@@ -37,9 +37,6 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
 )
 
-#: Equal layers that run in a row while time is taken, as in training.
-_LAYERS_IN_A_ROW = 4
-
 
 def measure_model(
     wrapped: Any, model: Any, optimizer: Any, args: argparse.Namespace, job: LayerJob
@@ -48,7 +45,7 @@ def measure_model(
 
     Args:
         wrapped: the model in Megatron's data parallel wrapper.
-        model: the same without, with one layer of each kind.
+        model: the same without, with a row of each kind of layers.
         optimizer, args: Megatron's.
     """
     try:
@@ -123,7 +120,7 @@ def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
 def _measure_way(pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str | None) -> _Way:
     with pieces.running(name, size, way) as (piece, hidden):
         held = measure_memory(piece, hidden)
-    layers = 1 if name in (EMBEDDING, LOSS) else repeats_that_fit(held, _LAYERS_IN_A_ROW)
+    layers = repeats_that_fit(held, pieces.row_length(name))
     timings, forward_j = [], []
     with pieces.running(name, size, way, layers) as (piece, hidden):
         for frequency_mhz in gpu.frequency_mhz:

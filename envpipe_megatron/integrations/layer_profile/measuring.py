@@ -88,7 +88,7 @@ def repeats_that_fit(held: Held, wanted: int) -> int:
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     workspace = max(held.forward_workspace_bytes, held.backward_workspace_bytes)
     fit = int((0.8 * free - workspace) // max(held.activation_bytes, 1))
-    return -_highest(-max(1, min(fit, wanted)))
+    return lowest(max(1, min(fit, wanted)))
 
 
 def _rounds(
@@ -150,6 +150,11 @@ def _count(round_s: float) -> int:
     """How many rounds fill a window, the same on all ranks."""
     window_s = _WINDOW_S if torch.cuda.is_available() else _CPU_WINDOW_S
     return _highest(min(max(_LEAST, math.ceil(window_s / max(round_s, 1e-6))), _MOST))
+
+
+def lowest(value: int) -> int:
+    """The lowest of all ranks' values; every rank calls it."""
+    return -_highest(-value)
 
 
 def _highest(value: int) -> int:
