@@ -132,12 +132,12 @@ class MegatronSpace:
             }
             starts = range(stage, len(slots) - 1, shape.num_stages)
             chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
-            ways = tuple(
-                name if piece - first < count and pieces[piece] in can else None
-                for first, end in chunks
-                for piece in range(first, end)
-            )
-            stages.append(StageLayout(chunks, shape.sizes, shape.data_parallel, ways))
+            ways: list[str | None] = []
+            for first, end in chunks:
+                again = pieces[first : min(first + count, end)]
+                ways += [name if piece in can else None for piece in again]
+                ways += [None] * (end - first - len(again))
+            stages.append(StageLayout(chunks, shape.sizes, shape.data_parallel, tuple(ways)))
         return Configuration(
             tuple(stages), shape.num_microbatches, self.space.distributed_optimizer
         )
@@ -209,9 +209,11 @@ class MegatronSpace:
     def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
         """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
         low, high = 0, most
+        recomputed: list[Recomputed] = [(None, 0)] * shape.num_stages
         while low < high:
             count = (low + high) // 2
-            found = self.configuration(shape, slots.tolist(), [(name, count)] * shape.num_stages)
+            recomputed[stage] = name, count
+            found = self.configuration(shape, slots.tolist(), recomputed)
             work = stage_work(self.profile, found.stages[stage])
             peak_bytes = stage_peak_bytes(self.profile, found, stage, work)
             if peak_bytes <= (self.job.memory_bytes or math.inf):
