@@ -64,6 +64,7 @@ def read_layers(path: Path) -> LayerProfile:
         bytes_per_parameter=_object(_inside(data, "bytes_per_parameter"), BytesPerParameter, _HELD),
         links=_read_links(_inside(data, "links")),
         optimizer_s=data.read("optimizer_s", AMOUNT, 0.0),
+        gradients_s=data.read("gradients_s", AMOUNT, 0.0),
         workspaces_add=data.read("workspaces_add", FLAG, False),
         frees_outputs=data.read("frees_outputs", FLAG, False),
         gpu=data.read("gpu", TEXT, None),
@@ -95,6 +96,7 @@ def layers_text(profile: LayerProfile) -> str:
         "bytes_per_parameter": asdict(profile.bytes_per_parameter),
         "links": _links_entry(profile.links),
         "optimizer_s": profile.optimizer_s,
+        "gradients_s": profile.gradients_s,
         "workspaces_add": profile.workspaces_add,
         "frees_outputs": profile.frees_outputs,
     }

@@ -162,6 +162,8 @@ class LayerProfile:
         frequency_mhz: [num_frequencies], the highest first.
         measures: for each of the sizes that were measured, each piece.
         optimizer_s: of the optimizer's step, for each parameter that a GPU updates.
+        gradients_s: of zeroing, checking and scaling gradients, for each parameter that a GPU
+            holds, whether data parallel ranks share the optimizer or not.
         workspaces_add: whether forwards' workspace is held while backwards run, as it is where an
             allocator's cache is counted; else the larger of the two is.
         frees_outputs: whether a stage frees its output once that is sent, as Megatron does.
@@ -174,6 +176,7 @@ class LayerProfile:
     bytes_per_parameter: BytesPerParameter
     links: Links
     optimizer_s: float = 0.0
+    gradients_s: float = 0.0
     workspaces_add: bool = False
     frees_outputs: bool = False
     gpu: str | None = None

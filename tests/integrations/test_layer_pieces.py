@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,12 +162,13 @@ def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
         assert counts["layer"] == 12 * 16**2 + 2 * norm
 
 
-def measure(folder: Path, *sizes: int) -> LayerJob:
-    model = make_model()
+def measure(folder: Path, *sizes: int, model: Any = None) -> LayerJob:
+    model = model or make_model()
     for weight in model.parameters():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad = torch.zeros_like(weight)
-    model.zero_grad_buffer = lambda: None
+    model.zero_grad_buffer = model.finish_grad_sync = lambda: time.sleep(1e-3)
+    model.scale_gradients = lambda factor: None
     inner = torch.optim.Adam(model.parameters())
     optimizer = SimpleNamespace(
         optimizer=inner, step=inner.step, zero_grad=lambda: inner.zero_grad(set_to_none=False)
@@ -177,7 +179,8 @@ def measure(folder: Path, *sizes: int) -> LayerJob:
 
 
 def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path) -> None:
-    of = measure(tmp_path, 1, 2)
+    model = make_model()
+    of = measure(tmp_path, 1, 2, model=model)
     for size in (1, 2):
         made = read_layers(of.file(size))
         layer = made.at(Sizes(1, size))["layer"]
@@ -189,6 +192,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)
         assert made.optimizer_s > 0
+        assert made.gradients_s * sum(map(torch.numel, model.parameters())) >= 2e-3
         assert made.frequency_mhz.tolist() == [1]
 
 

@@ -48,6 +48,7 @@ def profile_with(energy=True, **changes):
         "bytes_per_parameter": BytesPerParameter(2, 4, 12, 1e6),
         "links": Links(curve, None, {(2, False): curve, (8, True): curve}),
         "optimizer_s": 1e-11,
+        "gradients_s": 2e-12,
         "workspaces_add": True,
         "frees_outputs": True,
         "gpu": "a GPU",

@@ -1,9 +1,11 @@
 """What stages hold that compute operators again: runs of them keep their last output."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from envpipe_megatron.search.configuration import StageLayout
+from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import (
     Block,
     BytesPerParameter,
@@ -13,7 +15,7 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.work import stage_work
+from envpipe_megatron.search.megatron.work import stage_work, tails_s
 from envpipe_megatron.search.stages.choices import OPERATOR
 
 ONE = np.array([1.0])
@@ -52,3 +54,12 @@ def test_runs_of_operators_keep_their_last_output(
     assert work.held_bytes.tolist() == [held_bytes]
     assert work.beside_bytes == beside_bytes
     assert work.time_s == 18 + len(again.replace("-", ""))
+
+
+@pytest.mark.parametrize(("shared", "tail_s"), [(False, 1000 + 8), (True, 500 + 8)])
+def test_all_data_parallel_ranks_handle_all_their_gradients(shared: bool, tail_s: float) -> None:
+    profile = replace(PROFILE, optimizer_s=100.0, gradients_s=0.8)
+    stage = StageLayout(((0, 6),), Sizes(), 2, (None,) * 6)
+    work = replace(stage_work(profile, stage), parameters=10.0)
+    configuration = Configuration((stage,), 1, distributed_optimizer=shared)
+    assert tails_s(profile, configuration, [work], Job(2, 2, 2)) == pytest.approx([tail_s])

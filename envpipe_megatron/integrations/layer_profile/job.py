@@ -53,7 +53,7 @@ def measure_model(
     except EnvPipeError as error:
         refuse(error)
     with closing(gpu):
-        optimizer_s = measure_step(wrapped, optimizer)
+        step = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
         for size in job.microbatch_sizes:
             names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
@@ -64,7 +64,7 @@ def measure_model(
                 measures={job.sizes(size): measures},
                 bytes_per_parameter=held,
                 links=Links(),
-                optimizer_s=optimizer_s,
+                **step._asdict(),
                 frees_outputs=True,
                 gpu=gpu.name,
                 source=shlex.join(sys.argv),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,23 +14,37 @@ from envpipe_megatron.search.layer_profile import BytesPerParameter
 _STEPS = 4
 
 
-def measure_step(model: Any, optimizer: Any) -> float:
-    """Seconds for each parameter, gradients set to zero before, as in each step of training.
+class StepTime(NamedTuple):
+    """Of a training step for each parameter, as `LayerProfile` has it."""
 
-    The first step, which makes the optimizer's state, does not count. `model` is the data parallel
-    wrapper, whose gradients are zeros from here on.
+    gradients_s: float
+    optimizer_s: float
+
+
+def measure_step(model: Any, optimizer: Any) -> StepTime:
+    """Seconds for each parameter of what follows, and comes before, a step's microbatches.
+
+    Gradients are set to zero, checked and scaled, as each of several data parallel ranks does for
+    all its parameters; a sum over ranks is in it only where this job has several. The first step,
+    which makes the optimizer's state, does not count. `model` is the data parallel wrapper, whose
+    gradients are zeros from here on.
     """
     parameters: int = sum(weight.numel() for weight in model.parameters())
-    times_s = []
+    gradients_s, optimizer_s = [], []
     for _ in range(_STEPS):
-        _synchronize()
-        begin_s = time.perf_counter()
+        begin_s = _now_s()
         model.zero_grad_buffer()
         optimizer.zero_grad()
+        model.finish_grad_sync()
+        # A rank alone scales nothing by itself.
+        model.scale_gradients(1.0)
+        ready_s = _now_s()
         optimizer.step()
-        _synchronize()
-        times_s.append(time.perf_counter() - begin_s)
-    return statistics.median(times_s[1:]) / parameters
+        gradients_s.append(ready_s - begin_s)
+        optimizer_s.append(_now_s() - ready_s)
+    return StepTime(
+        *(statistics.median(times_s[1:]) / parameters for times_s in (gradients_s, optimizer_s))
+    )
 
 
 def bytes_held(model: torch.nn.Module, optimizer: Any) -> BytesPerParameter:
@@ -56,6 +70,7 @@ def _state(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
-def _synchronize() -> None:
+def _now_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter()

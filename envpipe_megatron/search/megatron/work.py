@@ -187,7 +187,7 @@ def hops_s(
 def tails_s(
     profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
 ) -> FloatArray:
-    """[num_stages] gradient reduction and optimizer after each stage's last unit.
+    """[num_stages] gradient reduction, the rest of gradients' handling, and optimizer, by stage.
 
     Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of an
     all-reduce, and gathering the weights the other half, by their bytes.
@@ -202,7 +202,8 @@ def tails_s(
         if configuration.distributed_optimizer:
             reduced_s *= 0.5 * (1 + each.weight / each.gradient)
             updated /= stage.data_parallel
-        tails.append(reduced_s + updated * profile.optimizer_s)
+        own_s = work.parameters * profile.gradients_s + updated * profile.optimizer_s
+        tails.append(reduced_s + own_s)
     return np.array(tails)
 
 
