@@ -7,7 +7,7 @@ import pytest
 from on_request import on_request
 from whole_layers import whole_layers
 
-from benchmarks.search import energy, sailor, scale
+from benchmarks.search import energy, sailor, scale, scale_alone
 from benchmarks.search.aceso_runs import ARCHIVE, Setting, unpack
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal
@@ -74,10 +74,10 @@ def test_claims_say_what_is_late_and_whether_the_rival_is_beaten() -> None:
 
 def test_a_search_in_its_own_process_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = whole_layers(3)
-    monkeypatch.setattr(scale, "read_setting", lambda *_: layers)
-    monkeypatch.setattr(scale, "fold_blocks", lambda profile: profile)
+    monkeypatch.setattr(scale_alone, "read_setting", lambda *_: layers)
+    monkeypatch.setattr(scale_alone, "fold_blocks", lambda profile: profile)
     setting = Setting("small", "", "gpt", "", 4, 2, 8)
-    found = scale.search_alone(Path(), scale.Scale(setting, Goal.TIME, 1.0, 1.0))
+    found = scale_alone.search_alone(Path(), scale_alone.Scale(setting, Goal.TIME, 1.0, 1.0))
     assert found["best"].startswith("PP")
     assert found["process_MiB"] > 1
     row = {"search": "small", "wall_s": 0.5, "at_most_s": 10.0, "within": True, **found}
