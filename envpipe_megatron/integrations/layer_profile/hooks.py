@@ -45,6 +45,8 @@ _PLAIN: Mapping[str, Any] = {
     "tensorboard_dir": None,
     "wandb_project": "",
     "envpipe": False,
+    # Else what checks gradients asserts that a training step runs.
+    "rerun_mode": "disabled",
 }
 
 #: Arguments under which layers differ by more than their specification, or are shared out.
