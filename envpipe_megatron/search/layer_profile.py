@@ -20,6 +20,9 @@ from envpipe_megatron.errors import EnvPipeError
 
 EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 
+#: Of a piece's time, from which on the host counts as what bounds it.
+_HOST_BOUND = 0.9
+
 
 @dataclass(frozen=True, order=True)
 class Sizes:
@@ -66,6 +69,8 @@ class Measure:
         activation_bytes: kept from forward to backward of a microbatch.
         forward_workspace_bytes, backward_workspace_bytes: held during the piece's own run alone.
         recomputation: ways to keep less, from the mildest.
+        host_s: in which the host hands over forward and backward, at the highest clock; with the
+            piece's own waits for the GPU. None if it is not known.
     """
 
     forward_s: FloatArray
@@ -79,6 +84,13 @@ class Measure:
     forward_workspace_bytes: float = 0.0
     backward_workspace_bytes: float = 0.0
     recomputation: tuple[Recomputation, ...] = ()
+    host_s: float | None = None
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the host hands over hardly faster than the GPU runs, at the highest clock."""
+        both_s = self.forward_s[0] + self.backward_s[0]
+        return self.host_s is not None and bool(self.host_s >= _HOST_BOUND * both_s)
 
 
 @dataclass(frozen=True)

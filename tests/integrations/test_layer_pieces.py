@@ -187,6 +187,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert layer.input_bytes == layer.output_bytes == 8 * size * 16 * 4
         assert layer.forward_s[0] > 0
         assert layer.forward_j is None
+        assert layer.host_s is None  # there is nobody to hand over to
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
@@ -222,6 +223,7 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made.has_energy
     layer = made.at(Sizes())["layer"]
     assert (layer.forward_j > 0).all()
+    assert layer.host_s == pytest.approx(layer.forward_s[0] + layer.backward_s[0], rel=0.9)
     assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
 
 

@@ -22,7 +22,7 @@ from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate, Losses
 from envpipe_megatron.search.megatron.flags import (
     megatron_flags,
@@ -171,6 +171,13 @@ def search_command(
     console.print(shown.table())
     console.print(shown.lost())
     console.print(shown.stages())
+    if bound := shown.host_bound():
+        say(
+            console,
+            f"\nNote: {', '.join(bound)}: the host needs about as long to start this work as the "
+            "GPU to do it. Times in training may be longer than predicted, and scatter. Larger "
+            "microbatches help, and CUDA graphs.\n",
+        )
     flags: list[str] = []
     if not sizes_by_stage:
         say(console, shown.how_sure())
@@ -306,6 +313,18 @@ class _Shown:
         shown = table_of("Stages of the best, at the highest clocks", columns, rows)
         shown.columns[1].justify = "left"
         return shown
+
+    def host_bound(self) -> list[str]:
+        """The best one's layers that the host bounds."""
+        stages = self.found.ranked[0].candidate.configuration.stages
+        there = {(stage.sizes, self.profile.pieces[at]) for stage in stages for at in stage.pieces}
+        return sorted(
+            {
+                piece
+                for sizes, piece in there
+                if piece not in (EMBEDDING, LOSS) and self.profile.at(sizes)[piece].is_host_bound
+            }
+        )
 
     def how_sure(self) -> str:
         """What was looked at."""

@@ -82,6 +82,7 @@ class _Way:
     backward_s: FloatArray
     both_j: FloatArray
     forward_j: FloatArray
+    host_s: FloatArray
 
     @property
     def both_s(self) -> FloatArray:
@@ -114,6 +115,7 @@ def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
             output_bytes=0 if name == LOSS else hidden.nbytes,
             **plain.held._asdict(),
             recomputation=tuple(ways),
+            host_s=None if gpu.name is None else float(plain.host_s[0]),
         )
 
 
@@ -129,8 +131,8 @@ def _measure_way(pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str
             timings.append(timing)
             if way is None:
                 forward_j.append(measure_forward_energy(piece, hidden, gpu, timing.forward_s))
-    forward_s, backward_s, both_j = np.array(timings).T / layers
-    return _Way(held, forward_s, backward_s, both_j, np.array(forward_j) / layers)
+    forward_s, backward_s, both_j, host_s = np.array(timings).T / layers
+    return _Way(held, forward_s, backward_s, both_j, np.array(forward_j) / layers, host_s)
 
 
 def _known(values: FloatArray) -> FloatArray | None:

@@ -22,14 +22,21 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 #: Work is repeated for about this long.
 _WINDOW_S, _CPU_WINDOW_S = 0.6, 0.02
 _WARM_UP, _LEAST, _MOST = 2, 4, 200
+_HOST_ROUNDS = 5
 
 
 class Timing(NamedTuple):
-    """One run of a piece; the energy of both directions is NaN if it is not known."""
+    """One run of a piece.
+
+    Args:
+        both_j: energy of both directions, NaN if it is not known.
+        host_s: of both directions, until the host has handed them over to the device.
+    """
 
     forward_s: float
     backward_s: float
     both_j: float
+    host_s: float
 
 
 class Held(NamedTuple):
@@ -47,7 +54,8 @@ def measure_time(piece: Piece, hidden: torch.Tensor, gpu: RankGpu) -> Timing:
     count = _count(float(np.median(forwards + backwards)))
     forwards, backwards, begin_s, end_s = _rounds(piece, hidden, gradient, count)
     both_j = gpu.energy_j(begin_s, end_s) / count
-    return Timing(float(np.median(forwards)), float(np.median(backwards)), both_j)
+    host_s = _host_s(piece, hidden, gradient)
+    return Timing(float(np.median(forwards)), float(np.median(backwards)), both_j, host_s)
 
 
 def measure_forward_energy(
@@ -106,6 +114,21 @@ def _rounds(
         del outputs
     gaps_s = np.array([*marks.gaps_s(), math.nan]).reshape(count, 3)
     return gaps_s[:, 0], gaps_s[:, 1], begin_s, time.monotonic()
+
+
+def _host_s(piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor) -> float:
+    """Median time in which the host hands over a round.
+
+    The device is idle when a round begins: else its queue could be full, and the host wait for it.
+    """
+    times_s = []
+    for _ in range(_HOST_ROUNDS):
+        _synchronize()
+        begin_s = time.perf_counter()
+        _forward(piece, hidden).backward(gradient)  # type: ignore[no-untyped-call]  # torch's
+        times_s.append(time.perf_counter() - begin_s)
+    _synchronize()
+    return float(np.median(times_s))
 
 
 def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:

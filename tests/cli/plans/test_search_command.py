@@ -62,6 +62,18 @@ def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path
     assert "measured joules" in run_badly("search", "--profile", layers_path, *JOB, *model)
 
 
+@pytest.mark.parametrize(("share", "noted"), [(0.89, False), (0.91, True)])
+def test_layers_that_the_host_bounds_are_noted(layers_path, share, noted):
+    fields = json.loads(layers_path.read_text())
+    for measure in fields["measures"]:
+        host_s = share * (measure["forward_s"][0] + measure["backward_s"][0])
+        # An embedding is always bound by the host, and short.
+        measure["host_s"] = host_s if measure["piece"] == "layer" else 1.0
+    layers_path.write_text(json.dumps(fields))
+    result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
+    assert ("Note: layer: the host" in result.stdout) == noted
+
+
 def test_stages_of_different_sizes_are_no_job_of_megatrons(layers_path):
     result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
     assert "Stages of the best" in result.stdout
