@@ -92,9 +92,9 @@ class GptPieces:
     def running(
         self, piece: str, microbatch_size: int, way: str | None = None, length: int = 1
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """A piece that may be run, and hidden states for it; of a layer so many in a row.
+        """A piece that may be run, and hidden states for it.
 
-        The parameters are those of one layer.
+        `length` layers of a kind run in a row; `parameters` are those of one.
         """
         batch = self._microbatch(microbatch_size)
         if piece == EMBEDDING:
