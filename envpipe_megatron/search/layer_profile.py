@@ -22,6 +22,8 @@ EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 
 #: Of a piece's time, from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
+#: A model of more pieces in all is a mistake in a file, and would fill the memory.
+_MOST_PIECES = 100_000
 
 
 @dataclass(frozen=True, order=True)
@@ -240,9 +242,19 @@ class LayerProfile:
 
 def check_profile(profile: LayerProfile) -> LayerProfile:
     """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
+    from envpipe_megatron.search.stages.choices import OPERATOR  # which imports this module
+
+    ways = ("selective", "full", OPERATOR)
     names = {piece for block in profile.blocks for piece in block.pieces}
     if not names or not profile.measures:
         raise EnvPipeError(f"{profile.source} has no pieces or no measures")
+    num_pieces = sum(len(block.pieces) * block.repeat for block in profile.blocks)
+    if num_pieces > _MOST_PIECES:
+        raise EnvPipeError(
+            f"{profile.source}: the blocks have more than {_MOST_PIECES} pieces in all",
+            value=num_pieces,
+            remedy="Correct the blocks' repeat.",
+        )
     width = len(profile.frequency_mhz)
     if width == 0 or (np.diff(profile.frequency_mhz) >= 0).any():
         raise EnvPipeError(
@@ -262,6 +274,20 @@ def check_profile(profile: LayerProfile) -> LayerProfile:
                     raise EnvPipeError(
                         f"{profile.source}: '{piece}' at {sizes} needs {width} values, one a clock",
                         value=values.tolist(),
+                    )
+            for time_s in (measure.forward_s, measure.backward_s):
+                if (time_s <= 0).any():
+                    raise EnvPipeError(
+                        f"{profile.source}: times of '{piece}' at {sizes} must be above 0",
+                        value=time_s.tolist(),
+                        remedy="Measure it again.",
+                    )
+            for way in measure.recomputation:
+                if way.name not in ways:
+                    raise EnvPipeError(
+                        f"{profile.source}: no recomputation of '{piece}' at {sizes} has this name",
+                        value=way.name,
+                        remedy=f"Known: {', '.join(ways)}.",
                     )
     return profile
 
