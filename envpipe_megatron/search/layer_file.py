@@ -227,7 +227,7 @@ _MEASURE: dict[str, Reader[Any]] = {
     **dict.fromkeys(("forward_s", "backward_s", "forward_j", "backward_j"), _read_by_clock),
     **dict.fromkeys(("parameters", "input_bytes", "output_bytes", "activation_bytes"), AMOUNT),
     **dict.fromkeys(("forward_workspace_bytes", "backward_workspace_bytes"), AMOUNT),
-    "host_s": AMOUNT,
+    **dict.fromkeys(("host_s", "expert_parameters"), AMOUNT),
 }
 _RECOMPUTATION: dict[str, Reader[Any]] = {
     "name": TEXT,

@@ -73,6 +73,7 @@ class Measure:
         recomputation: ways to keep less, from the mildest.
         host_s: in which the host hands over forward and backward, at the highest clock; with the
             piece's own waits for the GPU. None if it is not known.
+        expert_parameters: of the parameters those of experts, which fewer data parallel ranks hold.
     """
 
     forward_s: FloatArray
@@ -87,6 +88,7 @@ class Measure:
     backward_workspace_bytes: float = 0.0
     recomputation: tuple[Recomputation, ...] = ()
     host_s: float | None = None
+    expert_parameters: float = 0.0
 
     @property
     def is_host_bound(self) -> bool:
@@ -209,9 +211,11 @@ class LayerProfile:
 
     @property
     def has_energy(self) -> bool:
-        """Whether all pieces have measured joules."""
+        """Whether all pieces and recomputations have measured joules."""
         return all(
-            measure.forward_j is not None and measure.backward_j is not None
+            measure.forward_j is not None
+            and measure.backward_j is not None
+            and all(way.energy_j is not None for way in measure.recomputation)
             for by_piece in self.measures.values()
             for measure in by_piece.values()
         )

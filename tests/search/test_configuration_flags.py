@@ -37,13 +37,19 @@ def test_layers_embedding_and_loss_are_laid_out_by_chunk_and_stage() -> None:
 def test_recomputation_is_megatrons_own_where_stages_are_alike() -> None:
     full = ["--recompute-granularity full --recompute-method block", "--recompute-num-layers 2"]
     assert _flags([0, 4, 9], [("full", 3), ("full", 2)])[-2:] == full  # the embedding is none
+    # A stage with fewer layers recomputes all that it has.
+    assert _flags([0, 2, 9], [("full", 2), ("full", 2)])[-1] == "--recompute-num-layers 2"
+    assert _flags([0, 1, 9], [(None, 0), ("full", 3)])[-2:] == [full[0], "--recompute-num-layers 3"]
     assert _flags([0, 4, 9], [("selective", 9)] * 2)[-1] == "--recompute-granularity selective"
 
 
 def test_recomputation_by_stage_is_envpipes() -> None:
-    assert _flags([0, 4, 9], [("full", 3), (None, 0)])[-1] == "--envpipe-recompute full:2,none"
+    assert (
+        _flags([0, 4, 9], [("full", 3), (None, 0)])[-1]
+        == "--envpipe --envpipe-recompute full:2,none"
+    )
     mixed = _flags([0, 4, 9], [("full", 3), ("selective", 1)])
-    assert mixed[-1] == "--envpipe-recompute full:2,selective:1"
+    assert mixed[-1] == "--envpipe --envpipe-recompute full:2,selective:1"
 
 
 def test_the_file_says_all_that_a_script_needs() -> None:

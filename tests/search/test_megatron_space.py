@@ -117,7 +117,7 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
     job = Job(4, 4, 8, memory_bytes=900.0)
     megatron = MegatronSpace(whole_layers(2, layers), job, Space())
     shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
-    given = megatron.pieces(shape), shape, job, megatron.each_bytes(shape)
+    given = megatron.pieces(shape), shape, job, megatron.static_bytes(shape)
     at_once = best_cut(*given)
     monkeypatch.setattr("envpipe_megatron.search.megatron.cuts._COARSE_NODES", 12)
     assert best_cut(*given) == at_once

@@ -29,12 +29,13 @@ class Piece:
 
     Args:
         forward: from hidden states to hidden states, or the loss. The embedding's ignores them.
-        parameters: that this rank holds.
+        parameters, expert_parameters: that this rank holds, and those of them of experts.
     """
 
     name: str
     forward: Callable[[torch.Tensor], torch.Tensor]
     parameters: int
+    expert_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class GptPieces:
                         piece,
                         lambda hidden: block(hidden_states=hidden, **batch.block_arguments),
                         _count(row[:1]),
+                        _count(row[:1], of_experts=True),
                     ),
                     batch.hidden,
                 )
@@ -179,8 +181,10 @@ def _blocks(pieces: list[str]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _count(modules: list[torch.nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())
+def _count(modules: list[torch.nn.Module], *, of_experts: bool = False) -> int:
+    """Parameters, or those that Megatron marks as experts'."""
+    weights = [weight for module in modules for weight in module.parameters()]
+    return sum(w.numel() for w in weights if not of_experts or not getattr(w, "allreduce", True))
 
 
 @contextmanager

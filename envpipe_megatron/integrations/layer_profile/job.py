@@ -111,6 +111,7 @@ def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
             forward_j=_known(plain.forward_j),
             backward_j=_known(np.maximum(plain.both_j - plain.forward_j, 0.0)),
             parameters=piece.parameters,
+            expert_parameters=piece.expert_parameters,
             input_bytes=0 if name == EMBEDDING else hidden.nbytes,
             output_bytes=0 if name == LOSS else hidden.nbytes,
             **plain.held._asdict(),

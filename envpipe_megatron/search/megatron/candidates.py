@@ -14,6 +14,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Objective
@@ -25,8 +26,10 @@ from envpipe_megatron.search.megatron.work import (
     StageWork,
     framework_order,
     hops_s,
+    most_held_bytes,
     peak_bytes,
     stage_work,
+    static_bytes,
     tails_s,
 )
 
@@ -149,7 +152,25 @@ class Candidate:
         """The best order and clocks within a time, by default that of the framework's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
         request = replace(self._request(blocking_power_w, factor), objective=objective)
-        return make_plan(self.stage_profile, request).plan
+        plan = make_plan(self.stage_profile, request).plan
+        limit = self.job.memory_bytes
+        if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
+            return plan
+        # Chunks hold unlike amounts, which the planner's limit of microbatches does not see.
+        own = replace(request, order=self.timeline.schedule, max_in_flight=None, runnable=False)
+        return make_plan(self.stage_profile, own).plan
+
+    def peak_bytes_of(self, schedule: Schedule) -> FloatArray:
+        """[num_stages] the most that a GPU holds in an order."""
+        return np.array(
+            [
+                static_bytes(self.profile, self.configuration, layout, work)
+                + most_held_bytes(schedule, stage, work.held_bytes)
+                for stage, (layout, work) in enumerate(
+                    zip(self.configuration.stages, self.works, strict=True)
+                )
+            ]
+        )
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
         """Plans of which none is both faster and cheaper, the fastest first."""

@@ -43,8 +43,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """What recomputing does: running sums [n + 1] over pieces; `working_bytes` [n] of each."""
+    """What recomputing does: running sums [n + 1] over pieces; others [n] of each.
 
+    `can_be` says which pieces can be recomputed.
+    """
+
+    can_be: BoolArray
     again_s: FloatArray
     saved_bytes: FloatArray
     working_bytes: FloatArray
@@ -52,7 +56,7 @@ class Way:
     @cached_property
     def known(self) -> FloatArray:
         """[n + 1] how many pieces so far can be recomputed."""
-        return running(np.diff(self.again_s) > 0)
+        return running(self.can_be)
 
     @cached_property
     def levels(self) -> list[tuple[float, IntArray]]:
@@ -62,7 +66,7 @@ class Way:
         """
         count = len(self.working_bytes)
         found = []
-        for level in np.unique(self.working_bytes[np.diff(self.again_s) > 0]):
+        for level in np.unique(self.working_bytes[self.can_be]):
             more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
             found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
         return found
@@ -82,6 +86,7 @@ class Pieces:
         self.time_s = running([m.forward_s[0] + m.backward_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
+        self.expert_parameters = running([m.expert_parameters for m in by_piece])
         self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
         freed = [m.output_bytes if profile.frees_outputs else 0.0 for m in by_piece[:-1]]
         #: [n + 1] freed by a stage that ends before a piece.
@@ -152,20 +157,24 @@ class Runs:
         return self.largest(self.pieces.forward_bytes), self.largest(self.pieces.backward_bytes)
 
     def excess_bytes(
-        self, limit_bytes: float, in_flight: int, each_bytes: float, working_bytes: float = 0.0
+        self,
+        limit_bytes: float,
+        in_flight: int,
+        static_bytes: FloatArray,
+        working_bytes: float = 0.0,
     ) -> FloatArray:
         """By how much each run exceeds its memory, before anything is saved by recomputing."""
         beside = workspace_bytes(
             self.pieces.profile, *self._workspaces, working_bytes, self.parameters
         )
-        return self.parameters * each_bytes + in_flight * self.held_bytes + beside - limit_bytes
+        return self.sums(static_bytes) + in_flight * self.held_bytes + beside - limit_bytes
 
     def recomputed_until(
         self,
         way: Way,
         limit_bytes: float,
         in_flight: int,
-        each_bytes: float,
+        static_bytes: FloatArray,
         layers: int | None,
     ) -> IntArray:
         """The piece up to which each run recomputes; behind all of them if it cannot fit.
@@ -176,7 +185,7 @@ class Runs:
         best = np.full(self.end.shape, never)
         saved = way.saved_bytes
         for working_bytes, blocked in way.levels:
-            excess = self.excess_bytes(limit_bytes, in_flight, each_bytes, working_bytes)
+            excess = self.excess_bytes(limit_bytes, in_flight, static_bytes, working_bytes)
             if layers is None:
                 wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
                 until = np.searchsorted(saved, wanted * _BETTER, side="left")
@@ -205,7 +214,7 @@ def best_cut(
     pieces: Pieces,
     shape: Shape,
     job: Job,
-    each_bytes: float,
+    static_bytes: FloatArray,
     within_s: float = math.inf,
     everywhere: Recomputed | None = None,
 ) -> BestCut:
@@ -214,7 +223,7 @@ def best_cut(
     Of equal ones that with the evenest stages.
 
     Args:
-        each_bytes: held for each parameter.
+        static_bytes: [n + 1] running sums of what is held for parameters.
         within_s: a cut that takes longer need not be found.
         everywhere: what each stage recomputes; by default each as little as its memory allows, in
             the way that takes it the least time.
@@ -224,7 +233,7 @@ def best_cut(
     count = pieces.num_pieces
     if count < shape.num_stages:
         return BestCut()
-    given = shape, job, each_bytes, everywhere
+    given = shape, job, static_bytes, everywhere
     if count > _COARSE_NODES:
         step = -(-count // _COARSE_NODES)
         coarse = np.unique([*range(0, count, step), 1, count - 1, count])
@@ -290,7 +299,11 @@ class StageRuns:
 
 
 def stage_runs(
-    runs: Runs, shape: Shape, job: Job, each_bytes: float, everywhere: Recomputed | None = None
+    runs: Runs,
+    shape: Shape,
+    job: Job,
+    static_bytes: FloatArray,
+    everywhere: Recomputed | None = None,
 ) -> list[StageRuns]:
     """What runs take as each stage of a shape without virtual stages, as `best_cut` has it."""
     limited = job.memory_bytes is not None
@@ -302,7 +315,7 @@ def stage_runs(
         if everywhere is None or everywhere[0] is None:
             fits = runs.inside
             if limited:
-                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, each_bytes) <= 0)
+                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, static_bytes) <= 0)
             least_s = np.where(fits, runs.time_s, np.inf)
         ways = []
         for name, way in runs.pieces.ways.items():
@@ -311,7 +324,7 @@ def stage_runs(
             if everywhere is None and not limited:
                 continue  # nothing asks for it
             layers = None if everywhere is None else everywhere[1]
-            until = runs.recomputed_until(way, limit_bytes, in_flight, each_bytes, layers)
+            until = runs.recomputed_until(way, limit_bytes, in_flight, static_bytes, layers)
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
             way_s = np.where(fits, runs.time_s + again_s, np.inf)
@@ -346,9 +359,9 @@ def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) 
 
 
 def _best(
-    runs: Runs, shape: Shape, job: Job, each_bytes: float, everywhere: Recomputed | None
+    runs: Runs, shape: Shape, job: Job, static_bytes: FloatArray, everywhere: Recomputed | None
 ) -> BestCut:
-    stages = stage_runs(runs, shape, job, each_bytes, everywhere)
+    stages = stage_runs(runs, shape, job, static_bytes, everywhere)
     bound_s, path = _evenest(stages, shape, runs.pieces.time_s)
     if not math.isfinite(bound_s):
         return BestCut()
@@ -387,6 +400,7 @@ def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
         for m, w in zip(by_piece, ways, strict=True)
     ]
     return Way(
+        np.array([w is not None for w in ways]),
         running([w.time_s[0] if w else 0.0 for w in ways]),
         running(saved),
         np.array([working(profile, m, w) for m, w in zip(by_piece, ways, strict=True)]),

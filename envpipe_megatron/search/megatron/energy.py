@@ -45,7 +45,7 @@ def cheap_cuts(
     if shape.num_chunks > 1 or not shape.num_stages <= count <= _MOST_PIECES:
         return
     runs = Runs(pieces, np.arange(count + 1), count)
-    stages = stage_runs(runs, shape, megatron.job, megatron.each_bytes(shape))
+    stages = stage_runs(runs, shape, megatron.job, megatron.static_bytes(shape))
     sums = _by_clock(megatron, shape)
     cost = np.full((shape.num_stages, count + 1, count + 1), np.inf)
     for stage, each in enumerate(stages):

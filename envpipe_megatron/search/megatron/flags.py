@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from itertools import islice
 
 from envpipe_megatron.policies.partitions.layers import layout_text
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.megatron.space import FULL
 
-MTP = "mtp"
 #: The letters of pieces in a layout; all others are transformer layers.
-_LETTERS = {EMBEDDING: "E", LOSS: "L", MTP: "m"}
+_LETTERS = {EMBEDDING: "E", LOSS: "L"}
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
@@ -68,25 +68,33 @@ def _recomputation(profile: LayerProfile, configuration: Configuration) -> Itera
     names = {name for name, _ in by_stage}
     if names == {None}:
         return
-    name, count = by_stage[0]
-    if name == FULL and len(set(by_stage)) == 1:
+    count = max(count for _, count in by_stage)
+    if names <= {None, FULL} and _first_everywhere(profile, configuration, FULL, count):
         yield "--recompute-granularity full --recompute-method block"
         yield f"--recompute-num-layers {count}"
-    elif name != FULL and len(names) == 1 and _recomputed_everywhere(profile, configuration, name):
-        yield f"--recompute-granularity {name}"
-    else:
-        stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
-        yield f"--envpipe-recompute {stages}"
+        return
+    for name in names - {None, FULL}:
+        if _first_everywhere(profile, configuration, name, len(profile.pieces)):
+            yield f"--recompute-granularity {name}"
+            return
+    stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
+    yield f"--envpipe --envpipe-recompute {stages}"
 
 
-def _recomputed_everywhere(
-    profile: LayerProfile, configuration: Configuration, name: str | None
+def _first_everywhere(
+    profile: LayerProfile, configuration: Configuration, name: str | None, count: int
 ) -> bool:
-    """Whether all pieces that know a recomputation have it."""
-    return all(
-        way == name
-        for stage in configuration.stages
-        for piece, way in zip(stage.pieces, stage.recomputed, strict=True)
-        for known in profile.at(stage.sizes)[profile.pieces[piece]].recomputation
-        if known.name == name
-    )
+    """Whether of each chunk's pieces that know a recomputation the first ones have it, alone."""
+    for stage in configuration.stages:
+        ways, measures = iter(stage.recomputed), profile.at(stage.sizes)
+        for first, end in stage.chunks:
+            own = list(islice(ways, end - first))
+            able = [
+                any(way.name == name for way in measures[piece].recomputation)
+                for piece in profile.pieces[first:end]
+            ]
+            known = [way for way, can_be in zip(own, able, strict=True) if can_be]
+            given = min(count, len(known))
+            if known != [name] * given + [None] * (len(known) - given):
+                return False
+    return True

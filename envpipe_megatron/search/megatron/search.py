@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
@@ -39,6 +40,13 @@ class Ranked:
     def cost(self) -> Cost | None:
         """Of all GPUs, with the plan."""
         return None if self.plan is None else self.plan.cost
+
+    @property
+    def peak_bytes(self) -> FloatArray:
+        """[num_stages] the most that a GPU holds, in the plan's order if there is one."""
+        if self.plan is None:
+            return self.candidate.peak_bytes
+        return self.candidate.peak_bytes_of(self.plan.schedule)
 
     @property
     def iteration_time_s(self) -> float:
@@ -93,8 +101,7 @@ def search(
         ranked = []
         for done, candidate in enumerate(candidates[:NUM_PLANNED]):
             progress("planning", done, min(NUM_PLANNED, len(candidates)))
-            within = () if quickest else (longest_s, objective)
-            plan = candidate.plan(blocking_power_w, *within)
+            plan = candidate.plan(blocking_power_w, None if quickest else longest_s, objective)
             ranked.append(Ranked(candidate, plan))
         ranked.sort(key=lambda each: objective.score(_known(each.cost), job.num_gpus))
     return Found(tuple(ranked), len(megatron.shapes), num_cut)

@@ -14,15 +14,16 @@ from functools import cached_property
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.megatron.chunks import spread
 from envpipe_megatron.search.megatron.cuts import BestCut, Pieces, Recomputed, Shape, best_cut
 from envpipe_megatron.search.megatron.work import (
-    bytes_for_each_parameter,
+    parameter_bytes,
     peak_bytes,
+    replica_groups,
     stage_peak_bytes,
     stage_work,
 )
@@ -101,11 +102,15 @@ class MegatronSpace:
             self._pieces[shape.sizes] = Pieces(self.profile, shape.sizes)
         return self._pieces[shape.sizes]
 
-    def each_bytes(self, shape: Shape) -> float:
-        """What a GPU holds for a parameter."""
-        shared = self.space.distributed_optimizer
-        return bytes_for_each_parameter(
-            self.profile, shape.data_parallel, distributed_optimizer=shared
+    def static_bytes(self, shape: Shape) -> FloatArray:
+        """[n + 1] running sums of what a GPU holds for pieces' parameters."""
+        pieces = self.pieces(shape)
+        return parameter_bytes(
+            self.profile,
+            replica_groups(shape.sizes, shape.data_parallel),
+            pieces.parameters,
+            pieces.expert_parameters,
+            distributed_optimizer=self.space.distributed_optimizer,
         )
 
     def best_cut(self, shape: Shape, within_s: float = math.inf) -> Cut | None:
@@ -143,12 +148,12 @@ class MegatronSpace:
         )
 
     def _plain(self, shape: Shape, within_s: float) -> Cut | None:
-        pieces, best, each_bytes = self.pieces(shape), BestCut(), self.each_bytes(shape)
+        pieces, best, static_bytes = self.pieces(shape), BestCut(), self.static_bytes(shape)
         for everywhere in self._everywhere(shape):
             if everywhere is not None and self._bound_with(shape, everywhere) > best.bound_s:
                 continue
             least_s = min(within_s, best.bound_s)
-            found = best_cut(pieces, shape, self.job, each_bytes, least_s, everywhere)
+            found = best_cut(pieces, shape, self.job, static_bytes, least_s, everywhere)
             best = min(best, found, key=lambda each: each.bound_s)
         if not math.isfinite(best.bound_s):
             return None
@@ -170,26 +175,31 @@ class MegatronSpace:
         if name is None:
             return 0.0
         pieces = self.pieces(shape)
-        again_s = np.diff(pieces.ways[name].again_s)
-        again_s = again_s[again_s > 0]  # measured as nothing where only the host takes time
-        least = min(count * shape.num_stages, len(again_s))
-        all_s = pieces.time_s[-1] + least * again_s.min(initial=np.inf if least else 0.0)
+        way = pieces.ways[name]
+        again_s = np.diff(way.again_s)[way.can_be]
+        all_s = pieces.time_s[-1] + min(count * shape.num_stages, len(again_s)) * again_s.min()
         return float(shape.num_microbatches * all_s / shape.num_stages)
 
     def _in_chunks(self, shape: Shape) -> Cut | None:
         slots = spread(self.pieces(shape), shape)
         if slots is None:
             return None
-        options: list[Sequence[Recomputed]] = [[(None, 0)] * shape.num_stages]
         most = int(np.diff(slots).max())
+        if not self.space.same_recomputation:
+            chosen = [
+                self._least_of_stage(shape, slots, stage, most) for stage in range(shape.num_stages)
+            ]
+            known = [each for each in chosen if each is not None]
+            return self._cut_in_chunks(shape, slots, known) if len(known) == len(chosen) else None
+        options: list[Recomputed] = [(None, 0)]
         for name in self.pieces(shape).ways if self.job.memory_bytes else ():
             counts = [
                 self._fewest(shape, slots, stage, name, most) for stage in range(shape.num_stages)
             ]
-            if self.space.same_recomputation:
-                counts = [max(counts) if name == FULL else most] * shape.num_stages
-            options.append([(name, count) for count in counts])
-        cuts = [self._cut_in_chunks(shape, slots, option) for option in options]
+            options.append((name, max(counts) if name == FULL else most))
+        cuts = [
+            self._cut_in_chunks(shape, slots, [option] * shape.num_stages) for option in options
+        ]
         fitting = [cut for cut in cuts if cut is not None]
         return min(fitting, key=lambda cut: cut.bound_s, default=None)
 
@@ -198,29 +208,50 @@ class MegatronSpace:
     ) -> Cut | None:
         found = self.configuration(shape, slots.tolist(), recomputed)
         works = [stage_work(self.profile, stage) for stage in found.stages]
-        limit = self.job.memory_bytes
-        if limit is not None and (peak_bytes(self.profile, found, works) > limit).any():
+        if (peak_bytes(self.profile, found, works) > self._limit_bytes).any():
             return None
         times_s = np.array([work.time_s for work in works])
         first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
         ahead_s = np.cumsum(first_s) - first_s
         return Cut(found, float((shape.num_microbatches * times_s + ahead_s).max()))
 
+    def _least_of_stage(
+        self, shape: Shape, slots: IntArray, stage: int, most: int
+    ) -> Recomputed | None:
+        """What takes a stage the least time of what fits; None if nothing does."""
+        options: list[Recomputed] = [(None, 0)]
+        if self.job.memory_bytes is not None:
+            names = self.pieces(shape).ways
+            options += [(n, self._fewest(shape, slots, stage, n, most)) for n in names]
+        found = [(*self._time_and_peak(shape, slots, stage, each), each) for each in options]
+        fitting = [(time_s, each) for time_s, peak, each in found if peak <= self._limit_bytes]
+        return min(fitting, key=lambda each: each[0])[1] if fitting else None
+
     def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
         """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
         low, high = 0, most
-        recomputed: list[Recomputed] = [(None, 0)] * shape.num_stages
         while low < high:
             count = (low + high) // 2
-            recomputed[stage] = name, count
-            found = self.configuration(shape, slots.tolist(), recomputed)
-            work = stage_work(self.profile, found.stages[stage])
-            peak_bytes = stage_peak_bytes(self.profile, found, stage, work)
-            if peak_bytes <= (self.job.memory_bytes or math.inf):
+            _, peak = self._time_and_peak(shape, slots, stage, (name, count))
+            if peak <= self._limit_bytes:
                 high = count
             else:
                 low = count + 1
         return low
+
+    def _time_and_peak(
+        self, shape: Shape, slots: IntArray, stage: int, option: Recomputed
+    ) -> tuple[float, float]:
+        """Time (s) of a microbatch and peak (bytes) of a stage that recomputes in some way."""
+        recomputed: list[Recomputed] = [(None, 0)] * shape.num_stages
+        recomputed[stage] = option
+        found = self.configuration(shape, slots.tolist(), recomputed)
+        work = stage_work(self.profile, found.stages[stage])
+        return work.time_s, stage_peak_bytes(self.profile, found, stage, work)
+
+    @property
+    def _limit_bytes(self) -> float:
+        return math.inf if self.job.memory_bytes is None else self.job.memory_bytes
 
     def _shapes(self) -> Iterator[Shape]:
         job, pieces = self.job, len(self.profile.pieces)

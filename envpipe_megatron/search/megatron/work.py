@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation
+from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation, Sizes
 from envpipe_megatron.search.stages.choices import OPERATOR
 
 #: Microbatches for each stage after which an order holds no more than before.
@@ -31,7 +31,7 @@ class StageWork:
         recomputed_s: [num_chunks] of it at the highest clock.
         held_bytes: [num_chunks] for each microbatch of a chunk in flight.
         beside_bytes: held at the peak besides: workspace, and one layer that is computed again.
-        parameters: that the GPU holds.
+        parameters, expert_parameters: that the GPU holds, and those of them that are experts'.
         message_bytes: [num_chunks] the output of each chunk.
     """
 
@@ -43,6 +43,7 @@ class StageWork:
     held_bytes: FloatArray
     beside_bytes: float
     parameters: float
+    expert_parameters: float
     message_bytes: FloatArray
 
     @property
@@ -55,7 +56,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     """The work of a stage; EnvPipeError for sizes that were not measured."""
     measures, width = profile.at(stage.sizes), len(profile.frequency_mhz)
     names, ways = profile.pieces, iter(_ways(profile, stage))
-    times, held, messages, parameters = [], [], [], 0.0
+    times, held, messages, parameters, experts = [], [], [], 0.0, 0.0
     forward_bytes = backward_bytes = working_bytes = 0.0
     for first, end in stage.chunks:
         chunk = np.zeros((5, width))
@@ -73,6 +74,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
             forward_bytes = max(forward_bytes, measure.forward_workspace_bytes)
             backward_bytes = max(backward_bytes, measure.backward_workspace_bytes)
             parameters += count * measure.parameters
+            experts += count * measure.expert_parameters
         output_bytes = 0.0 if end == len(names) else measures[names[end - 1]].output_bytes
         if profile.frees_outputs:
             chunk_bytes -= output_bytes
@@ -90,6 +92,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
         np.array(held),
         float(beside),
         parameters,
+        experts,
         np.array(messages),
     )
 
@@ -122,13 +125,31 @@ def working(profile: LayerProfile, measure: Measure, way: Recomputation | None) 
     return way.working_bytes + measure.backward_workspace_bytes
 
 
-def bytes_for_each_parameter(
-    profile: LayerProfile, data_parallel: int, *, distributed_optimizer: bool
-) -> float:
-    """What a GPU holds for a parameter: weight, gradient, its share of the optimizer's state."""
+def replica_groups(sizes: Sizes, data_parallel: int) -> tuple[int, int]:
+    """GPUs that hold the same parameters and reduce their gradients: of experts', and of others.
+
+    Context parallel ranks are among them (Megatron's process groups).
+    """
+    replicas = data_parallel * sizes.context_parallel
+    return max(1, replicas // sizes.expert_parallel), replicas
+
+
+def parameter_bytes(
+    profile: LayerProfile,
+    groups: tuple[int, int],
+    parameters: FloatArray | float,
+    expert_parameters: FloatArray | float,
+    *,
+    distributed_optimizer: bool,
+) -> FloatArray:
+    """What a GPU holds for parameters: weights, gradients, its share of the optimizer's state."""
     each = profile.bytes_per_parameter
-    share = data_parallel if distributed_optimizer else 1
-    return each.weight + each.gradient + each.optimizer / share
+    of_experts, of_others = (
+        each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)
+        for group in groups
+    )
+    others = np.subtract(parameters, expert_parameters)
+    return of_experts * np.asarray(expert_parameters) + of_others * others
 
 
 def peak_bytes(
@@ -147,13 +168,22 @@ def stage_peak_bytes(
     stages = configuration.stages
     microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
     schedule = _short_order(len(stages), microbatches, configuration.num_chunks)
-    each_bytes = bytes_for_each_parameter(
+    layout, held_bytes = stages[stage], most_held_bytes(schedule, stage, work.held_bytes)
+    return static_bytes(profile, configuration, layout, work) + held_bytes
+
+
+def static_bytes(
+    profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageWork
+) -> float:
+    """What a GPU of a stage holds at the peak but for microbatches in flight."""
+    for_parameters = parameter_bytes(
         profile,
-        stages[stage].data_parallel,
+        replica_groups(layout.sizes, layout.data_parallel),
+        work.parameters,
+        work.expert_parameters,
         distributed_optimizer=configuration.distributed_optimizer,
     )
-    held_bytes = most_held_bytes(schedule, stage, work.held_bytes)
-    return work.parameters * each_bytes + held_bytes + work.beside_bytes
+    return float(for_parameters) + work.beside_bytes
 
 
 def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> float:
@@ -176,12 +206,11 @@ def hops_s(
     profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
 ) -> FloatArray:
     """[num_stages - 1] time of a message from each stage to the next, and of its gradient back."""
-    ends = np.cumsum([stage.num_gpus for stage in configuration.stages])[:-1]
-    hops = []
-    for stage, work, end in zip(configuration.stages, works, ends, strict=False):
-        crosses = stage.num_gpus >= job.gpus_per_node or end % job.gpus_per_node == 0
-        hops.append(float(profile.links.message_s(work.message_bytes.max(), bool(crosses))))
-    return np.array(hops)
+    hops, node = [], job.gpus_per_node
+    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
+        crosses = any(rank // node != (rank + stage.num_gpus) // node for rank in ranks)
+        hops.append(float(profile.links.message_s(work.message_bytes.max(), crosses)))
+    return np.array(hops[:-1])
 
 
 def tails_s(
@@ -192,19 +221,26 @@ def tails_s(
     Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of an
     all-reduce, and gathering the weights the other half, by their bytes.
     """
-    each, tails = profile.bytes_per_parameter, []
-    for stage, work in zip(configuration.stages, works, strict=True):
-        crosses = stage.num_gpus > job.gpus_per_node
-        reduced_s = profile.links.all_reduce_s(
-            work.parameters * each.gradient, stage.data_parallel, crosses
-        )
-        updated = work.parameters
-        if configuration.distributed_optimizer:
-            reduced_s *= 0.5 * (1 + each.weight / each.gradient)
-            updated /= stage.data_parallel
-        own_s = work.parameters * profile.gradients_s + updated * profile.optimizer_s
-        tails.append(reduced_s + own_s)
+    each, tails, node = profile.bytes_per_parameter, [], job.gpus_per_node
+    shared = configuration.distributed_optimizer
+    gathered = 0.5 * (1 + each.weight / each.gradient) if shared else 1.0
+    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
+        crosses = ranks[0] // node != ranks[-1] // node
+        tail_s = work.parameters * profile.gradients_s
+        parts = work.expert_parameters, work.parameters - work.expert_parameters
+        for group, part in zip(
+            replica_groups(stage.sizes, stage.data_parallel), parts, strict=True
+        ):
+            tail_s += gathered * profile.links.all_reduce_s(part * each.gradient, group, crosses)
+            tail_s += part / (group if shared else 1) * profile.optimizer_s
+        tails.append(tail_s)
     return np.array(tails)
+
+
+def _ranks(configuration: Configuration) -> list[range]:
+    """The ranks of each stage, as Megatron numbers them."""
+    ends = np.cumsum([stage.num_gpus for stage in configuration.stages]).tolist()
+    return [range(first, end) for first, end in pairwise([0, *ends])]
 
 
 def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | None]:
