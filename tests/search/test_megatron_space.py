@@ -13,7 +13,7 @@ from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.cuts import Shape, best_cut
 from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
 from envpipe_megatron.search.megatron.work import StageWork, peak_bytes, stage_work
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
@@ -125,14 +125,15 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
 
 
 def test_energy_takes_a_cut_that_time_alone_would_not() -> None:
-    profile = whole_layers(3, ("layer",) * 8, clocks=5)
-    job = Job(2, 2, 8)
-    cheap = search(profile, job, Space(), Objective(), blocking_power_w=60.0, max_slowdown=0.1)
+    profile, job = whole_layers(4, ("layer", "other", "layer") * 3, clocks=6), Job(3, 3, 8)
+    cheap = search(profile, job, Space(), Objective(), blocking_power_w=60.0, max_slowdown=0.05)
     fast = search(profile, job, Space(), FASTEST, blocking_power_w=60.0)
-    best, fastest = cheap.ranked[0], fast.ranked[0]
-    assert best.cost.energy_j <= fastest.cost.energy_j
-    longest_s = 1.1 * min(each.candidate.iteration_time_s for each in fast.ranked)
+    best, fastest = cheap.ranked[0], fast.ranked[0].candidate
+    longest_s = 1.05 * min(each.candidate.iteration_time_s for each in fast.ranked)
     assert all(each.iteration_time_s <= longest_s * (1 + 1e-9) for each in cheap.ranked)
+    assert shape_of(best.candidate.configuration) == shape_of(fastest.configuration)
+    assert best.candidate.configuration != fastest.configuration
+    assert best.cost.energy_j < 0.99 * fastest.plan(60.0, longest_s).cost.energy_j
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -1,0 +1,155 @@
+"""What lies around a stage's units, by hand: messages, reductions, replicas, energy, memory."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from whole_layers import whole_layers
+
+from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.layer_profile import Curve, LayerProfile, Links, Sizes
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.megatron.cuts import Shape
+from envpipe_megatron.search.megatron.energy import estimate_j
+from envpipe_megatron.search.megatron.search import search
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+
+WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
+LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
+JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8)
+ONE = Sizes()
+
+
+def profile_of(experts: float = 0.0, **changes) -> LayerProfile:
+    """Layers with 10 parameters and messages of 10 bytes, on links that are slow across nodes."""
+    profile = whole_layers(0, ("layer",) * 4)
+    measures = {
+        sizes: {
+            name: replace(measure, parameters=10.0, expert_parameters=experts, output_bytes=10.0)
+            for name, measure in by_piece.items()
+        }
+        for sizes, by_piece in profile.measures.items()
+    }
+    more = {sizes: measures[Sizes()] for sizes in (Sizes(1, 1, 2), Sizes(1, 1, 1, 2))}
+    changes = {"links": LINKS, "optimizer_s": 0.0, **changes}
+    return replace(profile, measures={**measures, **more}, **changes)
+
+
+def candidate_of(profile, sizes=ONE, stages=2, replicas=1, shared=False, job=JOB) -> Candidate:
+    edges = [round(stage * 6 / stages) for stage in range(stages + 1)]
+    layouts = tuple(
+        StageLayout(((a, b),), sizes, replicas, (None,) * (b - a)) for a, b in pairwise(edges)
+    )
+    return Candidate(Configuration(layouts, 4, shared), profile, job)
+
+
+def test_messages_between_nodes_take_the_slow_link() -> None:
+    profile = profile_of()
+    assert candidate_of(profile, stages=4).hops_s.tolist() == [1.0, 5.0, 1.0]
+    assert candidate_of(profile, replicas=2).hops_s.tolist() == [5.0]
+    # Of three GPUs a stage the first's peer is on its own node, and the last's is not.
+    three = Job(num_gpus=6, gpus_per_node=4, global_batch=8)
+    assert candidate_of(profile, replicas=3, job=three).hops_s.tolist() == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "experts", "expected_s"),
+    [
+        (Sizes(), 1, 0.0, 0.0),
+        # 3 layers x 10 parameters x 4 bytes are 12 times what the link takes 1 s for.
+        (Sizes(), 2, 0.0, 12.0),
+        (Sizes(1, 1, 2), 1, 0.0, 12.0),
+        # Experts on two ranks each: nobody else holds theirs.
+        (Sizes(1, 1, 1, 2), 2, 10.0, 0.0),
+        (Sizes(1, 1, 1, 2), 2, 5.0, 6.0),
+    ],
+)
+def test_gradients_are_reduced_among_those_who_hold_the_same(
+    sizes, replicas, experts, expected_s
+) -> None:
+    candidate = candidate_of(profile_of(experts), sizes, replicas=replicas)
+    assert candidate.tails_s.tolist() == pytest.approx([expected_s] * 2)
+    # The optimizer's 12 bytes a parameter are shared by the same.
+    shared = candidate_of(profile_of(experts), sizes, replicas=replicas, shared=True)
+    group = replicas * sizes.context_parallel
+    others = max(1, group // sizes.expert_parallel)
+    saved = 12 * 3 * (10 - (experts / others + (10 - experts) / group))
+    assert (candidate.peak_bytes - shared.peak_bytes).tolist() == pytest.approx([saved] * 2)
+
+
+def test_stages_over_several_nodes_reduce_over_the_slow_link() -> None:
+    job = Job(num_gpus=8, gpus_per_node=2, global_batch=8)
+    four = candidate_of(profile_of(), replicas=4, job=job)
+    assert four.tails_s.tolist() == pytest.approx([5.0 * 12] * 2)
+
+
+def test_what_all_ranks_do_for_gradients_is_not_shared() -> None:
+    profile = profile_of(links=Links(), optimizer_s=0.1, gradients_s=0.01)
+    assert candidate_of(profile, replicas=2).tails_s[0] == pytest.approx(30 * 0.11)
+    assert candidate_of(profile, replicas=2, shared=True).tails_s[0] == pytest.approx(30 * 0.06)
+
+
+def test_energy_is_of_all_gpus() -> None:
+    profile = profile_of(links=Links())
+    one, two = (candidate_of(profile, replicas=n) for n in (1, 2))
+    assert two.plan(50.0).cost.energy_j == pytest.approx(2 * one.plan(50.0).cost.energy_j)
+    times = one.iteration_time_s
+    assert estimate_j(two, 50.0, times) == pytest.approx(2 * estimate_j(one, 50.0, times))
+
+
+def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
+    profile = whole_layers(1, ("layer",) * 6)
+    measures = {
+        sizes: {
+            name: replace(
+                measure,
+                recomputation=tuple(
+                    replace(way, time_s=0 * way.time_s) for way in measure.recomputation
+                ),
+            )
+            for name, measure in by_piece.items()
+        }
+        for sizes, by_piece in profile.measures.items()
+    }
+    job = Job(4, 2, 8, memory_bytes=250.0)
+    fastest = Objective(goal="time")
+    slow = search(profile, job, Space(), fastest).ranked[0].iteration_time_s
+    for same in (False, True):
+        free = search(
+            replace(profile, measures=measures), job, Space(same_recomputation=same), fastest
+        )
+        assert free.ranked[0].iteration_time_s <= slow
+
+
+def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
+    profile = whole_layers(0, ("layer", "other") * 3)
+    for memory_bytes in (420.0, 450.0, 480.0):
+        job = Job(2, 2, 8, memory_bytes=memory_bytes)
+        megatron = MegatronSpace(profile, job, Space(max_chunks=2))
+        for shape in megatron.shapes:
+            cut = megatron.best_cut(shape)
+            if shape.num_chunks == 2 and cut is not None:
+                candidate = Candidate(cut.configuration, profile, job)
+                plan = candidate.plan(60.0)
+                assert (candidate.peak_bytes_of(plan.schedule) <= memory_bytes).all()
+
+
+def test_virtual_stages_are_the_evenest_that_single_moves_reach() -> None:
+    profile = whole_layers(4, ("layer", "other", "layer", "layer", "other") * 2)
+    megatron = MegatronSpace(profile, Job(2, 2, 8), Space(max_chunks=2))
+    shape = Shape(Sizes(), 2, 1, 2, 8)
+    cut = megatron.best_cut(shape)
+    edges = [edge for stage in cut.configuration.stages for chunk in stage.chunks for edge in chunk]
+    found = sorted(set(edges))
+    for slot in range(1, len(found) - 1):
+        for step in (-1, 1):
+            moved = found.copy()
+            moved[slot] += step
+            if sorted(set(moved)) == moved:
+                other = megatron.configuration(shape, moved, [(None, 0)] * 2)
+                works = Candidate(other, profile, megatron.job).works
+                times_s = np.array([work.time_s for work in works])
+                ahead_s = [0.0, works[0].forward_s[0, 0] + works[0].backward_s[0, 0]]
+                assert (8 * times_s + ahead_s).max() >= cut.bound_s * (1 - 1e-9)
