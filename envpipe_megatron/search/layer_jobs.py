@@ -19,6 +19,7 @@ from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Holds a `LayerJob` for the ranks of the job.
 JOB_VARIABLE = "ENVPIPE_LAYER_JOB"
+_ELSEWHERE = "Give another --output, or remove that file."
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LayerJob:
     Args:
         folder: where rank 0 leaves a layer profile of each microbatch size.
         clocks_mhz: the highest first; none to leave the clock as it is.
+        source: the training's script and arguments, which its profile names.
     """
 
     folder: str
@@ -36,6 +38,7 @@ class LayerJob:
     expert_parallel: int
     microbatch_sizes: tuple[int, ...]
     clocks_mhz: tuple[int, ...] = ()
+    source: str = LayerProfile.source
 
     def sizes(self, microbatch_size: int) -> Sizes:
         """Those of one of its measurements."""
@@ -73,29 +76,49 @@ def jobs_for(
     clocks_mhz: tuple[int, ...],
     folder: Path,
     measured: Collection[Sizes],
+    source: str = LayerProfile.source,
 ) -> list[LayerJob]:
     """The jobs that measure all combinations but those that are measured, small groups first."""
     jobs = []
     for t, c, e in sorted(set(product(tensor, context, expert))):
         missing = (b for b in sorted(set(microbatches)) if Sizes(t, b, c, e) not in measured)
-        job = LayerJob(str(folder / f"t{t}c{c}e{e}"), t, c, e, tuple(missing), clocks_mhz)
+        job = LayerJob(str(folder / f"t{t}c{c}e{e}"), t, c, e, tuple(missing), clocks_mhz, source)
         if job.microbatch_sizes:
             jobs.append(job)
     return jobs
 
 
 def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
-    """A profile with the measures of both; EnvPipeError if commands, layers or clocks differ."""
+    """A profile with the measures of both; EnvPipeError if command, layers, GPU or clocks differ."""
     if known is None:
         return new
+    check_known(known, new.source, new.frequency_mhz.tolist())
     if _identity(known) != _identity(new):
         raise EnvPipeError(
-            "What was measured before is of another command, of other layers or clocks",
-            value=known.source,
-            remedy="Give another --output, or remove that file.",
+            "What was measured before is of other layers, or another GPU",
+            value=known.gpu or "a CPU",
+            remedy=_ELSEWHERE,
         )
     return replace(known, measures={**known.measures, **new.measures})
 
 
+def check_known(known: LayerProfile, source: str, clocks_mhz: Sequence[int]) -> None:
+    """Refuse (EnvPipeError) to go on with measures of another command, or at other clocks.
+
+    No clocks: none will be set, so that nothing is known of them before a job has run.
+    """
+    if known.source != source:
+        raise EnvPipeError(
+            "What was measured before is of another command", value=known.source, remedy=_ELSEWHERE
+        )
+    before_mhz = known.frequency_mhz.tolist()
+    if clocks_mhz and before_mhz != list(clocks_mhz):
+        raise EnvPipeError(
+            "What was measured before is at other clocks (MHz)",
+            value=before_mhz,
+            remedy=f"Give these clocks. {_ELSEWHERE}",
+        )
+
+
 def _identity(profile: LayerProfile) -> tuple[object, ...]:
-    return profile.source, profile.blocks, profile.frequency_mhz.tolist()
+    return profile.gpu, profile.blocks

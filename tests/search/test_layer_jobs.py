@@ -18,6 +18,11 @@ def test_ranks_are_told_of_a_job_by_a_text():
     assert job.sizes(2) == Sizes(2, 2, 1, 4)
 
 
+def test_a_job_names_the_command_that_it_is_of():
+    (job,) = jobs_for((1,), (1,), (1,), (1,), (), Path("/parts"), [], "train.py --bf16")
+    assert LayerJob.of_text(job.to_text()).source == "train.py --bf16"
+
+
 @pytest.mark.parametrize(
     ("tensor", "context", "expert", "ranks"),
     [(1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 4), (1, 1, 4, 4), (2, 2, 4, 8), (2, 2, 2, 4)],
@@ -50,6 +55,7 @@ def test_measures_of_several_jobs_become_one_profile():
         {"blocks": (Block(("layer",)),)},
         {"frequency_mhz": np.array([1980])},
         {"source": "another command"},
+        {"gpu": "another GPU"},
     ],
 )
 def test_measures_of_another_model_are_refused(other):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,13 @@ from envpipe_megatron.launch.torchrun.command_line import read, split
 from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.run import run_torchrun
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
-from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob, jobs_for, merged
+from envpipe_megatron.search.layer_jobs import (
+    JOB_VARIABLE,
+    LayerJob,
+    check_known,
+    jobs_for,
+    merged,
+)
 from envpipe_megatron.search.layer_profile import LayerProfile, Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
@@ -43,14 +50,18 @@ def profile_layers(
     """Measure what the output does not have yet, and print what it has then.
 
     The output is written after each job, so that a command that was interrupted goes on when it is
-    given again. EnvPipeError if a job fails; what was measured before is kept.
+    given again. EnvPipeError if a job fails, and what was measured before is kept; and before any
+    job if the output is of another command or at other clocks.
     """
     check_outputs([], [], {output: LAYERS_FORMAT})
     options = read(command)
     look(options)
     num_gpus = _gpus(options)
     tensor = sizes.tensor or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus)
+    source = shlex.join(split(command, {}).script)
     known = read_layers(output) if output.is_file() else None
+    if known is not None:
+        check_known(known, source, clocks_mhz)
     console = Console()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         measured = () if known is None else known.measures
@@ -62,12 +73,18 @@ def profile_layers(
             clocks_mhz,
             Path(folder),
             measured,
+            source,
         )
         _check_fits(jobs, num_gpus)
         links = Links() if known is None else known.links
         if num_gpus > 1 and links.within_node is None:
             say(console, f"Measuring links between {num_gpus} GPUs")
             links = _measure_links(command, num_gpus, Path(folder) / "links.json")
+            if known is not None:
+                known = replace(known, links=links)
+                replace_files({output: [layers_text(known)]})
+        if not jobs:
+            say(console, "All these sizes were measured before: there is nothing to measure")
         for number, job in enumerate(jobs, start=1):
             say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
             Path(job.folder).mkdir()
@@ -87,7 +104,7 @@ def profile_layers(
                 )
     if known is not None:
         console.print(_table(known))
-        say(console, f"Wrote {output}")
+        say(console, f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _gpus(options: argparse.Namespace) -> int:

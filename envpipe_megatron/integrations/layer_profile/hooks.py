@@ -33,6 +33,10 @@ _PLAIN: Mapping[str, Any] = {
     "account_for_loss_in_pipeline_split": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
+    "overlap_param_gather_with_optimizer_step": False,
+    # Context parallel ranks and experts' would share its state: a parameter's bytes are the whole.
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
     "recompute_activations": False,
     "recompute_granularity": None,
     "recompute_method": None,
@@ -48,6 +52,14 @@ _PLAIN: Mapping[str, Any] = {
     # Else what checks gradients asserts that a training step runs.
     "rerun_mode": "disabled",
 }
+
+#: Arguments that Megatron takes with its distributed optimizer alone.
+_WITH_DISTRIBUTED_OPTIMIZER = (
+    "use_precision_aware_optimizer",
+    "fp8_param_gather",
+    "fp4_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)
 
 #: Arguments under which layers differ by more than their specification, or are shared out.
 _REFUSED: Mapping[str, str] = {
@@ -101,7 +113,10 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
 
     def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed: argparse.Namespace = parse(*args, **kwargs)
-        for name, value in {**_PLAIN, **_sizes(job)}.items():
+        changed = {**_PLAIN, **_sizes(job)}
+        if any(getattr(parsed, name, False) for name in _WITH_DISTRIBUTED_OPTIMIZER):
+            del changed["use_distributed_optimizer"]
+        for name, value in changed.items():
             if hasattr(parsed, name):
                 setattr(parsed, name, value)
         if job.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +65,7 @@ def measure_model(
                 **step._asdict(),
                 frees_outputs=True,
                 gpu=gpu.name,
-                source=shlex.join(sys.argv),
+                source=job.source,
             )
             if dist.get_rank() == 0:
                 replace_files({job.file(size): [layers_text(profile)]})

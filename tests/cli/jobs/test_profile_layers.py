@@ -26,9 +26,7 @@ from envpipe_megatron.search.layer_profile import (
 pytest.importorskip("torch")
 
 MEASURE = Measure(np.array([0.25]), np.array([0.5]), parameters=12e6, activation_bytes=2**24)
-PROFILE = LayerProfile(
-    (Block(("layer",), 4),), np.array([1980]), {}, BytesPerParameter(), Links(), source="train.py"
-)
+PROFILE = LayerProfile((Block(("layer",), 4),), np.array([1980]), {}, BytesPerParameter(), Links())
 LINKS = Links(Curve(np.array([1e6]), np.array([1e-4])))
 
 
@@ -48,7 +46,8 @@ class Jobs:
         for size in job.microbatch_sizes:
             if size == self.fails_at:
                 return 1
-            profile = replace(PROFILE, measures={job.sizes(size): {"layer": MEASURE}})
+            measures = {job.sizes(size): {"layer": MEASURE}}
+            profile = replace(PROFILE, measures=measures, source=job.source)
             job.file(size).write_text(layers_text(profile))
         return 0
 
@@ -95,8 +94,42 @@ def test_it_goes_on_where_a_job_failed(tmp_path: Path, jobs: Jobs) -> None:
     assert code == 0, told
     assert set(read_layers(tmp_path / "layers.json").measures) == {Sizes(1, 1), Sizes(1, 2)}
     assert len(jobs.words) == 2
-    assert profile(tmp_path, "--microbatch-size", "1,2", gpus=1)[0] == 0
+    code, told = profile(tmp_path, "--microbatch-size", "1,2", gpus=1)
+    assert code == 0
+    assert "nothing to measure" in told
+    assert "Wrote" not in told
     assert len(jobs.words) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("other.py --bf16", (), "of another command (got 'other.py --bf16')"),
+        ("{script} --bf16", ("--clocks", "1500"), "at other clocks (MHz) (got 1980)"),
+    ],
+)
+def test_what_is_there_of_another_profile_is_refused_before_any_job(
+    tmp_path: Path, jobs: Jobs, source: str, options: tuple[str, ...], said: str
+) -> None:
+    known = replace(
+        PROFILE,
+        measures={Sizes(1, b): {"layer": MEASURE} for b in (1, 2, 4)},
+        source=source.format(script=tmp_path / "train.py"),
+    )
+    (tmp_path / "layers.json").write_text(layers_text(known))
+    code, told = profile(tmp_path, "--tensor-parallel", "1", *options)
+    assert code
+    assert said in " ".join(told.split())
+    assert not jobs.words
+
+
+def test_links_that_were_missing_alone_are_kept(tmp_path: Path, jobs: Jobs) -> None:
+    assert profile(tmp_path, "--tensor-parallel", "1", gpus=1)[0] == 0
+    path = tmp_path / "layers.json"
+    assert read_layers(path).links.within_node is None
+    assert profile(tmp_path, "--tensor-parallel", "1")[0] == 0
+    assert len(jobs.words) == 2
+    assert read_layers(path).links.message_s(1e6, False) == 1e-4
 
 
 @pytest.mark.parametrize(
