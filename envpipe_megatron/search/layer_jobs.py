@@ -89,7 +89,10 @@ def jobs_for(
 
 
 def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
-    """A profile with the measures of both; EnvPipeError if command, layers, GPU or clocks differ."""
+    """A profile with the measures of both.
+
+    EnvPipeError if they are of two commands, GPUs or lists of layers or clocks.
+    """
     if known is None:
         return new
     check_known(known, new.source, new.frequency_mhz.tolist())

@@ -17,7 +17,7 @@ from envpipe_megatron.console import say, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import read, split
+from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.run import run_torchrun
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
@@ -114,11 +114,7 @@ def _gpus(options: argparse.Namespace) -> int:
             "Layers are measured on one node, by a Python script of Megatron-LM",
             remedy="Leave out torchrun's --nnodes, -m and --no-python.",
         )
-    if options.nproc_per_node.isdigit():
-        return int(options.nproc_per_node)
-    import torch
-
-    return max(torch.cuda.device_count(), 1)
+    return ranks_of_node(options)
 
 
 def _check_fits(jobs: Sequence[LayerJob], num_gpus: int) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.cli.plans import search_training
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
+from envpipe_megatron.console import say
+from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
@@ -22,12 +23,9 @@ from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate, Losses
-from envpipe_megatron.search.megatron.flags import (
-    megatron_flags,
-    recomputed_layers,
-)
+from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.megatron.flags import megatron_flags
 from envpipe_megatron.search.megatron.search import Found, Ranked, search
 from envpipe_megatron.search.megatron.space import Space
 from envpipe_megatron.search.stages.divide import divide
@@ -36,7 +34,12 @@ _GIB = 2.0**30
 _ABOVE_0 = Finite(min=0, min_open=True)
 _CONFIGURATION, _FRONTIER, _PICTURE = "configuration.json", "frontier.csv", "frontier.png"
 _STAGES, _PLAN = "profile.csv", "plan.json"
+_SIDECAR = sidecar_path(Path(_STAGES)).name
 _FRONTIER_POINTS = 12
+#: Options that a search of sizes by stage does not look at.
+_NOT_BY_STAGE = (
+    "slowdown_percent", "max_chunks", "same_recomputation", "distributed_optimizer",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ logger = logging.getLogger(__name__)
 )
 @click.option(
     "--output", type=OUTPUT_FOLDER,
-    help="Folder for the best configuration, its stage profile and plan, and the frontier.",
+    help="Folder for the best configuration, and with joules its stage profile, plan and frontier.",
 )  # fmt: skip
 @click.option(
     "--train", is_flag=True,
@@ -140,8 +143,12 @@ def search_command(
         raise click.UsageError("--train goes with the command of the training, behind --.")
     if train and sizes_by_stage:
         raise click.UsageError("--train goes not with --sizes-by-stage: Megatron runs none such.")
+    _check_goal(goal, sizes_by_stage)
+    if train:
+        search_training.check_ranks(command, gpus)
     if output is not None:
-        refuse_foreign(output, (_STAGES, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
+        refuse_foreign(output, (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
+        output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
     limit = None if memory_gib is None else memory_gib * _GIB
@@ -167,7 +174,7 @@ def search_command(
                 max_slowdown=slowdown_percent / 100,
                 progress=progress,
             )
-    shown = _Shown(profile, job, found)
+    shown = Shown(profile, job, found)
     console.print(shown.table())
     console.print(shown.lost())
     console.print(shown.stages())
@@ -188,6 +195,32 @@ def search_command(
         say(console, f"\nWritten to {output}")
     if train:
         console.print(search_training.train(command, found.ranked[0].candidate, flags))
+
+
+def _check_goal(goal: str, sizes_by_stage: bool) -> None:
+    """Refuse (UsageError) options that were given and would change nothing."""
+    context = click.get_current_context()
+    flags = {
+        parameter.name: "/".join((*parameter.opts, *parameter.secondary_opts))
+        for parameter in context.command.params
+    }
+    given = [
+        flags[name]
+        for name in _NOT_BY_STAGE
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if sizes_by_stage and goal != Goal.TIME.value:
+        given.insert(0, f"--objective {goal}")
+    if sizes_by_stage and given:
+        raise click.UsageError(
+            f"--sizes-by-stage goes not with {', '.join(given)}: it looks for the least time by "
+            "Aceso's formula. Leave out one or the other."
+        )
+    if goal == Goal.TIME.value and flags["slowdown_percent"] in given:
+        raise click.UsageError(
+            "--max-slowdown goes with --objective energy or cost: the least time is no slower "
+            "than itself. Leave it out, or give the objective."
+        )
 
 
 def _divided(profile: LayerProfile, job: Job, blocking_power_w: float) -> Found:
@@ -233,155 +266,6 @@ def _with_power(
     return profile, blocking_power_w or 0.0
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """What is printed of a search."""
-
-    profile: LayerProfile
-    job: Job
-    found: Found
-
-    def table(self) -> Table:
-        """The best configurations."""
-        rows = []
-        for number, each in enumerate(self.found.ranked, start=1):
-            candidate = each.candidate
-            cells = [
-                str(number),
-                _sizes(each),
-                _recomputation(each),
-                f"{each.iteration_time_s:.4f}",
-                f"{candidate.peak_bytes.max() / _GIB:.1f}",
-            ]
-            if each.cost is not None:
-                cells[4:4] = [f"{each.cost.energy_j:.0f}"]
-            rows.append(cells)
-        energy = ["energy (J)"] if self.profile.has_energy else []
-        columns = ["", "", "recomputed", "time (s)", *energy, "peak (GiB)"]
-        shown = table_of("The best configurations", columns, rows)
-        shown.columns[2].justify = "left"
-        return shown
-
-    def lost(self) -> Table:
-        """Where the time of each goes, and what it takes more than the best."""
-        best, rows = self.found.ranked[0].candidate, []
-        for number, each in enumerate(self.found.ranked, start=1):
-            candidate, losses = each.candidate, each.candidate.losses
-            longer = candidate.iteration_time_s / best.iteration_time_s
-            rows.append(
-                (
-                    str(number),
-                    *(
-                        f"{100 * share:.1f}"
-                        for share in (
-                            losses.computed,
-                            losses.recomputed,
-                            losses.bubbles,
-                            losses.reduction,
-                        )
-                    ),
-                    f"{100 * (longer - 1):+.1f}",
-                    _why(losses, best.losses, longer),
-                )
-            )
-        columns = ("", "computing", "again", "bubbles", "reduction", "time", "of it, most by")
-        return table_of(
-            "Where the time goes in the framework's own order, %, and against the best",
-            columns,
-            rows,
-        )
-
-    def stages(self) -> Table:
-        """The stages of the best."""
-        candidate = self.found.ranked[0].candidate
-        layouts, works = candidate.configuration.stages, candidate.works
-        recomputed = recomputed_layers(candidate.configuration)
-        rows = [
-            (
-                str(stage),
-                " + ".join(_pieces(self.profile.pieces[a:b]) for a, b in layout.chunks),
-                f"TP{layout.sizes.tensor_parallel} DP{layout.data_parallel}",
-                "-" if name is None else f"{name} {count}",
-                f"{1e3 * work.time_s:.2f}",
-                f"{peak / _GIB:.2f}",
-            )
-            for stage, (layout, work, peak, (name, count)) in enumerate(
-                zip(layouts, works, candidate.peak_bytes, recomputed, strict=True)
-            )
-        ]
-        columns = ("stage", "layers", "sizes", "recomputed", "time (ms)", "peak (GiB)")
-        shown = table_of("Stages of the best, at the highest clocks", columns, rows)
-        shown.columns[1].justify = "left"
-        return shown
-
-    def host_bound(self) -> list[str]:
-        """The best one's layers that the host bounds."""
-        stages = self.found.ranked[0].candidate.configuration.stages
-        there = {(stage.sizes, self.profile.pieces[at]) for stage in stages for at in stage.pieces}
-        return sorted(
-            {
-                piece
-                for sizes, piece in there
-                if piece not in (EMBEDDING, LOSS) and self.profile.at(sizes)[piece].is_host_bound
-            }
-        )
-
-    def how_sure(self) -> str:
-        """What was looked at."""
-        cut = f"{self.found.num_cut} of {self.found.num_shapes} shapes were cut"
-        return f"{cut}: the others have a bound above what was found."
-
-
-def _sizes(each: Ranked) -> str:
-    configuration = each.candidate.configuration
-    first = configuration.stages[0]
-    if len({(stage.sizes, stage.data_parallel) for stage in configuration.stages}) > 1:
-        samples = first.data_parallel * first.sizes.microbatch_size
-        return f"PP{len(configuration.stages)}, {configuration.num_microbatches} x {samples}"
-    parts = [
-        ("TP", first.sizes.tensor_parallel),
-        ("CP", first.sizes.context_parallel),
-        ("EP", first.sizes.expert_parallel),
-        ("PP", len(configuration.stages)),
-        ("VP", configuration.num_chunks),
-        ("DP", first.data_parallel),
-    ]
-    text = " ".join(f"{name}{size}" for name, size in parts if size > 1) or "one GPU"
-    return f"{text}, {configuration.num_microbatches} x {first.sizes.microbatch_size}"
-
-
-def _recomputation(each: Ranked) -> str:
-    by_stage = recomputed_layers(each.candidate.configuration)
-    names = list(dict.fromkeys(name for name, _ in by_stage if name is not None))
-    counts = " ".join(str(count) for _, count in by_stage[:8])
-    return f"{'/'.join(names)} {counts}{' ...' if len(by_stage) > 8 else ''}" if names else "-"
-
-
-def _pieces(names: tuple[str, ...]) -> str:
-    runs: list[tuple[str, int]] = []
-    for name in names:
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
-    return ", ".join(name if count == 1 else f"{count} {name}s" for name, count in runs)
-
-
-def _why(losses: Losses, best: Losses, longer: float) -> str:
-    """What the largest part of the time is that a candidate takes more than the best."""
-    more = {
-        name: 100 * (getattr(losses, field) * longer - getattr(best, field))
-        for name, field in (
-            ("computing", "computed"),
-            ("recomputing", "recomputed"),
-            ("bubbles", "bubbles"),
-            ("reduction", "reduction"),
-        )
-    }
-    name = max(more, key=lambda each: more[each])
-    return f"{name} {more[name]:+.1f}" if more[name] >= 0.05 else "-"
-
-
 def _write(
     output: Path,
     profile: LayerProfile,
@@ -390,8 +274,8 @@ def _write(
     flags: list[str],
     blocking_power_w: float,
 ) -> None:
+    """Write what was found; what an earlier search left and this one has not is removed."""
     best = found.ranked[0]
-    output.mkdir(parents=True, exist_ok=True)
     predicted = {
         "iteration_time_s": best.iteration_time_s,
         "energy_j": None if best.cost is None else best.cost.energy_j,
@@ -401,14 +285,16 @@ def _write(
     text = configuration_text(
         profile, best.candidate.configuration, job, flags=flags, predicted=predicted
     )
+    for name in (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE):
+        (output / name).unlink(missing_ok=True)
     replace_files({output / _CONFIGURATION: [text]})
-    best.candidate.stage_profile.write(output / _STAGES)
     if best.plan is not None:
         from envpipe_megatron.report.drawing.configurations import plot_configurations
 
+        best.candidate.stage_profile.write(output / _STAGES)
         best.plan.write(output / _PLAN)
         frontiers = {
-            f"{number}: {_sizes(each)}": [
+            f"{number}: {sizes_words(each)}": [
                 (plan.cost.iteration_time_s, plan.cost.energy_j)
                 for plan in each.candidate.frontier(blocking_power_w, _FRONTIER_POINTS)
             ]

@@ -15,8 +15,9 @@ from rich.table import Table
 from envpipe_megatron.console import table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import split
+from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.megatron.candidates import Candidate
 
 #: Iterations that are trained, and those at first that take longer and are left out.
@@ -27,8 +28,12 @@ _SET_ASIDE = re.compile(
     r"--(tensor-model-parallel-size|pipeline-model-parallel|context-parallel-size|expert-model-parallel"
     r"|num-layers-per-virtual|num-virtual-stages|decoder-(first|last)-pipeline|account-for-"
     r"|micro-batch-size|global-batch-size|rampup-batch-size|use-distributed-optimizer|recompute-"
-    r"|train-(iters|samples)|lr-(decay|warmup)-samples|exit-|save|load|log-(interval|memory)|envpipe)"
+    r"|train-(iters|samples)|lr-(decay|warmup)-(iters|samples)|lr-decay-style|lr-wsd-|exit-|save|load"
+    r"|log-(interval|memory)|envpipe)"
 )
+#: Those that Megatron refuses without tensor parallelism, and without the distributed optimizer.
+_WITH_TENSOR_PARALLELISM = re.compile("--tp-comm-overlap")
+_WITH_DISTRIBUTED_OPTIMIZER = re.compile("--overlap-param-gather")
 
 
 @dataclass(frozen=True)
@@ -43,21 +48,16 @@ def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) ->
     """Train a configuration's first iterations, and compare.
 
     Args:
-        command: what follows `torchrun`; arguments that the flags set are set aside.
+        command: what follows `torchrun`, which `check_ranks` let pass; arguments that the flags
+            set are set aside.
         flags: Megatron's.
 
     EnvPipeError: the training failed, or its log has no times.
     """
     parts = split(command, {})
-    if not parts.script:
-        raise EnvPipeError(
-            "--train needs the command of the training",
-            value=" ".join(command),
-            remedy="Give torchrun's options, the script and its arguments behind --.",
-        )
     with tempfile.TemporaryDirectory() as folder:
         words = [*parts.options, "--log-dir", folder, "--tee", "3", parts.script[0]]
-        words += without_set(parts.script[1:]) + arguments(flags)
+        words += without_set(parts.script[1:], candidate.configuration) + arguments(flags)
         with Signals() as signals:
             code = run_torchrun(words, {"PYTHONUNBUFFERED": "1"}, signals)
         logs = [path.read_text(errors="replace") for path in Path(folder).rglob("stdout.log")]
@@ -71,12 +71,36 @@ def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) ->
     return comparison(candidate, measured)
 
 
-def without_set(words: Sequence[str]) -> list[str]:
-    """A script's arguments without those that are set anew, and their values."""
+def check_ranks(command: Sequence[str], num_gpus: int) -> None:
+    """Refuse (EnvPipeError) a command that is not of a training with a rank for each GPU."""
+    if not split(command, {}).script:
+        raise EnvPipeError(
+            "--train needs the command of the training",
+            value=" ".join(command),
+            remedy="Give torchrun's options, the script and its arguments behind --.",
+        )
+    options = read(command)
+    least, _, most = options.nnodes.partition(":")
+    ranks = ranks_of_node(options) * int(least) if (most or least) == least else None
+    if ranks != num_gpus:
+        raise EnvPipeError(
+            f"The command's ranks are not the {num_gpus} GPUs of the job",
+            value="a number that changes" if ranks is None else ranks,
+            remedy="Give torchrun's --nproc-per-node and --nnodes that make as many, or --gpus.",
+        )
+
+
+def without_set(words: Sequence[str], configuration: Configuration) -> list[str]:
+    """A script's arguments without those that are set anew or do not go with the configuration."""
+    patterns = [_SET_ASIDE]
+    if all(stage.sizes.tensor_parallel == 1 for stage in configuration.stages):
+        patterns.append(_WITH_TENSOR_PARALLELISM)
+    if not configuration.distributed_optimizer:
+        patterns.append(_WITH_DISTRIBUTED_OPTIMIZER)
     kept, aside = [], False
     for word in words:
         if word.startswith("--"):
-            aside = _SET_ASIDE.match(word) is not None
+            aside = any(pattern.match(word) for pattern in patterns)
         if not aside:
             kept.append(word)
     return kept

@@ -69,6 +69,15 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     return _parser().parse_args(arguments)
 
 
+def ranks_of_node(options: argparse.Namespace) -> int:
+    """The ranks that torchrun starts on a node: `--nproc-per-node`, or one for each GPU here."""
+    if options.nproc_per_node.isdigit():
+        return int(options.nproc_per_node)
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
 def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:
     """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
 

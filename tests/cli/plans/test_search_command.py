@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 from cli_helpers import run_badly, run_well
@@ -20,6 +21,16 @@ def layers_path(tmp_path):
     path = tmp_path / "layers.json"
     path.write_text(layers_text(whole_layers(1, ("layer",) * 6, clocks=3)))
     return path
+
+
+def write_timed(layers_path, timed):
+    """The same profile without joules."""
+    fields = json.loads(layers_path.read_text())
+    for measure in fields["measures"]:
+        del measure["forward_j"], measure["backward_j"]
+        for way in measure["recomputation"]:
+            del way["energy_j"]
+    timed.write_text(json.dumps(fields))
 
 
 def test_the_best_is_written_and_printed_with_why_others_lost(layers_path, tmp_path):
@@ -49,12 +60,7 @@ def test_the_best_is_written_and_printed_with_why_others_lost(layers_path, tmp_p
 
 def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path):
     timed = tmp_path / "timed.json"
-    fields = json.loads(layers_path.read_text())
-    for measure in fields["measures"]:
-        del measure["forward_j"], measure["backward_j"]
-        for way in measure["recomputation"]:
-            del way["energy_j"]
-    timed.write_text(json.dumps(fields))
+    write_timed(layers_path, timed)
     assert "energy (J)" not in run_well("search", "--profile", timed, *JOB).stdout
     assert "has no joules" in run_badly("search", "--profile", timed, *JOB, *ENERGY)
     model = ("--power-model", "a100-sxm")
@@ -78,6 +84,41 @@ def test_stages_of_different_sizes_are_no_job_of_megatrons(layers_path):
     result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
     assert "Stages of the best" in result.stdout
     assert "--pipeline-model-parallel-size" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--sizes-by-stage", "--objective", "cost"), "goes not with --objective cost: .* Leave"),
+        (("--sizes-by-stage", "--max-slowdown", 0), "goes not with --max-slowdown: "),
+        (("--sizes-by-stage", "--max-virtual-stages", 4), "goes not with --max-virtual-stages: "),
+        (("--sizes-by-stage", "--same-recomputation"), "goes not with --same-recomputation: "),
+        (("--sizes-by-stage", "--no-distributed-optimizer"), "--no-distributed-optimizer: "),
+        (("--max-slowdown", 1), "--max-slowdown goes with --objective energy or cost: .* Leave"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(layers_path, options, said):
+    assert re.search(said, run_badly("search", "--profile", layers_path, *JOB, *options))
+
+
+def test_a_search_without_joules_leaves_no_plan_of_an_earlier_one(layers_path, tmp_path):
+    search = ("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
+    output = tmp_path / "best"
+    output.mkdir()
+    stale = ("profile.csv", "profile.json", "plan.json", "frontier.csv", "frontier.png")
+    for name in ("configuration.json", *stale):
+        (output / name).write_text("of an earlier search")
+    write_timed(layers_path, layers_path)
+    run_well(*search, "--output", output)
+    assert [path.name for path in output.iterdir()] == ["configuration.json"]
+    assert json.loads((output / "configuration.json").read_text())["gpus"] == 4
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_search(layers_path, monkeypatch):
+    monkeypatch.setattr("envpipe_megatron.cli.plans.search.search", None)
+    output = layers_path / "best"
+    words = ("search", "--profile", layers_path, *JOB, "--output", output)
+    assert f"{output}: Not a directory" in run_badly(*words)
 
 
 def test_a_job_that_fits_nowhere_is_named(layers_path):

@@ -9,7 +9,9 @@ from cli_helpers import run, run_badly, run_well
 from whole_layers import whole_layers
 
 from envpipe_megatron.cli.plans import search_training
+from envpipe_megatron.search.configuration import Configuration, StageLayout
 from envpipe_megatron.search.layer_file import layers_text
+from envpipe_megatron.search.layer_profile import Sizes
 
 JOB = ("--gpus", 2, "--gpus-per-node", 2, "--global-batch", 8)
 SCRIPT = shlex.split(
@@ -56,6 +58,38 @@ def test_what_is_trained_has_the_flags_found_and_is_compared(layers_path, monkey
     assert "--envpipe" not in script
     assert "0.2205" in result.stdout  # the median without the first ten
     assert "2.00" in result.stdout
+
+
+def configuration(tensor_parallel, distributed_optimizer):
+    stage = StageLayout(((0, 1),), Sizes(tensor_parallel), 2, (None,))
+    return Configuration((stage,), 4, distributed_optimizer)
+
+
+def test_arguments_of_other_iterations_and_sizes_are_set_aside():
+    words = shlex.split(
+        "--lr 1 --lr-warmup-iters 100 --lr-decay-iters=900 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 50 --tp-comm-overlap --tp-comm-overlap-cfg a.yaml "
+        "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step"
+    )
+    kept = search_training.without_set(words, configuration(1, False))
+    assert kept == ["--lr", "1", "--overlap-grad-reduce"]
+    assert search_training.without_set(words, configuration(2, True)) == ["--lr", "1", *words[9:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nproc-per-node 4", "not the 2 GPUs of the job (got 4)"),
+        ("--nproc-per-node 2 --nnodes 2", "not the 2 GPUs of the job (got 4)"),
+        ("--nproc-per-node 2 --nnodes 1:2", "(got 'a number that changes')"),
+    ],
+)
+def test_a_command_of_other_ranks_is_refused_before_the_search(
+    layers_path, monkeypatch, options, said
+):
+    monkeypatch.setattr("envpipe_megatron.cli.plans.search.search", None)
+    words = (*shlex.split(options), "pretrain_gpt.py")
+    assert said in run_badly("search", "--profile", layers_path, *JOB, "--train", "--", *words)
 
 
 def test_the_warm_up_is_left_out_and_the_last_peak_counts():
