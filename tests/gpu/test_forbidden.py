@@ -45,6 +45,8 @@ COMMANDS = {
     ("simulate",): [["--help"]],
     ("straggler",): [["--help"]],
     ("partition",): [["--help"]],
+    ("search",): [["--help"]],
+    ("import-layers",): [["--help"]],
     ("import-freqs",): [["--help"]],
     ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],

@@ -151,6 +151,7 @@ def search_command(
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
+    _warn_of_links(profile, gpus, gpus_per_node)
     limit = None if memory_gib is None else memory_gib * _GIB
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)
@@ -241,6 +242,22 @@ def _divided(profile: LayerProfile, job: Job, blocking_power_w: float) -> Found:
     candidate = Candidate(division.configuration, profile, job)
     plan = candidate.plan(blocking_power_w) if profile.has_energy else None
     return Found((Ranked(candidate, plan),), num_shapes=1, num_cut=1)
+
+
+def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:
+    """Say what the profile does not know of messages, and the job may need."""
+    links = profile.links
+    if gpus > 1 and links.within_node is None and not links.all_reduce:
+        logger.warning(
+            "%s knows no links: messages and reductions are taken to cost nothing. Profile the "
+            "layers on two GPUs or more.",
+            profile.source,
+        )
+    elif gpus > gpus_per_node and links.across_nodes is None:
+        logger.warning(
+            "%s knows no links across nodes: they are taken to be as fast as those within one.",
+            profile.source,
+        )
 
 
 def _with_power(

@@ -18,6 +18,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Objective
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
@@ -152,7 +153,10 @@ class Candidate:
         """The best order and clocks within a time, by default that of the framework's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
         request = replace(self._request(blocking_power_w, factor), objective=objective)
-        plan = make_plan(self.stage_profile, request).plan
+        try:
+            plan = make_plan(self.stage_profile, request).plan
+        except LinearProgramError:  # the least time hoped for is that of no order that was found
+            plan = make_plan(self.stage_profile, replace(request, objective=LEAST_ENERGY)).plan
         limit = self.job.memory_bytes
         if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
             return plan

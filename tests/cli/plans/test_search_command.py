@@ -126,3 +126,15 @@ def test_a_job_that_fits_nowhere_is_named(layers_path):
     assert "No configuration keeps" in run_badly("search", "--profile", layers_path, *JOB, *tiny)
     by_stage = (*JOB, *tiny, "--sizes-by-stage")
     assert "No stages keep" in run_badly("search", "--profile", layers_path, *by_stage)
+
+
+def test_links_that_were_not_measured_are_named(layers_path, caplog):
+    alone = ("search", "--profile", layers_path, "--global-batch", 8, "--gpus")
+    run_well(*alone, 2, "--gpus-per-node", 2)
+    assert "links" not in caplog.text
+    run_well(*alone, 4, "--gpus-per-node", 2)
+    assert "knows no links across nodes" in caplog.text
+    fields = json.loads(layers_path.read_text())
+    layers_path.write_text(json.dumps({**fields, "links": {}}))
+    run_well(*alone, 2)
+    assert "cost nothing" in caplog.text
