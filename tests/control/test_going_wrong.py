@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_request import on_request
 
 from benchmarks.online.runs import Ran, run_job, slower
 from envpipe_megatron.control.baseline import Baseline, Steps
@@ -55,6 +56,7 @@ def test_the_bill_has_one_line_of_all_steps_that_were_too_slow():
     assert sum("the framework's order" in text for _, text in ran.said) >= 2
 
 
+@on_request("CONTROL")
 def test_time_that_is_allowed_is_no_harm():
     ran = run(60, lambda at: {}, deadline_factor=1.05)
     assert not any(note.startswith(TOO_SLOW) for note in ran.notes)

@@ -86,7 +86,7 @@ def run(
 @pytest.mark.parametrize(
     "what",
     [
-        {"scatter": 0.02},
+        pytest.param({"scatter": 0.02}, marks=on_request("CONTROL")),
         pytest.param({"replicas": 2, "scatter": 0.01}, marks=on_request("CONTROL")),
         pytest.param(
             {"own_order": builders.one_f_one_b(3, MICROBATCHES)}, marks=on_request("CONTROL")
