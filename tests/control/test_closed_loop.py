@@ -124,6 +124,7 @@ def test_replicas_follow_the_slowest_and_come_back(replicas):
     assert any(END <= at < END + FOUND_OUT for at, _ in ran.said)
 
 
+@on_request("CONTROL")
 def test_a_job_that_changes_again_and_again_goes_on_saving():
     faults = scripted("grows", BEGIN, 240, STAGES)
     ran = run(iterations=220, faults=faults)

@@ -92,7 +92,10 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
 
 @pytest.mark.parametrize(
     ("how", "name", "chunks"),
-    [("fsdp", "ScheduleInterleaved1F1B", 2), ("ddp", "Schedule1F1B", 1)],
+    [
+        ("fsdp", "ScheduleInterleaved1F1B", 2),
+        pytest.param("ddp", "Schedule1F1B", 1, marks=on_request("PIPELINE")),
+    ],
 )
 def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks):
     """Two stages, and two replicas of each that see other data: sharded weights, or copies."""
