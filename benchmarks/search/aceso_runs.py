@@ -20,8 +20,7 @@ from typing import Any
 
 from envpipe_megatron.search.aceso_files import read_aceso_profile, read_splits, read_switches
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.stages.choices import OPERATOR
+from envpipe_megatron.search.layer_profile import OPERATOR, LayerProfile, Sizes
 from envpipe_megatron.search.stages.divide import Division, Switch, divide
 
 ARCHIVE = Path("../shared/data/aceso_eurosys24/aceso.tar.xz")

@@ -27,6 +27,7 @@ from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
     LAYER,
     LOSS,
+    OPERATOR,
     Block,
     BytesPerParameter,
     Curve,
@@ -37,7 +38,6 @@ from envpipe_megatron.search.layer_profile import (
     Sizes,
     check_profile,
 )
-from envpipe_megatron.search.stages.choices import OPERATOR
 
 DECODER_LAYER = "decoder_layer"
 _MIB = 2.0**20

@@ -11,8 +11,16 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.aceso_files import block_name
-from envpipe_megatron.search.layer_profile import Block, LayerProfile, Measure, Recomputation
-from envpipe_megatron.search.stages.choices import OPERATOR, Run
+from envpipe_megatron.search.layer_profile import (
+    FULL,
+    OPERATOR,
+    SELECTIVE,
+    Block,
+    LayerProfile,
+    Measure,
+    Recomputation,
+)
+from envpipe_megatron.search.stages.choices import Run
 
 #: From the scores of an attention to its context: what Megatron recomputes if it is selective.
 _SCORE, _CONTEXT = re.compile(r".*-attention-score.*"), re.compile(r".*-attention-context.*")
@@ -43,7 +51,7 @@ def fold_blocks(profile: LayerProfile) -> LayerProfile:
 def _fold(pieces: Sequence[str], measures: Mapping[str, Measure]) -> Measure:
     parts = [measures[piece] for piece in pieces]
     activation_bytes = np.array([part.activation_bytes for part in parts])
-    ways = (("selective", _attention_runs(pieces)), ("full", _longest_runs(parts)))
+    ways = ((SELECTIVE, _attention_runs(pieces)), (FULL, _longest_runs(parts)))
     return Measure(
         forward_s=_sum([part.forward_s for part in parts]),
         backward_s=_sum([part.backward_s for part in parts]),
@@ -82,11 +90,7 @@ def _attention_runs(pieces: Sequence[str]) -> list[Run]:
 
 def _longest_runs(parts: Sequence[Measure]) -> list[Run]:
     """Runs between operators that are always kept."""
-    kept = [
-        index
-        for index, part in enumerate(parts)
-        if all(way.name != OPERATOR for way in part.recomputation)
-    ]
+    kept = [index for index, part in enumerate(parts) if part.way(OPERATOR) is None]
     return [
         Run(before + 1, after)
         for before, after in pairwise([-1, *kept, len(parts)])

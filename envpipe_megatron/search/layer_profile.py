@@ -19,6 +19,8 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 
 EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
+#: Names of recomputation: Megatron's two, and that of single operators, in runs (`stages.choices`).
+SELECTIVE, FULL, OPERATOR = "selective", "full", "operator"
 
 #: Of a piece's time, from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
@@ -46,7 +48,7 @@ class Recomputation:
     """One way to keep less of a piece, by computing it again before its backward.
 
     Args:
-        name: as Megatron calls it: `selective`, `full`.
+        name: `SELECTIVE`, `FULL` or `OPERATOR`.
         time_s, energy_j: [num_frequencies] of what is computed again; energy None if unknown.
         activation_bytes: what is kept of a microbatch in flight all the same.
         working_bytes: what is held besides while the piece's own backward runs.
@@ -89,6 +91,10 @@ class Measure:
     recomputation: tuple[Recomputation, ...] = ()
     host_s: float | None = None
     expert_parameters: float = 0.0
+
+    def way(self, name: str | None) -> Recomputation | None:
+        """The recomputation of a name; None if the piece does not know it."""
+        return next((way for way in self.recomputation if way.name == name), None)
 
     @property
     def is_host_bound(self) -> bool:
@@ -246,9 +252,7 @@ class LayerProfile:
 
 def check_profile(profile: LayerProfile) -> LayerProfile:
     """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
-    from envpipe_megatron.search.stages.choices import OPERATOR  # which imports this module
-
-    ways = ("selective", "full", OPERATOR)
+    ways = (SELECTIVE, FULL, OPERATOR)
     names = {piece for block in profile.blocks for piece in block.pieces}
     if not names or not profile.measures:
         raise EnvPipeError(f"{profile.source} has no pieces or no measures")

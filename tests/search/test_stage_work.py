@@ -7,6 +7,7 @@ import pytest
 
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import (
+    OPERATOR,
     Block,
     BytesPerParameter,
     LayerProfile,
@@ -16,7 +17,6 @@ from envpipe_megatron.search.layer_profile import (
     Sizes,
 )
 from envpipe_megatron.search.megatron.work import stage_work, tails_s
-from envpipe_megatron.search.stages.choices import OPERATOR
 
 ONE = np.array([1.0])
 

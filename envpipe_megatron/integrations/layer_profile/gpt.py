@@ -16,9 +16,7 @@ import torch
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.search.layer_profile import EMBEDDING, LAYER, LOSS, Block
-
-SELECTIVE, FULL = "selective", "full"
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LAYER, LOSS, SELECTIVE, Block
 
 _SEED = 1234
 

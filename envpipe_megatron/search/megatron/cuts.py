@@ -394,7 +394,7 @@ def _evenest(
 
 
 def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
-    ways = [next((w for w in m.recomputation if w.name == name), None) for m in by_piece]
+    ways = [m.way(name) for m in by_piece]
     saved = [
         max(0.0, m.activation_bytes - w.activation_bytes) if w else 0.0
         for m, w in zip(by_piece, ways, strict=True)

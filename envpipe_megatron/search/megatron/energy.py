@@ -125,10 +125,7 @@ def _by_clock(
     }
     measures, nothing = profile.at(sizes), np.zeros(len(profile.frequency_mhz))
     for name in megatron.pieces(shape).ways:
-        ways = [
-            next((way for way in measures[piece].recomputation if way.name == name), None)
-            for piece in profile.pieces
-        ]
+        ways = [measures[piece].way(name) for piece in profile.pieces]
         sums[name] = (
             _running([nothing if way is None else way.time_s for way in ways]),
             _running(

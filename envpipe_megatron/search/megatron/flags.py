@@ -8,8 +8,7 @@ from itertools import islice
 
 from envpipe_megatron.policies.partitions.layers import layout_text
 from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
-from envpipe_megatron.search.megatron.space import FULL
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile
 
 #: The letters of pieces in a layout; all others are transformer layers.
 _LETTERS = {EMBEDDING: "E", LOSS: "L"}
@@ -89,10 +88,7 @@ def _first_everywhere(
         ways, measures = iter(stage.recomputed), profile.at(stage.sizes)
         for first, end in stage.chunks:
             own = list(islice(ways, end - first))
-            able = [
-                any(way.name == name for way in measures[piece].recomputation)
-                for piece in profile.pieces[first:end]
-            ]
+            able = [measures[piece].way(name) is not None for piece in profile.pieces[first:end]]
             known = [way for way, can_be in zip(own, able, strict=True) if can_be]
             given = min(count, len(known))
             if known != [name] * given + [None] * (len(known) - given):

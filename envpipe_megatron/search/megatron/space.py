@@ -17,7 +17,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
+from envpipe_megatron.search.layer_profile import FULL, LayerProfile, Sizes
 from envpipe_megatron.search.megatron.chunks import spread
 from envpipe_megatron.search.megatron.cuts import BestCut, Pieces, Recomputed, Shape, best_cut
 from envpipe_megatron.search.megatron.work import (
@@ -27,9 +27,6 @@ from envpipe_megatron.search.megatron.work import (
     stage_peak_bytes,
     stage_work,
 )
-
-#: Megatron's name for recomputing whole layers, some of each stage's.
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -130,11 +127,7 @@ class MegatronSpace:
         measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
         stages = []
         for stage, (name, count) in enumerate(recomputed):
-            can = {
-                piece
-                for piece, measure in measures.items()
-                if any(way.name == name for way in measure.recomputation)
-            }
+            can = {piece for piece, measure in measures.items() if measure.way(name) is not None}
             starts = range(stage, len(slots) - 1, shape.num_stages)
             chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
             ways: list[str | None] = []

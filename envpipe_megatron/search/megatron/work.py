@@ -13,8 +13,13 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Recomputation, Sizes
-from envpipe_megatron.search.stages.choices import OPERATOR
+from envpipe_megatron.search.layer_profile import (
+    OPERATOR,
+    LayerProfile,
+    Measure,
+    Recomputation,
+    Sizes,
+)
 
 #: Microbatches for each stage after which an order holds no more than before.
 _GROUPS_UNTIL_STEADY = 3
@@ -247,12 +252,7 @@ def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | Non
     """The recomputation of each piece; operators go in runs, as `stages.choices` counts them."""
     measures, pieces, edges = profile.at(stage.sizes), stage.pieces, profile.block_edges
     asked = list(zip((profile.pieces[piece] for piece in pieces), stage.recomputed, strict=True))
-    known = {
-        (piece, name): next(
-            (way for way in measures[piece].recomputation if way.name == name), None
-        )
-        for piece, name in set(asked)
-    }
+    known = {(piece, name): measures[piece].way(name) for piece, name in set(asked)}
     ways = [known[each] for each in asked]
     if OPERATOR not in stage.recomputed:
         return ways

@@ -17,10 +17,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.search.layer_profile import Measure
+from envpipe_megatron.search.layer_profile import OPERATOR, Measure
 
-#: Name of the `Recomputation` of pieces that are operators and can be part of a run.
-OPERATOR = "operator"
 #: Amounts that differ by less are equal.
 TINY_BYTES = 1e-3
 #: A choice is a number with two bits for each piece: 0 for none, n for its n-th recomputation.
@@ -258,4 +256,4 @@ def _steps(pieces: Sequence[Measure]) -> list[_Step]:
 
 
 def _operator(piece: Measure) -> bool:
-    return any(way.name == OPERATOR for way in piece.recomputation)
+    return piece.way(OPERATOR) is not None
