@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -175,7 +176,12 @@ def _build_rows(module: Any) -> None:
 
 
 def _measure_and_end(module: Any, job: LayerJob) -> None:
-    set_up = module.setup_model_and_optimizer
+    pretrain, set_up = module.pretrain, module.setup_model_and_optimizer
+    given: dict[str, Any] = {}
+
+    def pretrain_up_to_there(*args: Any, **kwargs: Any) -> None:
+        given.update(inspect.signature(pretrain).bind(*args, **kwargs).arguments)
+        pretrain(*args, **kwargs)
 
     def set_up_and_measure(*args: Any, **kwargs: Any) -> None:
         import torch
@@ -183,9 +189,17 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
         from envpipe_megatron.integrations.layer_profile.job import measure_model
 
         model, optimizer, _ = set_up(*args, **kwargs)
-        measure_model(model[0], module.unwrap_model(model)[0], optimizer, module.get_args(), job)
+        measure_model(
+            model[0],
+            module.unwrap_model(model)[0],
+            optimizer,
+            module.get_args(),
+            given["forward_step_func"],
+            job,
+        )
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)
 
+    module.pretrain = pretrain_up_to_there
     module.setup_model_and_optimizer = set_up_and_measure

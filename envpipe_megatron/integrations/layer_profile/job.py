@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from envpipe_megatron.integrations.layer_profile.measuring import (
     measure_time,
     repeats_that_fit,
 )
+from envpipe_megatron.integrations.layer_profile.microbatch import measure_microbatch
 from envpipe_megatron.integrations.layer_profile.optimizer import bytes_held, measure_step
 from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_file import layers_text
@@ -37,7 +39,12 @@ from envpipe_megatron.search.layer_profile import (
 
 
 def measure_model(
-    wrapped: Any, model: Any, optimizer: Any, args: argparse.Namespace, job: LayerJob
+    wrapped: Any,
+    model: Any,
+    optimizer: Any,
+    args: argparse.Namespace,
+    forward_step: Callable[..., Any],
+    job: LayerJob,
 ) -> None:
     """Measure a model that one rank, or the job's group, holds whole; every rank calls it.
 
@@ -45,6 +52,7 @@ def measure_model(
         wrapped: the model in Megatron's data parallel wrapper.
         model: the same without, with a row of each kind of layers.
         optimizer, args: Megatron's.
+        forward_step: the training script's.
     """
     try:
         pieces, gpu = GptPieces(model, args), RankGpu(job.clocks_mhz)
@@ -56,6 +64,13 @@ def measure_model(
         for size in job.microbatch_sizes:
             names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
             measures = {name: _measure(pieces, name, size, gpu) for name in names}
+            if _fits(pieces, measures):
+                whole_s = []
+                for frequency_mhz in gpu.frequency_mhz:
+                    gpu.set(frequency_mhz)
+                    whole_s.append(measure_microbatch(wrapped, args, forward_step, size))
+                row = {name: pieces.row_length(name) for name in names}
+                measures[LOSS] = _with_rest(measures, row, np.array(whole_s))
             profile = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
@@ -69,6 +84,35 @@ def measure_model(
             )
             if dist.get_rank() == 0:
                 replace_files({job.file(size): [layers_text(profile)]})
+
+
+def _fits(pieces: GptPieces, measures: Mapping[str, Measure]) -> bool:
+    """Whether a microbatch of all layers that were built has room, on all ranks."""
+    held = sum(pieces.row_length(name) * each.activation_bytes for name, each in measures.items())
+    beside = [
+        (each.forward_workspace_bytes, each.backward_workspace_bytes) for each in measures.values()
+    ]
+    return repeats_that_fit(Held(int(held), *map(int, np.max(beside, axis=0))), 1) == 1
+
+
+def _with_rest(
+    measures: Mapping[str, Measure], row: Mapping[str, int], whole_s: FloatArray
+) -> Measure:
+    """The loss with what a microbatch takes beside its pieces; its joules grow with its time.
+
+    Args:
+        row: how many of each piece were in the microbatch.
+        whole_s: [num_frequencies] of the microbatch.
+    """
+    loss = measures[LOSS]
+    pieces_s = sum(
+        row[name] * (each.forward_s + each.backward_s) for name, each in measures.items()
+    )
+    forward_s = loss.forward_s + np.maximum(whole_s - pieces_s, 0.0)
+    joules = loss.forward_j
+    if joules is not None:
+        joules = joules * forward_s / loss.forward_s
+    return replace(loss, forward_s=forward_s, forward_j=joules)
 
 
 @dataclass(frozen=True)
@@ -121,7 +165,7 @@ def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
 def _measure_way(pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str | None) -> _Way:
     with pieces.running(name, size, way) as (piece, hidden):
         held = measure_memory(piece, hidden)
-    layers = repeats_that_fit(held, pieces.row_length(name))
+    layers = max(1, repeats_that_fit(held, pieces.row_length(name)))
     timings, forward_j = [], []
     with pieces.running(name, size, way, layers) as (piece, hidden):
         for frequency_mhz in gpu.frequency_mhz:

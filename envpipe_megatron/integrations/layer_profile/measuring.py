@@ -89,14 +89,14 @@ def measure_memory(piece: Piece, hidden: torch.Tensor) -> Held:
 
 
 def repeats_that_fit(held: Held, wanted: int) -> int:
-    """How often a piece can run before its backwards do, on all ranks; at least once."""
+    """How often a piece can run before its backwards do, on all ranks; 0 to `wanted`."""
     if not torch.cuda.is_available():
         return wanted
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     workspace = max(held.forward_workspace_bytes, held.backward_workspace_bytes)
     fit = int((0.8 * free - workspace) // max(held.activation_bytes, 1))
-    return lowest(max(1, min(fit, wanted)))
+    return lowest(min(max(fit, 0), wanted))
 
 
 def _rounds(

@@ -17,6 +17,8 @@ def one_rank_job() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "Stream", SimpleNamespace)  # experts' own
+        zeros = torch.zeros
+        patch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
         state = torch.zeros(1, dtype=torch.uint8)
         patch.setattr(torch.cuda.random, "get_rng_state", lambda *_, **__: state)
         patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)

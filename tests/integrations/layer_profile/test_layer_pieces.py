@@ -31,10 +31,13 @@ ARGS = Namespace(
     seq_length=8,
     context_parallel_size=1,
     padded_vocab_size=32,
+    micro_batch_size=1,
     create_attention_mask_in_dataloader=True,
     check_for_nan_in_loss_and_grad=True,
 )
 DENSE_THEN_EXPERTS = (0, 1, 1)
+#: That a training script takes for each microbatch.
+DATA_S, LOSS_S = 0.02, 0.03
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,6 +165,22 @@ def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
         assert counts["layer"] == 12 * 16**2 + 2 * norm
 
 
+def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+    """A training script's, which takes a while for its data and for its loss."""
+    batch = next(data)
+    time.sleep(DATA_S)
+    assert ARGS.micro_batch_size == len(batch["tokens"])
+    labels = batch["labels"]
+    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=labels)
+
+    def loss_of(losses: Any) -> tuple[Any, Any, dict[str, Any]]:
+        time.sleep(LOSS_S)
+        mask = batch["loss_mask"]
+        return (losses * mask).sum(), mask.sum().int(), {}
+
+    return losses, loss_of
+
+
 def measure(folder: Path, *sizes: int, model: Any = None) -> LayerJob:
     model = model or make_model()
     for weight in model.parameters():
@@ -174,7 +193,7 @@ def measure(folder: Path, *sizes: int, model: Any = None) -> LayerJob:
         optimizer=inner, step=inner.step, zero_grad=lambda: inner.zero_grad(set_to_none=False)
     )
     measured = LayerJob(str(folder), 1, 1, 1, sizes)
-    measure_model(model, model, optimizer, ARGS, measured)
+    measure_model(model, model, optimizer, ARGS, forward_step, measured)
     return measured
 
 
@@ -189,6 +208,9 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert layer.forward_j is None
         assert layer.host_s is None  # there is nobody to hand over to
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
+        # With the loss comes what the training script does beside the model.
+        loss = made.at(Sizes(1, size))["loss"]
+        assert loss.forward_s[0] > 0.9 * (DATA_S + LOSS_S) > 10 * loss.backward_s[0]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)

@@ -1,0 +1,77 @@
+"""How long a microbatch of the whole model takes, in Megatron's own function.
+
+More than its pieces: the data, its mask, what the training script makes of the losses, and the
+host's looks at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_ROUNDS = 5
+_FEW, _MANY = 1, 5
+
+
+def measure_microbatch(
+    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], size: int
+) -> float:
+    """Seconds for each microbatch more, through all layers that were built; every rank calls it.
+
+    Args:
+        wrapped: the model in Megatron's data parallel wrapper.
+        args: Megatron's; their microbatch size is `size` meanwhile.
+        forward_step: the training script's.
+    """
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    data = _batches(args, size)
+
+    def time_s(num_microbatches: int) -> float:
+        begin_s = _now_s()
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=wrapped,
+            num_microbatches=num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=size,
+        )
+        return _now_s() - begin_s
+
+    before, args.micro_batch_size = args.micro_batch_size, size
+    try:
+        time_s(_FEW)
+        more_s = [time_s(_MANY) - time_s(_FEW) for _ in range(_ROUNDS)]
+    finally:
+        args.micro_batch_size = before
+    return max(0.0, statistics.median(more_s)) / (_MANY - _FEW)
+
+
+def _batches(args: argparse.Namespace, size: int) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Samples of zeros as Megatron's dataset of a GPT gives them, in memory that is pinned."""
+    length = args.seq_length
+    tokens = torch.zeros(size, length, dtype=torch.int64)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "loss_mask": torch.ones(size, length),
+        "position_ids": torch.arange(length).repeat(size, 1),
+    }
+    if args.create_attention_mask_in_dataloader:
+        batch["attention_mask"] = torch.ones(size, 1, length, length, dtype=torch.bool).triu(1)
+    if torch.cuda.is_available():
+        batch = {name: values.pin_memory() for name, values in batch.items()}
+    while True:
+        yield dict(batch)  # the script changes it
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
