@@ -7,9 +7,10 @@ from pathlib import Path
 from envpipe_megatron.files import refuse_foreign
 from envpipe_megatron.report.drawing.style import save
 from envpipe_megatron.report.facts import ReportFacts
+from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.pictures import pictures_of
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.summary import Section, sections_of, to_html, to_markdown
+from envpipe_megatron.report.summary import Section, sections_of, to_markdown
 from envpipe_megatron.report.trace import write_trace
 
 TRACE_FILE = "trace.json.gz"
@@ -34,5 +35,7 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     sections = sections_of(folder, facts, trace, pictures)
     title = f"EnvPipe: {folder.path.resolve().name}"
     (output / SUMMARY_FILE).write_text(to_markdown(title, sections), encoding="utf-8")
-    (output / PAGE_FILE).write_text(to_html(title, sections, output), encoding="utf-8")
+    (output / PAGE_FILE).write_text(
+        page_text(title, folder, facts, sections, output), encoding="utf-8"
+    )
     return sections

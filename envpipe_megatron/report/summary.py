@@ -1,12 +1,9 @@
-"""A run in words and tables: Markdown to paste, and the same as one page of HTML."""
+"""A run in words and tables, as Markdown to paste."""
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
@@ -128,11 +125,16 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
         yield f"{trace.overlapping} recorded iterations overlap others and are left out."
 
 
-def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
+def marks_of(folder: RunFolder) -> Iterator[str]:
+    """What nobody may overlook."""
     if folder.emulated:
         yield "These joules are emulated: no GPU was used. Times are those of a model."
     if folder.dry_run:
         yield "This was a dry run: the clocks shown were written down, and none was set."
+
+
+def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
+    yield from marks_of(folder)
     yield from facts.notes
     summary = folder.summary or {}
     runs = summary.get("runs")
@@ -178,40 +180,3 @@ def to_markdown(title: str, sections: Iterable[Section]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;
-color:#1a1a1a}table{border-collapse:collapse}td,th{padding:.15em .8em;text-align:right;
-border-bottom:1px solid #e6e6e6}td:first-child,th:first-child{text-align:left}
-figure{margin:1.5em 0}figcaption{color:#5f6368}svg{width:100%;height:auto}"""
-
-
-def to_html(title: str, sections: Iterable[Section], folder: Path) -> str:
-    """One page that needs no other file: the SVGs of `folder` stand in it."""
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
-    ]
-    for section in sections:
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
-        if section.rows:
-            head, *body = (
-                "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
-                for tag, row in [("th", section.header), *(("td", row) for row in section.rows)]
-            )
-            parts.append(f"<table>{head}{''.join(body)}</table>")
-        if section.lines:
-            items = "".join(f"<li>{html.escape(line)}</li>" for line in section.lines)
-            parts.append(f"<ul>{items}</ul>")
-        for picture in section.pictures:
-            caption = html.escape(picture.caption)
-            svg = _inlined((folder / f"{picture.name}.svg").read_text(), picture.name)
-            parts.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
-    return "\n".join(parts) + "</html>\n"
-
-
-def _inlined(svg: str, name: str) -> str:
-    """An SVG without its prologue, its names made its own: those of a page must differ."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", body)

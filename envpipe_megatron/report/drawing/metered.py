@@ -44,7 +44,7 @@ from envpipe_megatron.report.drawing.style import (
 from envpipe_megatron.report.facts import StageFacts
 
 #: Colours of phases, in a job's order.
-_PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
 #: With more GPUs, lines of power would hide each other.
 MOST_LINES = 8
 _TIME_BINS = 600
@@ -141,7 +141,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     for column, run in zip(panels.T, series, strict=True):
         for axes, values in zip(column, (run.time_s, run.energy_j), strict=True):
             for phase, first, last in run.phases:
-                colour = _PHASE_COLOURS.get(split_phase(phase)[0], GREY)
+                colour = PHASE_COLOURS.get(split_phase(phase)[0], GREY)
                 axes.axvspan(
                     first - 0.5, last + 0.5, color=colour, alpha=0.22,
                     linewidth=0,
@@ -163,7 +163,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     found = {split_phase(phase)[0] for run in series for phase, *_ in run.phases}
     handles = [
         Patch(color=colour, alpha=0.4, label=phase)
-        for phase, colour in _PHASE_COLOURS.items()
+        for phase, colour in PHASE_COLOURS.items()
         if phase in found
     ]
     legend_below(figure, handles, len(handles))
@@ -176,11 +176,13 @@ class PowerSeries:
     """Mean power of GPUs over time.
 
     Args:
+        names, nodes: of each GPU.
         edges_s: [bins + 1] after the first instant.
         power_w: [num_gpus, bins] NaN where a GPU was not metered.
     """
 
     names: tuple[str, ...]
+    nodes: tuple[str, ...]
     edges_s: FloatArray
     power_w: FloatArray
 
@@ -206,7 +208,8 @@ def power_series(
         f"rank {own[0].rank} · stage {own[0].stage}" if own[0].rank is not None else own[0].gpu_uid
         for own in gpus
     )
-    return PowerSeries(names, edges_s - begin_s, power_w)
+    nodes = tuple(own[0].node for own in gpus)
+    return PowerSeries(names, nodes, edges_s - begin_s, power_w)
 
 
 def _spans(

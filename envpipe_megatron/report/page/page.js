@@ -1,0 +1,136 @@
+"use strict";
+// What the page's controls do to its plots: which units are shown, in which colours, and how far
+// one is zoomed. Plots and their parts are found by the names that the report gave them.
+(() => {
+  const named = (name) => {
+    for (const page of Bokeh.documents) {
+      const model = page.get_model_by_name(name);
+      if (model !== null) return model;
+    }
+    return null;
+  };
+  const select = (key, act) => {
+    const control = document.getElementById(key);
+    if (control !== null) control.addEventListener("change", () => act(control.value));
+  };
+
+  // An iteration's units stand together in the table.
+  const showIteration = (plot, shown) => {
+    const units = named(`${plot} units`), path = named(`${plot} path`);
+    const {iteration, critical} = units.data_source.data;
+    const all = [], onPath = [];
+    for (let i = 0; i < iteration.length; i++) {
+      if (iteration[i] !== shown) continue;
+      all.push(i);
+      if (critical[i]) onPath.push(i);
+    }
+    units.view.filter.indices = all;
+    path.view.filter.indices = onPath;
+  };
+  for (const plot of ["before", "after"]) {
+    select(`${plot}-iteration`, (value) => showIteration(plot, Number(value)));
+  }
+
+  select("colour", (title) => {
+    for (const plot of ["before", "after"]) {
+      const bar = named(`${plot} colours`);
+      const [, field, mapper, ticker, names] = bar.tags.find((way) => way[0] === title);
+      named(`${plot} units`).glyph.fill_color = {field, transform: mapper};
+      const labels = new Map(names.map((name, at) => [at, name]));
+      bar.setv({title, color_mapper: mapper, ticker, major_label_overrides: labels});
+    }
+  });
+
+  select("pipeline", (rows) => {
+    const [first, last] = rows.split(" ").map(Number);
+    for (const plot of ["before", "after"]) {
+      const range = named(plot).y_range;
+      [range.start, range.end] = [last + 0.5, first - 0.5];
+    }
+  });
+
+  select("power-of", (which) => {
+    for (const other of ["GPUs", "nodes"]) named(`power ${other}`).visible = other === which;
+  });
+
+  select("clock-rank", (rank) => {
+    const lines = named("clock lines");
+    const ranks = Array.from(lines.data_source.data.rank);
+    lines.view.filter.indices = [...ranks.keys()].filter((i) => ranks[i] === Number(rank));
+  });
+
+  // Zoom and move, by buttons and keys.
+  const wholes = new Map();
+  const move = (plot, how) => {
+    const range = plot.x_range;
+    if (!wholes.has(range)) wholes.set(range, [range.start, range.end]);
+    const [low, high] = wholes.get(range), width = range.end - range.start;
+    const middle = (range.start + range.end) / 2;
+    const to = {
+      left: [range.start - width / 4, range.end - width / 4],
+      right: [range.start + width / 4, range.end + width / 4],
+      in: [middle - width / 4, middle + width / 4],
+      out: [middle - width, middle + width],
+      whole: [low, high],
+    }[how];
+    const length = Math.min(to[1] - to[0], high - low);
+    const start = Math.min(Math.max(to[0], low), high - length);
+    range.setv({start, end: start + length});
+  };
+  const keys = {ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", 0: "whole"};
+  for (const frame of document.querySelectorAll(".plot")) {
+    const plot = () => named(frame.dataset.plot);
+    for (const button of frame.querySelectorAll("[data-move]")) {
+      button.addEventListener("click", () => move(plot(), button.dataset.move));
+    }
+    frame.addEventListener("keydown", (event) => {
+      if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      move(plot(), keys[event.key]);
+    });
+  }
+
+  // Plots are drawn on canvases, which no style sheet reaches.
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const dress = () => {
+    const style = getComputedStyle(document.documentElement);
+    const [ink, muted, line, back] = ["ink", "muted", "line", "back"].map(
+      (name) => style.getPropertyValue(`--${name}`).trim(),
+    );
+    const text = {
+      axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line,
+      major_tick_line_color: line, minor_tick_line_color: line, grid_line_color: line,
+      label_text_color: ink, title_text_color: muted,
+    };
+    for (const page of Bokeh.documents) {
+      for (const plot of page.roots()) {
+        plot.setv({background_fill_color: back, border_fill_color: back, outline_line_color: line});
+        for (const part of [plot.left, plot.right, plot.above, plot.below, plot.center].flat()) {
+          const own = Object.fromEntries(Object.entries(text).filter(([name]) => name in part));
+          if ("background_fill_color" in part) own.background_fill_color = back;
+          part.setv(own);
+        }
+      }
+    }
+  };
+  // Names that do not fit beside each other stand below each other.
+  const fold = () => {
+    for (const page of Bokeh.documents) {
+      for (const part of page.roots().flatMap((plot) => plot.below)) {
+        if ("items" in part) part.orientation = innerWidth < 600 ? "vertical" : "horizontal";
+      }
+    }
+  };
+  const whenDrawn = () => {
+    if (Bokeh.documents.length === 0) {
+      requestAnimationFrame(whenDrawn);
+      return;
+    }
+    if (innerWidth < 600) fold();
+    addEventListener("resize", fold);
+    if (dark.matches) dress();  // plots are made for a light page: drawing them twice takes time
+    dark.addEventListener("change", dress);
+    document.documentElement.dataset.ready = "yes";
+  };
+  whenDrawn();
+})();

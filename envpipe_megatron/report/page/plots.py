@@ -1,0 +1,38 @@
+"""What all plots of the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from bokeh.models import HoverTool
+from bokeh.models.annotations import Legend, LegendItem
+from bokeh.plotting import figure
+
+
+def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **more: Any) -> figure:
+    """An empty plot as wide as the page, which is moved and zoomed along x alone, or both ways."""
+    way = "x" if along_x else ""
+    plot = figure(
+        height=height_px,
+        sizing_mode="stretch_width",
+        tools=f"{way}pan,{way}wheel_zoom,{way}box_zoom,reset",
+        active_scroll=f"{way}wheel_zoom",
+        x_axis_label=x_label,
+        y_axis_label=y_label,
+        **more,
+    )
+    plot.toolbar.logo = None
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def add_tips(plot: figure, drawn: Any, *tips: tuple[str, str]) -> None:
+    """Say what lies under the pointer, as Bokeh's tooltips have it."""
+    plot.add_tools(HoverTool(renderers=[drawn], tooltips=list(tips)))
+
+
+def add_legend(plot: figure, items: Iterable[tuple[str, Any]]) -> None:
+    """Names of what was drawn, below the plot."""
+    named = [LegendItem(label=label, renderers=[drawn]) for label, drawn in items]
+    plot.add_layout(Legend(items=named, orientation="horizontal"), "below")

@@ -1,0 +1,185 @@
+"""The units of iterations over time: two plots, one above the other, on one axis of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bokeh.models import (
+    BasicTicker,
+    CDSView,
+    ColumnDataSource,
+    CustomJSHover,
+    FixedTicker,
+    HoverTool,
+    IndexFilter,
+    LinearColorMapper,
+    Range1d,
+    Ticker,
+)
+from bokeh.models.annotations import ColorBar
+from bokeh.palettes import Cividis256
+from bokeh.plotting import figure
+from bokeh.transform import transform
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.report.drawing.style import BLUE, ORANGE, SKY, VERMILION
+from envpipe_megatron.report.page.plots import new_plot
+from envpipe_megatron.report.page.units import KINDS, UnitTable
+
+#: Of a row, by kind, which no colour vision or print can lose.
+_HEIGHTS = {Kind.FORWARD: 0.5, Kind.WEIGHT_GRADIENT: 0.34}
+_TALL = 0.84
+_KIND_COLOURS = {
+    Kind.FORWARD: SKY,
+    Kind.BACKWARD: BLUE,
+    Kind.INPUT_GRADIENT: ORANGE,
+    Kind.WEIGHT_GRADIENT: VERMILION,
+}
+_PATH = "#d1116b"
+_ROW_PX, _LEAST_PX, _MOST_PX, _MOST_NAMED = 22, 150, 720, 32
+#: What the page's script finds the two plots by.
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """A way to colour units: by a column, through a mapper; with names of some values."""
+
+    title: str
+    column: str
+    mapper: LinearColorMapper
+    ticker: Ticker
+    names: list[str]
+
+
+def timeline_figures(table: UnitTable, ways: list[Colouring]) -> dict[str, figure]:
+    """The plots before and after; each shows an iteration, coloured in the first of the ways."""
+    height = np.array([_HEIGHTS.get(kind, _TALL) for kind in KINDS], dtype=np.float32)
+    source = ColumnDataSource({**table.columns, "height": height[table.columns["kind"]]})
+    end_ms, which = table.columns["end_ms"], first_shown(table)
+    longest_ms = float(end_ms.max())
+    time = Range1d(
+        start=0.0,
+        end=float(end_ms[np.isin(table.columns["iteration"], which)].max()),
+        bounds=(-0.02 * longest_ms, 1.02 * longest_ms),
+    )
+    return {
+        name: _figure(table, source, time, name, shown, ways)
+        for name, shown in zip((BEFORE, AFTER), which, strict=True)
+    }
+
+
+def first_shown(table: UnitTable) -> tuple[int, int]:
+    """The last iteration of a baseline, or before clocks or order were another; and the last."""
+    phases = [name.rpartition(",")[0] for name in table.iterations]
+    baseline = [at for at, phase in enumerate(phases) if phase.startswith(Phase.BASELINE.value)]
+    warmup = [at for at, phase in enumerate(phases) if phase.endswith(Phase.WARMUP.value)]
+    return (baseline or warmup or [0])[-1], len(phases) - 1
+
+
+def colourings(table: UnitTable) -> list[Colouring]:
+    """All ways to colour these units, the most telling first."""
+    columns = table.columns
+    known = [
+        Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
+        for title, column, there in (
+            ("clock (MHz)", "mhz", columns["mhz"] > 0),
+            ("power (W)", "watts", np.isfinite(columns["watts"])),
+            ("slack (ms)", "slack_ms", np.isfinite(columns["slack_ms"])),
+        )
+        if there.any()
+    ]
+    colours = [_KIND_COLOURS[kind] for kind in KINDS]
+    steps = LinearColorMapper(palette=colours, low=-0.5, high=len(KINDS) - 0.5)
+    ticker = FixedTicker(ticks=list(range(len(KINDS))))
+    by_kind = Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
+    return [*known[:1], by_kind, *known[1:]]
+
+
+def _scale(values: NDArray[Any]) -> LinearColorMapper:
+    low, high = float(values.min()), float(values.max())
+    high = high if high > low else low + 1.0
+    return LinearColorMapper(palette=Cividis256, low=low, high=high, nan_color="#999999")
+
+
+def _figure(
+    table: UnitTable,
+    source: ColumnDataSource,
+    time: Range1d,
+    name: str,
+    shown: int,
+    ways: list[Colouring],
+) -> figure:
+    rows = len(table.gpus)
+    several = len({gpu.pipeline for gpu in table.gpus}) > 1
+    plot = new_plot(
+        "ms after the first unit",
+        "pipeline · stage" if several else "stage",
+        int(np.clip(_ROW_PX * rows + 90, _LEAST_PX, _MOST_PX)),
+        along_x=True,
+        name=name,
+        x_range=time,
+        y_range=Range1d(start=rows - 0.5, end=-0.5),
+    )
+    plot.ygrid.visible = False
+    ticks = range(0, rows, 1 + rows // _MOST_NAMED)
+    plot.yaxis.ticker = FixedTicker(ticks=list(ticks))
+    plot.yaxis.major_label_overrides = {
+        row: f"{gpu.pipeline} · {gpu.stage}" if several else str(gpu.stage)
+        for row, gpu in enumerate(table.gpus)
+    }
+    of_iteration = table.columns["iteration"] == shown
+    fill = transform(ways[0].column, ways[0].mapper)
+    units = plot.hbar(
+        y="gpu", left="begin_ms", right="end_ms", height="height", source=source,
+        view=_view(of_iteration), name=f"{name} units",
+        fill_color=fill, line_color="#202020", line_alpha=0.6, line_width=0.6,
+    )  # fmt: skip
+    plot.hbar(
+        y="gpu", left="begin_ms", right="end_ms", height=0.96, source=source,
+        view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
+        fill_alpha=0.0, line_color=_PATH, line_width=1.6,
+    )  # fmt: skip
+    bar = ColorBar(color_mapper=ways[0].mapper, title=ways[0].title, width=12)
+    # What the page's script turns the bar and the units into.
+    bar.name, bar.tags = f"{name} colours", [list(vars(way).values()) for way in ways]
+    plot.add_layout(bar, "right")
+    plot.add_tools(_hover(units, source))
+    return plot
+
+
+def _view(there: NDArray[np.bool_]) -> CDSView:
+    return CDSView(filter=IndexFilter(indices=np.flatnonzero(there).tolist()))
+
+
+def _hover(units: Any, source: ColumnDataSource) -> HoverTool:
+    several = bool(np.any(source.data["chunk"]))
+    letters = "".join(kind.letter for kind in KINDS)
+    chunk = " + '.' + source.data.chunk[i]" if several else ""
+    name = (
+        f"const i = special_vars.index; "
+        f"return '{letters}'[value] + source.data.microbatch[i]{chunk}"
+    )
+    known = CustomJSHover(code="return isFinite(value) ? value.toPrecision(4) : 'not known'")
+    return HoverTool(
+        renderers=[units],
+        tooltips=[
+            ("unit", "@kind{custom}"),
+            ("time (ms)", "@begin_ms{0.000} to @end_ms{0.000}"),
+            ("clock (MHz)", "@mhz{custom}"),
+            ("energy (J)", "@joules{custom}"),
+            ("power (W)", "@watts{custom}"),
+            ("slack (ms)", "@slack_ms{custom}"),
+            ("on the critical path", "@critical{custom}"),
+        ],
+        formatters={
+            "@kind": CustomJSHover(args={"source": source}, code=name),
+            "@mhz": CustomJSHover(code="return value > 0 ? String(value) : 'not controlled'"),
+            "@critical": CustomJSHover(code="return value ? 'yes' : 'no'"),
+            **dict.fromkeys(("@joules", "@watts", "@slack_ms"), known),
+        },
+    )

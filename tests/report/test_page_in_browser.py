@@ -1,0 +1,234 @@
+"""The page of a report in a real browser: what moves and answers, and that it asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from page_made import MICROBATCHES, STAGES, write_page
+
+webdriver = pytest.importorskip("selenium.webdriver")
+
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.xdist_group("browser"),  # one start of it
+    pytest.mark.skipif(
+        BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed"
+    ),
+]
+WIDTHS = (1280, 390)
+
+
+class Page:
+    """A page in a browser of some width, and what its plots say of themselves."""
+
+    def __init__(self, driver, path):
+        self.driver = driver
+        driver.get(f"file://{path}")
+        self.until("return document.documentElement.dataset.ready === 'yes'")
+
+    def ask(self, code, *values):
+        return self.driver.execute_script(code, *values)
+
+    def until(self, code):
+        WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.ask(code))
+
+    def range_of(self, plot):
+        return self.ask(
+            "const plot = Bokeh.documents[0].get_model_by_name(arguments[0]);"
+            "return [plot.x_range.start, plot.x_range.end]",
+            plot,
+        )
+
+    def shown(self, plot):
+        """The rows of the units that a timeline shows."""
+        return self.ask(
+            "return Array.from(Bokeh.documents[0].get_model_by_name(arguments[0] + ' units')"
+            ".view.filter.indices)",
+            plot,
+        )
+
+    def frame(self, plot):
+        return self.driver.find_element(By.CSS_SELECTOR, f"[data-plot='{plot}']")
+
+    def choose(self, key, text):
+        Select(self.driver.find_element(By.ID, key)).select_by_visible_text(text)
+
+    def pointer_to(self, plot, x, y):
+        """Move the pointer to a place of a plot, in its own units."""
+        left, top = self.ask(
+            "const plot = Bokeh.documents[0].get_model_by_name(arguments[0]);"
+            "arguments[3].scrollIntoView({block: 'center'});"
+            "const view = Bokeh.index.find_one_by_id(plot.id);"
+            "const box = view.el.getBoundingClientRect(), inner = view.frame;"
+            "return [box.left + inner.x_scale.compute(arguments[1]),"
+            "        box.top + inner.y_scale.compute(arguments[2])]",
+            plot, x, y, self.frame(plot),
+        )  # fmt: skip
+        actions = ActionChains(self.driver)
+        actions.w3c_actions.pointer_action.move_to_location(round(left), round(top))
+        return actions
+
+    def tips(self):
+        """The text of all tooltips, which stand in shadow trees."""
+        return self.ask(
+            "const texts = [], look = (root) => { for (const el of root.querySelectorAll('*')) {"
+            "if (el.className === 'bk-Tooltip' || String(el.className).includes('ooltip'))"
+            "texts.push((el.shadowRoot ?? el).textContent);"
+            "if (el.shadowRoot) look(el.shadowRoot); } }; look(document); return texts.join(' ')"
+        )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_page(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def driver():
+    os.environ["SE_OFFLINE"] = "true"
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    with webdriver.Chrome(options=options, service=service) as started:
+        yield started
+
+
+def resize(driver, width, height=900, dark=False):
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+@pytest.fixture
+def page(driver, path):
+    resize(driver, WIDTHS[0])
+    return Page(driver, path)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_asks_for_nothing_and_has_no_error(driver, path, width, dark):
+    for kind in ("browser", "performance"):
+        driver.get_log(kind)  # what earlier pages left
+    resize(driver, width, dark=dark)
+    page = Page(driver, path)
+    assert page.ask("return document.documentElement.scrollWidth") <= width
+    page.until("return document.querySelectorAll('.plot').length > 5")
+    colour = page.ask("return Bokeh.documents[0].get_model_by_name('after').background_fill_color")
+    assert colour == ("#16181b" if dark else "#ffffff")
+    bad = [one for one in driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")]
+    assert not bad
+    events = [json.loads(one["message"])["message"] for one in driver.get_log("performance")]
+    asked = [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked
+    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [f"file://{path}"]
+
+
+def test_keys_zoom_and_move_and_both_timelines_follow(page):
+    whole = page.range_of("before")
+    frame = page.frame("before")
+    frame.send_keys("+")
+    zoomed = page.range_of("before")
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    assert page.range_of("after") == zoomed
+    frame.send_keys(Keys.ARROW_LEFT)
+    assert page.range_of("after")[0] < zoomed[0]
+    frame.send_keys("0")
+    assert page.range_of("before") == pytest.approx(whole)
+
+
+def test_every_control_is_reached_by_the_tab_key_and_named(page):
+    controls = page.driver.find_elements(By.CSS_SELECTOR, "select, [data-move], .plot")
+    assert all(page.ask("return arguments[0].tabIndex", control) == 0 for control in controls)
+    assert all(control.accessible_name for control in controls)
+
+
+def test_buttons_zoom_without_a_wheel(page):
+    whole = page.range_of("steps time")
+    frame = page.frame("steps time")
+    frame.find_element(By.CSS_SELECTOR, "[data-move=in]").click()
+    assert page.range_of("steps time")[1] < whole[1]
+    frame.find_element(By.CSS_SELECTOR, "[data-move=whole]").click()
+    assert page.range_of("steps time") == pytest.approx(whole)
+
+
+def test_the_wheel_zooms_and_dragging_moves(page):
+    before = page.range_of("after")
+    page.pointer_to("after", 20.0, 1.0).perform()
+    actions = page.pointer_to("after", 20.0, 1.0)
+    actions.w3c_actions.wheel_action.scroll(
+        *map(round, page.ask("const b = arguments[0].getBoundingClientRect();"
+                             "return [b.left + 300, b.top + 80]", page.frame("after"))),
+        delta_y=-240,
+    )  # fmt: skip
+    actions.perform()
+    page.until(
+        "return Bokeh.documents[0].get_model_by_name('after').x_range.end - "
+        f"Bokeh.documents[0].get_model_by_name('after').x_range.start < {before[1] - before[0]}"
+    )
+    zoomed = page.range_of("after")
+    drag = page.pointer_to("after", zoomed[0] + 0.5 * (zoomed[1] - zoomed[0]), 1.0)
+    drag.w3c_actions.pointer_action.pointer_down()
+    drag.w3c_actions.pointer_action.move_by(-60, 0)
+    drag.w3c_actions.pointer_action.pointer_up()
+    drag.perform()
+    page.until(
+        f"return Bokeh.documents[0].get_model_by_name('after').x_range.start !== {zoomed[0]}"
+    )
+    assert page.range_of("before") == page.range_of("after")
+
+
+def test_the_pointer_tells_unit_clock_energy_and_slack(page):
+    page.pointer_to("after", 5.0, 0.0).perform()  # the first forward of the first stage
+    page.until("return document.querySelector('.plot') !== null")
+    WebDriverWait(page.driver, 10, poll_frequency=0.05).until(lambda _: "F0" in page.tips())
+    told = page.tips()
+    for wanted in ("1200", "2.400", "slack (ms)", "critical path", "yes"):
+        assert wanted in told
+
+
+def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
+    units = 2 * STAGES * 2 * MICROBATCHES
+    assert page.shown("after") == list(range(2 * units, 3 * units))
+    page.choose("after-iteration", "profile, 1")
+    assert page.shown("after") == list(range(units, 2 * units))
+    assert page.shown("before") == list(range(units))
+    page.choose("pipeline", "pipeline 1")
+    rows = page.ask(
+        "const y = Bokeh.documents[0].get_model_by_name('after').y_range; return [y.start, y.end]"
+    )
+    assert rows == [2 * STAGES - 0.5, STAGES - 0.5]
+    page.choose("colour", "kind")
+    field = "return Bokeh.documents[0].get_model_by_name('after units').glyph.fill_color.field"
+    assert page.ask(field) == "kind"
+    page.choose("colour", "power (W)")
+    assert page.ask(field) == "watts"
+
+
+def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
+    visible = "return Bokeh.documents[0].get_model_by_name(arguments[0]).visible"
+    page.choose("power-of", "each node")
+    assert page.ask(visible, "power nodes")
+    assert not page.ask(visible, "power GPUs")
+    page.choose("clock-rank", "rank 3, stage 1")
+    lines = (
+        "return Array.from(Bokeh.documents[0].get_model_by_name('clock lines').view.filter.indices)"
+    )
+    assert page.ask(lines) == [6, 7]
