@@ -6,7 +6,12 @@ The `[control]` tables of the presets say where a kind of GPU needs something el
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from envpipe_megatron.gpu.emulated.presets import ControlOverride, list_presets, load_preset
+from envpipe_megatron.gpu.emulated.presets import (
+    ControlOverride,
+    GpuPreset,
+    list_presets,
+    load_preset,
+)
 
 SWEEP_STEP = 0.04
 """Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
@@ -14,11 +19,28 @@ SWEEP_STEP = 0.04
 
 def override_for(nvml_name: str) -> ControlOverride | None:
     """Return the override for a GPU by the name that NVML reports, None if there is none."""
+    preset = _preset_named(nvml_name)
+    return None if preset is None else preset.control
+
+
+def model_for(gpu_name: str) -> GpuPreset | None:
+    """The preset whose model is nearest to a GPU's product, emulated or not; None if none is.
+
+    Where no preset has the name, one of the same chip: its name is the product's second word.
+    """
+    name = gpu_name.removesuffix(" (emulated)")
+    presets = [load_preset(preset) for preset in list_presets()]
+    exact = next((preset for preset in presets if preset.gpu == name), None)
+    chips = (preset for preset in presets if preset.gpu.split()[1] in name.split())
+    return exact or _preset_named(name) or next(chips, None)
+
+
+def _preset_named(nvml_name: str) -> GpuPreset | None:
     name = _without_vendor(nvml_name)
-    for preset in list_presets():
-        control = load_preset(preset).control
+    for preset in map(load_preset, list_presets()):
+        control = preset.control
         if control and any(fnmatchcase(name, _without_vendor(p)) for p in control.nvml_names):
-            return control
+            return preset
     return None
 
 

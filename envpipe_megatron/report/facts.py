@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from envpipe_megatron.report.bubbles import Bubbles
 from envpipe_megatron.report.shares import GpuShares
 
 
@@ -53,6 +54,29 @@ class StageFacts:
 
 
 @dataclass(frozen=True)
+class LevelFacts:
+    """What a level is predicted to save, against the job's own order at the highest clocks."""
+
+    level: str
+    saving_percent: float
+    slowdown_percent: float
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the levels would save.
+
+    Args:
+        waiting_power_w: of each stage's GPU in its bubbles; None if not known.
+        assumed: what the prediction rests on, for people.
+    """
+
+    levels: tuple[LevelFacts, ...]
+    waiting_power_w: tuple[float, ...] | None
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ReportFacts:
     """What was added up of a run.
 
@@ -62,6 +86,8 @@ class ReportFacts:
         saved: the saving with its 95 % interval, for people.
         slower: the slowdown, likewise.
         notes: what a reader of the figures must know.
+        bubbles: None if no whole iteration at full clock was recorded.
+        predicted: None without bubbles, or a model of the GPU.
     """
 
     phases: tuple[StepFacts, ...] = ()
@@ -71,3 +97,5 @@ class ReportFacts:
     slower: str = "not known"
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
+    bubbles: Bubbles | None = None
+    predicted: Predicted | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
+from envpipe_megatron.report.bubbles import Bubbles
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.pictures import Picture
 from envpipe_megatron.report.run_folder import RunFolder
@@ -31,6 +32,7 @@ def sections_of(
     compared = comparison_section(facts)
     known = [
         compared,
+        *_bubbles(facts),
         Section("Pictures", pictures=tuple(pictures)),
         _phases(facts),
         _stages(facts),
@@ -56,6 +58,62 @@ def comparison_section(facts: ReportFacts) -> Section:
     ]
     line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
     return Section("Result", ("", *(step.name for step in columns)), tuple(rows), (line,))
+
+
+def _bubbles(facts: ReportFacts) -> Iterator[Section]:
+    """Where pipelines wait, and what that is worth."""
+    found, predicted = facts.bubbles, facts.predicted
+    if found is None:
+        return
+    waiting_w = None if predicted is None else predicted.waiting_power_w
+    header = (
+        "rank", "pipeline", "stage", "units (s)", "bubbles (s)", "bubbles (%)",
+        "bubbles (J)", "on the critical path (%)",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            str(each.gpu.rank), str(each.gpu.pipeline), str(each.gpu.stage),
+            f"{each.units_s:.4f}", f"{each.bubbles_s:.4f}",
+            f"{100 * each.bubbles_s / found.pipeline_s:.1f}",
+            "" if waiting_w is None else f"{waiting_w[each.gpu.stage] * each.bubbles_s:.1f}",
+            f"{100 * each.critical_s / found.pipeline_s:.1f}",
+        )
+        for each in found.gpus
+    )  # fmt: skip
+    yield Section("Bubbles", header, rows, tuple(_bubble_lines(found, waiting_w)))
+    if predicted is not None:
+        levels = tuple(
+            (one.level, f"{one.saving_percent:.1f}", f"{one.slowdown_percent:.2f}")
+            for one in predicted.levels
+        )
+        yield Section(
+            "What each level would save: a prediction",
+            ("level", "energy saved (%)", "slower (%)"),
+            levels,
+            tuple(f"Assumed: {one}." for one in predicted.assumed),
+        )
+
+
+def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterator[str]:
+    yield (
+        f"{100 * found.share:.1f} % of the GPUs' time between a pipeline's first unit and its last "
+        f"({found.pipeline_s:.4f} s) are bubbles: means of {found.iterations} iterations at full "
+        "clock."
+    )
+    if waiting_w is not None:
+        joules = sum(waiting_w[each.gpu.stage] * each.bubbles_s for each in found.gpus)
+        yield f"In them the GPUs take {joules:.1f} J an iteration, at the power of waiting."
+    stage, beyond = found.slowest_stage
+    sooner = 1 - found.even_s / found.pipeline_s
+    yield (
+        f"Stage {stage} is the slowest, {100 * beyond:.1f} % beyond the mean stage; with even "
+        f"stages the same order would take {100 * sooner:.1f} % less time."
+    )
+    for gpu, share in found.stragglers:
+        yield (
+            f"Rank {gpu.rank} (stage {gpu.stage}, pipeline {gpu.pipeline}, node {gpu.node}) is "
+            f"{100 * share:.1f} % slower than others of its stage."
+        )
 
 
 def _phases(facts: ReportFacts) -> Section:

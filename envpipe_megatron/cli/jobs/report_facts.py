@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from envpipe_megatron.cli.jobs.level_facts import predict
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
@@ -15,6 +16,7 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
 )
 from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS, Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.report.bubbles import find_bubbles
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.shares import GpuShares, gpu_shares
@@ -26,7 +28,17 @@ _BASELINE_RUN = "baseline"
 
 
 def report_facts(folder: RunFolder) -> ReportFacts:
-    """Add up what a run's folder tells.
+    """Add up what a run's folder tells, and predict what its bubbles are worth."""
+    facts, recorded = _metered_facts(folder), folder.timelines.iterations
+    bubbles = find_bubbles(recorded) if recorded else None
+    if bubbles is None:
+        return facts
+    predicted = predict(bubbles, folder.profile, recorded[0].labels.gpu)
+    return replace(facts, bubbles=bubbles, predicted=predicted)
+
+
+def _metered_facts(folder: RunFolder) -> ReportFacts:
+    """What meters say of phases.
 
     A job is compared with its own baseline: the steps of the warm-up that it measured, or all of
     them where it was killed before it could tell. Of several runs in a folder, the last is compared

@@ -19,6 +19,7 @@ from envpipe_megatron import __version__
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.metered import power_series, step_series
 from envpipe_megatron.report.facts import ReportFacts
+from envpipe_megatron.report.page.bubbles import bubbles_figure
 from envpipe_megatron.report.page.plans import frontier_figure, frontier_of, valley_figure
 from envpipe_megatron.report.page.series import (
     clocks_figure,
@@ -132,6 +133,14 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
     if folder.timelines.iterations:
         table = unit_table(folder.timelines.iterations, folder.profile)
         yield _timelines(table)
+    if facts.bubbles is not None:
+        yield View(
+            "bubbles",
+            "Where the time goes",
+            "Between a pipeline's first unit and its last, at full clock. What the bubbles are "
+            "worth stands in the tables of bubbles and levels.",
+            [Part(_called(bubbles_figure(facts.bubbles), "bubbles"))],
+        )
     series = step_series(folder.windows)
     if series:
         names = "time", "energy"

@@ -18,6 +18,7 @@ def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **mor
         sizing_mode="stretch_width",
         tools=f"{way}pan,{way}wheel_zoom,{way}box_zoom,reset",
         active_scroll=f"{way}wheel_zoom",
+        toolbar_location="above",
         x_axis_label=x_label,
         y_axis_label=y_label,
         **more,

@@ -1,0 +1,86 @@
+"""The pipelines of a job, from what its ranks recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from envpipe_megatron.core.kinds import ScheduleError, Unit
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import name_of_run
+from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
+
+#: Run, phase, number of an iteration.
+IterationKey = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of the job: of the ranks of a stage, the n-th belongs to pipeline n."""
+
+    node: str
+    rank: int
+    stage: int
+    pipeline: int
+
+
+def gpus_of(labels: Iterable[GpuLabels]) -> tuple[Gpu, ...]:
+    """GPUs by pipeline and stage; Megatron's ranks of a stage stand in the order of pipelines."""
+    ranks: dict[int, tuple[str, int]] = {one.rank: (one.node, one.stage) for one in labels}
+    met: dict[int, int] = {}
+    gpus = []
+    for rank, (node, stage) in sorted(ranks.items()):
+        met[stage] = met.get(stage, -1) + 1
+        gpus.append(Gpu(node, rank, stage, met[stage]))
+    return tuple(sorted(gpus, key=lambda gpu: (gpu.pipeline, gpu.stage)))
+
+
+def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[RankIteration]]:
+    """What all ranks recorded of each iteration, in the order they were recorded.
+
+    Of iterations that were repeated after a restart, the last start's.
+    """
+    found: dict[IterationKey, dict[int, RankIteration]] = {}
+    for read in recorded:
+        key = name_of_run(read.labels.run), read.phase, read.iteration
+        found.setdefault(key, {})[read.labels.rank] = read
+    return {key: list(reads.values()) for key, reads in found.items()}
+
+
+def whole_pipelines(
+    reads: Iterable[RankIteration], gpus: Mapping[int, Gpu]
+) -> Iterator[tuple[Schedule, Sequence[RankIteration]]]:
+    """Each pipeline of one iteration that all its stages recorded: its order, and its stages.
+
+    Args:
+        gpus: by rank.
+    """
+    stages = range(1 + max(gpu.stage for gpu in gpus.values()))
+    pipelines: dict[int, dict[int, RankIteration]] = {}
+    for read in reads:
+        gpu = gpus[read.labels.rank]
+        pipelines.setdefault(gpu.pipeline, {})[gpu.stage] = read
+    for whole in pipelines.values():
+        if whole.keys() == set(stages):
+            own = [whole[stage] for stage in stages]
+            schedule = _schedule(tuple(read.units for read in own))
+            if schedule is not None:
+                yield schedule, own
+
+
+@lru_cache(maxsize=64)
+def _schedule(units: tuple[tuple[Unit, ...], ...]) -> Schedule | None:
+    """The order of a whole pipeline; None if it is none."""
+    every = [unit for order in units for unit in order]
+    if len({len(order) for order in units}) != 1:
+        return None
+    try:
+        return Schedule(
+            "recorded",
+            1 + max(unit.microbatch for unit in every),
+            1 + max(unit.chunk for unit in every),
+            units,
+        )
+    except ScheduleError:
+        return None

@@ -1,0 +1,83 @@
+"""Where pipelines wait, from what their ranks recorded at full clock."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from page_made import MICROBATCHES, STAGES, two_pipelines
+from run_made import BACKWARD_S, FORWARD_S, iterations
+
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.report.bubbles import find_bubbles
+
+BOTH_S = FORWARD_S + BACKWARD_S
+#: 1F1B of equal stages.
+PIPELINE_S = (MICROBATCHES + STAGES - 1) * BOTH_S
+
+
+def slower(recorded, factor, chosen):
+    """Some ranks take longer for each unit; what others wait for moves along with theirs."""
+    return [
+        replace(
+            read,
+            start_us=np.rint(read.start_us * factor).astype(np.int64),
+            end_us=np.rint(
+                read.start_us * factor
+                + (read.end_us - read.start_us) * (factor if chosen(read) else 1.0)
+            ).astype(np.int64),
+        )
+        for read in recorded
+    ]
+
+
+def test_equal_stages_wait_as_the_formula_says():
+    found = find_bubbles(iterations(STAGES, MICROBATCHES))
+    assert found.iterations == 1  # at the highest clock
+    assert found.pipeline_s == pytest.approx(PIPELINE_S)
+    assert found.share == pytest.approx((STAGES - 1) / (MICROBATCHES + STAGES - 1))
+    assert found.even_s == pytest.approx(PIPELINE_S)
+    assert found.slowest_stage[1] == pytest.approx(0.0)
+    assert not found.stragglers
+    for each in found.gpus:
+        assert each.units_s == pytest.approx(MICROBATCHES * BOTH_S)
+        assert each.bubbles_s == pytest.approx((STAGES - 1) * BOTH_S)
+    on_path_s = [each.critical_s for each in found.gpus]
+    assert sum(on_path_s) == pytest.approx(PIPELINE_S)
+    assert max(on_path_s) == on_path_s[-1]
+
+
+def test_iterations_at_lower_clocks_are_not_looked_at():
+    recorded = iterations(STAGES, MICROBATCHES, ("warm-up", "steady"))
+    lower = slower(recorded, 1.5, lambda read: True)
+    mixed = [
+        old if old.phase == "warm-up" else new for old, new in zip(recorded, lower, strict=True)
+    ]
+    assert find_bubbles(mixed).pipeline_s == pytest.approx(PIPELINE_S)
+    watched = [replace(read, frequency_mhz=None) for read in recorded]
+    assert find_bubbles(watched).iterations == 2
+
+
+def test_the_slowest_stage_is_named_and_what_even_stages_would_win():
+    recorded = slower(iterations(STAGES, MICROBATCHES), 1.2, lambda read: read.labels.stage == 1)
+    found = find_bubbles(recorded)
+    stage, beyond = found.slowest_stage
+    assert stage == 1
+    assert beyond == pytest.approx(1.2 / (3.2 / 3) - 1)
+    # The same order, of stages that all take the mean's time.
+    now_s = Timeline(found.schedule, found.unit_s).iteration_time_s
+    assert found.pipeline_s - found.even_s == pytest.approx(now_s - 3.2 / 3 * PIPELINE_S)
+    assert found.even_s < found.pipeline_s
+
+
+def test_a_replica_that_is_slower_is_a_straggler():
+    recorded = slower(two_pipelines(), 1.1, lambda read: read.labels.rank == 3)
+    found = find_bubbles(recorded)
+    (gpu, share), *others = found.stragglers
+    assert (gpu.rank, gpu.stage, gpu.pipeline) == (3, 1, 1)
+    assert share == pytest.approx(0.1, abs=1e-3)
+    assert not others
+
+
+def test_without_a_whole_pipeline_nothing_is_said():
+    recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != 1]
+    assert find_bubbles(recorded) is None
