@@ -28,11 +28,28 @@ from envpipe_megatron.cli.plans.search import search_command
 from envpipe_megatron.cli.plans.simulate import simulate
 from envpipe_megatron.cli.plans.straggler import straggler
 
+_FIRST_STEPS = """Three things to do next:
 
-@click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
+  envpipe quickstart            train a small GPT here, without a GPU, and see what is saved
+  envpipe doctor                what this machine's GPUs, drivers and rights allow
+  envpipe patch apply CHECKOUT  then add --envpipe to a Megatron job; with
+                                --envpipe-level observe it is only watched, and
+                                envpipe report shows its bubbles
+
+All commands: envpipe --help"""
+
+
+@click.group(
+    cls=ErrorsAsMessages,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
 @click.version_option(__version__, prog_name="envpipe")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Save energy in pipeline-parallel training without slowing it down."""
+    if context.invoked_subcommand is None:
+        click.echo(_FIRST_STEPS)
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
 

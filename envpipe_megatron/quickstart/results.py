@@ -1,4 +1,4 @@
-"""What the quickstart leaves: tables, JSON and pictures, complete or not."""
+"""What the quickstart leaves: tables and JSON, complete or not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from rich.console import Console
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.formats.energy import Phase, read_energy_logs
-from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.report.shares import gpu_shares
@@ -57,7 +55,6 @@ def write_results(
     _write_csv(settings, output / "results.csv", runs)
     if summary["complete"]:
         _show(settings, summary, console)
-        _draw(settings, output)
         say(console, f"Everything is in {output}")
     return summary
 
@@ -142,42 +139,6 @@ def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:
                     "yes",
                 ]
             )  # fmt: skip
-
-
-def _draw(settings: Settings, output: Path) -> None:
-    from envpipe_megatron.report.drawing.measured import (
-        clock_range_mhz,
-        last_iteration,
-        measured_figure,
-    )
-    from envpipe_megatron.report.drawing.metered import step_series, steps_figure
-    from envpipe_megatron.report.drawing.plots import plot_energy_valley
-    from envpipe_megatron.report.drawing.style import save_picture
-
-    gpu = f"emulated {load_preset(settings.preset).gpu}"
-    recorded = read_timelines([output / "timeline.jsonl"]).iterations
-    drawn = {
-        run: last
-        for run, *_ in RUNS
-        if (last := last_iteration(recorded, run, Phase.STEADY, settings.num_stages))
-    }
-    titles = {
-        "baseline": "Baseline: 1F1B, maximum clock",
-        "envpipe": "EnvPipe: order and clocks planned together",
-    }
-    for run, last in drawn.items():
-        figure = measured_figure(
-            last,
-            title=f"{titles[run]} ({gpu})",
-            x_max_s=max(one.time_s for one in drawn.values()),
-            frequency_range_mhz=clock_range_mhz(drawn.values()),
-        )
-        save_picture(figure, output / f"timeline_{run}.png")
-    windows = read_energy_logs([output / "energy.jsonl"]).windows
-    figure = steps_figure(step_series(windows), f"Iterations of both runs ({gpu})")
-    save_picture(figure, output / "iterations.png")
-    _, profile = _plan(output)
-    plot_energy_valley(profile, output / "energy_valley.png", title=f"Energy valley, {gpu}")
 
 
 def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The quickstart's command: starts the ranks, shows progress, writes the report."""
+"""The quickstart's command: starts the ranks, shows progress, writes what they leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from envpipe_megatron.quickstart.settings import (
 _FILES = (
     "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
     "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
-    "timeline_baseline.png", "timeline_envpipe.png", "iterations.png", "energy_valley.png",
 )  # fmt: skip
 _EMULATED = "emulated"
 #: Folders that may be beside them: the emulated GPUs, and what `envpipe report` makes.

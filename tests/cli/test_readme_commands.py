@@ -63,3 +63,11 @@ def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path
     assert "has 2 stages, 3 microbatches" in refused
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*", text, re.MULTILINE))))
     assert set(api.__all__) <= listed
+
+
+def test_without_arguments_three_commands_are_named_that_exist():
+    shown = run_well().stdout
+    named = re.findall(r"^  envpipe ([a-z]+)", shown, flags=re.MULTILINE)
+    assert len(named) == 3
+    for command in named:
+        assert "Usage: envpipe" in run_well(command, "--help").stdout

@@ -44,11 +44,8 @@ def finished():
 def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
         "results.csv", "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
-        "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png", "summary.json",
-        "settings.json", "iterations.png", "log.txt", "emulated", "timeline.jsonl",
+        "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl",
     }  # fmt: skip
-    for picture in finished.output.glob("*.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG"), picture
 
 
 def test_training_was_the_same_to_the_last_bit(finished):

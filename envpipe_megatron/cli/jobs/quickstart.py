@@ -9,6 +9,8 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
+from envpipe_megatron.cli.jobs.report import report_on
+from envpipe_megatron.console import say
 
 
 @click.command()
@@ -35,6 +37,9 @@ def quickstart(text: Path | None, output: Path, preset: str) -> None:
     """
     from envpipe_megatron.quickstart.run import run_quickstart
     from envpipe_megatron.quickstart.settings import Settings
+    from envpipe_megatron.report.report import PAGE_FILE
 
-    source = text or Path(sysconfig.get_path("stdlib"))
-    run_quickstart(Settings(str(output.resolve()), str(source.resolve()), preset), Console())
+    source, console = text or Path(sysconfig.get_path("stdlib")), Console()
+    run_quickstart(Settings(str(output.resolve()), str(source.resolve()), preset), console)
+    report_on(output, output / "report")
+    say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")

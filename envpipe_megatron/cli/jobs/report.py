@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
 from envpipe_megatron.console import say, table_of
+
+if TYPE_CHECKING:
+    from envpipe_megatron.report.run_folder import RunFolder
+    from envpipe_megatron.report.summary import Section
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -27,16 +32,23 @@ def report(folder: Path, output: Path | None) -> None:
 
       envpipe report runs/quickstart
     """
-    from envpipe_megatron.cli.jobs.report_facts import report_facts
-    from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE, write_report
-    from envpipe_megatron.report.run_folder import read_run_folder
+    from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
 
-    read = read_run_folder(folder)
     written = output or folder / "report"
-    result, *_ = write_report(read, report_facts(read), written)
+    read, (result, *_) = report_on(folder, written)
     console = Console()
     if result.rows:
         console.print(table_of(folder.resolve().name, result.header, result.rows))
     for line in (*result.lines, *(f"Missing: {lack}" for lack in read.missing)):
         say(console, line)
     say(console, f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")
+
+
+def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:
+    """Write the report of a run's folder; what was read of it, and what the summary says."""
+    from envpipe_megatron.cli.jobs.report_facts import report_facts
+    from envpipe_megatron.report.report import write_report
+    from envpipe_megatron.report.run_folder import read_run_folder
+
+    read = read_run_folder(folder)
+    return read, write_report(read, report_facts(read), output)

@@ -3,15 +3,19 @@
 import gzip
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, write_profile
+from click.testing import CliRunner
 
+from envpipe_megatron.cli import main
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.quickstart import run
 
 STAGES, MICROBATCHES = 2, 4
 #: (first, last) iteration of each phase.
@@ -188,3 +192,15 @@ def test_a_report_overwrites_nothing_but_an_earlier_one(killed, tmp_path):
     assert page.read_text() == "my page"
     assert not (tmp_path / "trace.json.gz").exists()
     run_well("report", run)
+
+
+def test_a_quickstart_ends_with_the_path_of_its_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        run, "run_quickstart", lambda settings, _: write_run(Path(settings.output_dir))
+    )
+    (tmp_path / "out").mkdir()
+    shown = CliRunner().invoke(main, ["quickstart", "--output", str(tmp_path / "out")])
+    assert shown.exit_code == 0, shown.output
+    page = Path(shown.output.split(": ")[-1].strip())
+    assert page.is_absolute()
+    assert page.read_text().startswith("<!doctype html>")
