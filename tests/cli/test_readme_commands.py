@@ -70,4 +70,4 @@ def test_without_arguments_three_commands_are_named_that_exist():
     named = re.findall(r"^  envpipe ([a-z]+)", shown, flags=re.MULTILINE)
     assert len(named) == 3
     for command in named:
-        assert "Usage: envpipe" in run_well(command, "--help").stdout
+        assert f"Usage: main {command}" in run_well(command, "--help").stdout

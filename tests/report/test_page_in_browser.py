@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-
 import pytest
 from page_made import MICROBATCHES, STAGES, write_page
 
-webdriver = pytest.importorskip("selenium.webdriver")
+pytest.importorskip("selenium")
 
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
+from benchmarks.report.browser import (
+    BROWSER,
+    DRIVER,
+    WIDTHS_PX,
+    open_page,
+    show_as,
+    started_browser,
+    troubles,
+)
+
 pytestmark = [
     pytest.mark.xdist_group("browser"),  # one start of it
     pytest.mark.skipif(
         BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed"
     ),
 ]
-WIDTHS = (1280, 390)
 
 
 class Page:
@@ -32,8 +35,7 @@ class Page:
 
     def __init__(self, driver, path):
         self.driver = driver
-        driver.get(f"file://{path}")
-        self.until("return document.documentElement.dataset.ready === 'yes'")
+        open_page(driver, path)
 
     def ask(self, code, *values):
         return self.driver.execute_script(code, *values)
@@ -94,51 +96,27 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driver():
-    os.environ["SE_OFFLINE"] = "true"
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(executable_path=DRIVER)
-    with webdriver.Chrome(options=options, service=service) as started:
+    with started_browser() as started:
         yield started
-
-
-def resize(driver, width, height=900, dark=False):
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 
 @pytest.fixture
 def page(driver, path):
-    resize(driver, WIDTHS[0])
+    show_as(driver, WIDTHS_PX[0])
     return Page(driver, path)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS_PX)
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_and_asks_for_nothing_and_has_no_error(driver, path, width, dark):
-    for kind in ("browser", "performance"):
-        driver.get_log(kind)  # what earlier pages left
-    resize(driver, width, dark=dark)
+    troubles(driver)  # those of earlier pages
+    show_as(driver, width, dark=dark)
     page = Page(driver, path)
     assert page.ask("return document.documentElement.scrollWidth") <= width
     page.until("return document.querySelectorAll('.plot').length > 5")
     colour = page.ask("return Bokeh.documents[0].get_model_by_name('after').background_fill_color")
     assert colour == ("#16181b" if dark else "#ffffff")
-    bad = [one for one in driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")]
-    assert not bad
-    events = [json.loads(one["message"])["message"] for one in driver.get_log("performance")]
-    asked = [
-        event["params"]["request"]["url"]
-        for event in events
-        if event["method"] == "Network.requestWillBeSent"
-    ]
-    assert asked
-    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [f"file://{path}"]
+    assert troubles(driver) == ([], [])
 
 
 def test_keys_zoom_and_move_and_both_timelines_follow(page):

@@ -130,7 +130,7 @@
     addEventListener("resize", fold);
     if (dark.matches) dress();  // plots are made for a light page: drawing them twice takes time
     dark.addEventListener("change", dress);
-    document.documentElement.dataset.ready = "yes";
+    document.documentElement.dataset.ready = performance.now();
   };
   whenDrawn();
 })();

@@ -40,6 +40,8 @@ _KIND_COLOURS = {
     Kind.WEIGHT_GRADIENT: VERMILION,
 }
 _PATH = "#d1116b"
+#: The outlines of more units would be all that is seen.
+_MOST_OUTLINED = 1_000
 _ROW_PX, _LEAST_PX, _MOST_PX, _MOST_NAMED = 22, 150, 720, 32
 #: What the page's script finds the two plots by.
 BEFORE, AFTER = "before", "after"
@@ -133,11 +135,12 @@ def _figure(
         for row, gpu in enumerate(table.gpus)
     }
     of_iteration = table.columns["iteration"] == shown
+    few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
     fill = transform(ways[0].column, ways[0].mapper)
     units = plot.hbar(
         y="gpu", left="begin_ms", right="end_ms", height="height", source=source,
         view=_view(of_iteration), name=f"{name} units",
-        fill_color=fill, line_color="#202020", line_alpha=0.6, line_width=0.6,
+        fill_color=fill, line_color="#202020" if few else None, line_alpha=0.6, line_width=0.6,
     )  # fmt: skip
     plot.hbar(
         y="gpu", left="begin_ms", right="end_ms", height=0.96, source=source,
