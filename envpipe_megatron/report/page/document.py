@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from envpipe_megatron import __version__
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.metered import power_series, step_series
 from envpipe_megatron.report.facts import ReportFacts
@@ -143,15 +144,16 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
     series = step_series(folder.windows)
     if series:
-        names = "time", "energy"
+        names, predicted = ("time", "energy"), _predicted(folder.plan, facts)
         yield View(
             "steps",
             "Iterations of the job",
             "Time and energy of each iteration; a metered window of several stands for their mean. "
-            "The phases of the job are shaded.",
+            "The phases of the job are shaded; the dashed lines are what the last plan predicts, "
+            "without what lies outside of its units.",
             [
                 Part(_called(plot, f"steps {name}"), name)
-                for name, plot in zip(names, steps_figures(series), strict=True)
+                for name, plot in zip(names, steps_figures(series, predicted), strict=True)
             ],
         )
     offsets_s = node_offsets_s(folder.timelines.iterations)
@@ -191,6 +193,14 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "Plans of this order of which no other is both faster and cheaper, by the profile.",
             [Part(_called(frontier_figure(plans, folder.plan), "frontier"))],
         )
+
+
+def _predicted(plan: Plan | None, facts: ReportFacts) -> tuple[float, float] | None:
+    """Time and energy of an iteration on all GPUs by the last plan."""
+    if plan is None or facts.steady is None:
+        return None
+    pipelines = facts.steady.num_gpus / plan.schedule.num_stages
+    return plan.cost.iteration_time_s, pipelines * plan.cost.energy_j
 
 
 def _timelines(table: UnitTable) -> View:

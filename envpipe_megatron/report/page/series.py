@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import CDSView, ColumnDataSource, DataRange1d, IndexFilter, Range1d
-from bokeh.models.annotations import BoxAnnotation
+from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
@@ -16,7 +16,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.report.drawing.metered import PHASE_COLOURS, PowerSeries, StepSeries
-from envpipe_megatron.report.drawing.style import BLUE, GREY, ORANGE, SERIES
+from envpipe_megatron.report.drawing.style import BLUE, GREY, ORANGE, SERIES, VERMILION
 from envpipe_megatron.report.page.plots import add_legend, add_tips, new_plot
 
 _HEIGHT_PX = 260
@@ -24,12 +24,16 @@ _HEIGHT_PX = 260
 _MOST_POINTS = 800
 
 
-def steps_figures(series: Sequence[StepSeries]) -> list[figure]:
-    """Time and energy of each iteration, one plot each, on one axis of iterations."""
+def steps_figures(series: Sequence[StepSeries], predicted: Sequence[float] | None) -> list[figure]:
+    """Time and energy of each iteration, one plot each, on one axis of iterations.
+
+    `predicted` are those of the plan that ran last.
+    """
     last = max(int(run.iteration[-1]) for run in series)
     shared = Range1d(start=-0.5, end=last + 0.5, bounds=(-0.5, last + 0.5))
     figures = []
-    for label, column in (("iteration time (s)", "time_s"), ("energy of all GPUs (J)", "energy_j")):
+    measures = ("iteration time (s)", "time_s"), ("energy of all GPUs (J)", "energy_j")
+    for place, (label, column) in enumerate(measures):
         plot, items = _new("iteration", label, shared), []
         for number, run in enumerate(series):
             keep = _thinned(len(run.iteration))
@@ -53,6 +57,10 @@ def steps_figures(series: Sequence[StepSeries]) -> list[figure]:
                 (label, "@value{0.0000}"),
                 ("phase", "@phase"),
             )
+        if predicted is not None:
+            span = Span(location=predicted[place], dimension="width", line_dash="dashed")
+            span.line_color = VERMILION
+            plot.add_layout(span)
         if len(series) > 1:
             add_legend(plot, items)
         else:
