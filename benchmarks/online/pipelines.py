@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.base import ClockState, GpuAddress
+from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
 from envpipe_megatron.gpu.emulated.presets import GpuPreset
 from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
@@ -70,6 +70,10 @@ class MemoryGpu:
     def clock_state(self) -> ClockState:
         """As of a GPU that tells nothing but its clock."""
         return ClockState(self.state.requested_mhz, self.state.clock_mhz)
+
+    def power_state(self) -> PowerState:
+        """As of a GPU that tells nothing of it."""
+        return PowerState()
 
     def request(self, frequency_mhz: int) -> None:
         """Ask for a clock, at the end of what was committed."""

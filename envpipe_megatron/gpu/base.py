@@ -54,6 +54,47 @@ class ClockState:
 
 
 @dataclass(frozen=True, slots=True)
+class PowerState:
+    """What sets clocks and power beside our requests; it changes rarely, so it is read rarely.
+
+    Workload power profiles are names such as `max-Q`: those that anybody requested, and those that
+    the driver enforces after it has arbitrated between them; () where GPU or driver have none.
+    What is not known of the limits is None. EnvPipe never changes any of this.
+    """
+
+    requested_profiles: tuple[str, ...] = ()
+    enforced_profiles: tuple[str, ...] = ()
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether the limit is known to be below the default."""
+        limit_w, default_w = self.power_limit_w, self.default_power_limit_w
+        return limit_w is not None and default_w is not None and limit_w < default_w
+
+    @property
+    def profiles_text(self) -> str:
+        """For people, such as `max-Q enforced`."""
+        text = f"{', '.join(self.enforced_profiles) or 'no power profile'} enforced"
+        if self.requested_profiles == self.enforced_profiles:
+            return text
+        return f"{text}, {', '.join(self.requested_profiles) or 'none'} requested"
+
+    @property
+    def limit_text(self) -> str:
+        """For people, such as `power limit 500 W (700 W by default)`."""
+        if self.power_limit_w is None:
+            return "power limit not known"
+        default = f" ({self.default_power_limit_w:g} W by default)" if self.is_capped else ""
+        return f"power limit {self.power_limit_w:g} W{default}"
+
+    def __str__(self) -> str:
+        """Return both texts."""
+        return f"{self.profiles_text}, {self.limit_text}"
+
+
+@dataclass(frozen=True, slots=True)
 class EnergyReading:
     """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
@@ -174,6 +215,10 @@ class Gpu(ABC):
     def clock_state(self) -> ClockState:
         """Return request, clock, throttle reasons and power limit. May take milliseconds."""
         return ClockState(self.requested_frequency_mhz, self.observed_frequency_mhz)
+
+    def power_state(self) -> PowerState:
+        """Return power profiles and power limits. May take milliseconds."""
+        return PowerState()
 
     @property
     @abstractmethod

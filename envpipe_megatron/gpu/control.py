@@ -2,7 +2,8 @@
 
 Rights are read from the process's capabilities, from sockets and from files; no lock is tried. So
 the driver may still refuse what is allowed here (a script's sudo rule, a virtual GPU). Jobs enter
-by `choose_control` and `open_controlled`, `envpipe doctor` by `check_controls`.
+by `choose_control`, `beside_power_profiles` and `open_controlled`, `envpipe doctor` by
+`check_controls`.
 """
 
 import logging
@@ -21,7 +22,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.opening import open_gpu, open_reader
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
 from envpipe_megatron.gpu.visible_devices import pci_address
 
@@ -29,6 +30,12 @@ _LOG = logging.getLogger(__name__)
 
 CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
 """What `--envpipe-gpu-control` takes."""
+
+PROFILES_REMEDY = (
+    "Have the profiles cleared (see `nvidia-smi power-profiles -h`), take one clock for the whole "
+    "job (--envpipe-level uniform), or set allow_power_profiles = true in the site configuration"
+)
+"""What to do about a power profile that is enforced on a GPU."""
 
 _CAP_SYS_ADMIN = 21
 _ZEUSD_TIME_LIMIT_S = 2.0
@@ -231,6 +238,33 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
             f"Clock control is required, but {chosen.why}", remedy=" ".join(chosen.remedies)
         )
     return chosen
+
+
+def beside_power_profiles(
+    chosen: ChosenControl, uid: str, site: SiteConfig, *, require: bool = False
+) -> ChosenControl:
+    """Give control of a GPU up if a power profile is enforced on it, unless the site allows it.
+
+    A profile sets clocks and limits too, and the driver arbitrates: a clock for each unit would not
+    be what was planned. What cannot be read stands against nothing. Raises GpuPermissionError if
+    control is required, and given up.
+    """
+    if chosen.backend not in HARDWARE_BACKENDS or site.allow_power_profiles:
+        return chosen
+    try:
+        gpu = open_reader(GpuAddress(chosen.backend, uid))
+        enforced = gpu.power_state().enforced_profiles
+    except GpuError as error:
+        _LOG.debug("The power profiles of %s are not known: %s", uid, error)
+        return chosen
+    if not enforced:
+        return chosen
+    why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
+    if require:
+        raise GpuPermissionError(
+            f"Clock control is required, but {why}", remedy=f"{PROFILES_REMEDY}."
+        )
+    return ChosenControl(chosen.wanted, None, why, (f"{PROFILES_REMEDY}.",))
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:

@@ -12,6 +12,7 @@ fields but `format` are optional:
     reset_command = ["/usr/bin/sudo", "-n", "/usr/local/sbin/gpu-clock", "reset", "{uuid}"]
     command_time_limit_s = 10
     reset_range_mhz = [210, 1410]         # what a reset means here, instead of the driver's default
+    allow_power_profiles = false          # a clock for each unit beside an enforced power profile
 
 The file names commands that are run. So a file that everybody may write is refused, and root
 refuses one that belongs to another user.
@@ -51,6 +52,7 @@ class SiteConfig:
     reset_command: tuple[str, ...] = ()
     command_time_limit_s: float = 10.0
     reset_range_mhz: tuple[int, int] | None = None
+    allow_power_profiles: bool = False
 
 
 def read_site() -> SiteConfig:

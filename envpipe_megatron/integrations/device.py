@@ -61,6 +61,7 @@ def open_device(
     preset: str | None,
     *,
     require: bool,
+    one_clock: bool = False,
 ) -> Device:
     """Open this rank's GPU; every rank of the job calls it.
 
@@ -70,6 +71,7 @@ def open_device(
         wanted: one of `gpu.control.CHOICES`.
         preset: preset of the GPU to emulate if there is none; by default what the variable says.
         require: whether a job without control of its clocks is an error.
+        one_clock: as `open_rank_gpu` takes it.
 
     Raises EnvPipeError on every rank if there is no GPU and no emulation, a GPU cannot be opened,
     or control is required and not available.
@@ -77,7 +79,7 @@ def open_device(
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
-        gpu, control = open_rank_gpu(uid, collectives, wanted, require=require)
+        gpu, control = open_rank_gpu(uid, collectives, wanted, require=require, one_clock=one_clock)
         return Device(gpu, control, lambda settle: CudaExecutor())
     emulated, times_s = collectives.everywhere(
         lambda: _emulation(collectives.stage, num_stages, wanted, preset)

@@ -146,6 +146,7 @@ class Job:
             options.gpu_preset,
             require=options.require_control
             or (options.profile_only and options.gpu_control != "dry_run"),
+            one_clock=one_clock,
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
         if placement.keeps_order and (one_clock or not controlled):

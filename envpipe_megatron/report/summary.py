@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -150,7 +151,7 @@ def _stages(facts: ReportFacts) -> Section:
 def _clocks(folder: RunFolder) -> Section:
     """How each rank's clock was controlled, and whether it followed."""
     header = ("rank", "stage", "back end", "changes", "samples", "above (%)", "below (%)", "error")
-    rows, warnings = [], []
+    rows, warnings, powers = [], [], defaultdict[str, list[str]](list)
     several = len({entry.get("run") for entry in folder.clocks}) > 1
     for entry in sorted(folder.clocks, key=lambda e: (str(e.get("run", "")), e.get("rank") or 0)):
         followed = entry.get("followed") or {}
@@ -158,9 +159,10 @@ def _clocks(folder: RunFolder) -> Section:
             f"{100 * followed[name]:.1f}" if followed.get("judged") else ""
             for name in ("above_share", "below_share")
         )
+        rank = f"{entry.get('run', '') if several else ''} {entry.get('rank', '')}".strip()
         rows.append(
             (
-                f"{entry.get('run', '') if several else ''} {entry.get('rank', '')}".strip(),
+                rank,
                 str(entry.get("stage", "")), str(entry.get("backend", "")),
                 str(entry.get("changes", "")), str(followed.get("judged", "")), *shares,
                 str(entry.get("error") or ""),
@@ -168,7 +170,11 @@ def _clocks(folder: RunFolder) -> Section:
         )  # fmt: skip
         if followed.get("warning"):
             warnings.append(str(followed["warning"]))
-    return Section("Clocks: whether they followed", header, tuple(rows), tuple(warnings))
+        seen = dict.fromkeys(str(state["text"]) for state in followed.get("power_profiles") or ())
+        powers[", then ".join(seen)].append(rank)
+    powers.pop("", None)
+    lines = [*warnings, *(f"Rank {', '.join(ranks)}: {text}." for text, ranks in powers.items())]
+    return Section("Clocks: whether they followed", header, tuple(rows), tuple(lines))
 
 
 def _trace_lines(trace: TraceFacts) -> Iterator[str]:

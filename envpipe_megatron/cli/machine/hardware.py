@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import pynvml
@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu, call_library
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
-from envpipe_megatron.gpu.control import check_controls, first_allowed
+from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
@@ -44,6 +44,8 @@ def gpu_checks() -> list[Check]:
             "real GPUs (no vGPU)": partial(_obstacles, VirtualGpuError),
             "supported clocks": _supported_clocks,
             "energy counter": _energy_counter,
+            "no power profiles": _power_profiles,
+            "default power limit": _power_limits,
         },
     )
 
@@ -105,6 +107,34 @@ def _energy_counter() -> Answer:
             missing.append(index)
     remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
     return not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
+
+
+def _power_profiles() -> Answer:
+    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
+    evidence = _alike({index: state.profiles_text for index, state in states.items()})
+    remedy = (
+        "A profile sets clocks too: jobs that set a clock for each unit leave clocks alone there, "
+        f"unless the site allows it. {PROFILES_REMEDY}"
+    )
+    return not any(state.enforced_profiles for state in states.values()), evidence, remedy
+
+
+def _power_limits() -> Answer:
+    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
+    evidence = _alike({index: state.limit_text for index, state in states.items()})
+    remedy = (
+        "A fact, and no fault: the highest clocks may not be reached. Leave it if meant, else "
+        "have it raised (nvidia-smi -pl); EnvPipe never changes it"
+    )
+    return not any(state.is_capped for state in states.values()), evidence, remedy
+
+
+def _alike(texts: Mapping[int, str]) -> str:
+    """What is so of which GPUs, by index."""
+    indices = defaultdict[str, list[int]](list)
+    for index, text in texts.items():
+        indices[text].append(index)
+    return "; ".join(f"{_numbers(same)}: {text}" for text, same in indices.items())
 
 
 # --- rights --------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """NVIDIA GPUs through NVML (nvidia-ml-py): any since Volta, with the clocks that the device lists.
 
 Locking needs root or CAP_SYS_ADMIN; everything else is open to every user. A lock outlives the
-process that made it, and NVML has no getter for it.
+process that made it, and NVML has no getter for it: its clocks are those that run, that are
+possible or that applications ask for, its offsets shift voltages, and none shows a lock of another
+program. So nothing is derived from them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from envpipe_megatron.gpu.backends.nvml_errors import (
     VirtualGpuError,
 )
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu, call_library
-from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.backends.nvml_profiles import WorkloadProfiles
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress, PowerState
 from envpipe_megatron.gpu.overrides import override_for
 
 _LOG = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class NvmlGpu(Gpu):
         self._requested_mhz: int | None = None
         self._instant_power: bool | None = None
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
+        self._profiles = WorkloadProfiles(self._call)
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({found.uid})")
 
     def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -205,7 +209,15 @@ class NvmlGpu(Gpu):
             requested_mhz,
             self.observed_frequency_mhz,
             self._throttle_reasons(),
-            self._power_limit_w(),
+            self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
+        )
+
+    def power_state(self) -> PowerState:
+        """Return power profiles and limits; what this GPU or its driver do not have stays empty."""
+        return PowerState(
+            *self._profiles.read(),
+            self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
+            self._power_limit_w(pynvml.nvmlDeviceGetPowerManagementDefaultLimit),
         )
 
     def _throttle_reasons(self) -> tuple[str, ...]:
@@ -220,9 +232,9 @@ class NvmlGpu(Gpu):
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 
-    def _power_limit_w(self) -> float | None:
+    def _power_limit_w(self, function: Callable[..., Any]) -> float | None:
         try:
-            limit_mw = self._call("read the power limit", pynvml.nvmlDeviceGetEnforcedPowerLimit)
+            limit_mw = self._call("read the power limit", function)
         except NvmlNotSupportedError:
             return None
         return float(limit_mw) / 1000

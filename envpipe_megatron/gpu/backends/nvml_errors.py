@@ -59,6 +59,11 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
         "the installed driver is too old to know this call",
         "Update the NVIDIA driver",
     ),
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: (
+        NvmlNotSupportedError,
+        "the installed driver knows this call in another version",
+        "Update the NVIDIA driver, or nvidia-ml-py",
+    ),
     pynvml.NVML_ERROR_GPU_IS_LOST: (
         GpuLostError,
         "the GPU is lost: it fell off the bus",

@@ -14,6 +14,7 @@ from envpipe_megatron.gpu.base import (
     Gpu,
     GpuAddress,
     GpuPermissionError,
+    PowerState,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ class ReadThroughGpu(Gpu):
     def clock_state(self) -> ClockState:
         """Return the reader's state, with what was requested of this object."""
         return replace(self._reader.clock_state(), requested_mhz=self._requested_mhz)
+
+    def power_state(self) -> PowerState:
+        """Return the reader's."""
+        return self._reader.power_state()
 
     @property
     def power_w(self) -> float:

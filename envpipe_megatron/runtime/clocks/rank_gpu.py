@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.control import ChosenControl, choose_control, open_controlled
+from envpipe_megatron.gpu.control import (
+    ChosenControl,
+    beside_power_profiles,
+    choose_control,
+    open_controlled,
+)
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 
@@ -13,7 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def open_rank_gpu(
-    uid: str, collectives: Collectives, wanted: str, *, require: bool = False
+    uid: str,
+    collectives: Collectives,
+    wanted: str,
+    *,
+    require: bool = False,
+    one_clock: bool = False,
 ) -> tuple[Gpu, ChosenControl]:
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 
@@ -26,12 +36,21 @@ def open_rank_gpu(
             folder and index.
         wanted: one of `gpu.control.CHOICES`.
         require: whether a job without control is an error instead of a warning.
+        one_clock: whether the whole job has one clock, which a power profile does not stand
+            against; see `gpu.control.beside_power_profiles`.
 
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.
     """
     site = collectives.everywhere(read_site)
-    chosen = collectives.everywhere(lambda: choose_control(wanted, site, require=require))
+
+    def choose() -> ChosenControl:
+        allowed = choose_control(wanted, site, require=require)
+        if one_clock:
+            return allowed
+        return beside_power_profiles(allowed, uid, site, require=require)
+
+    chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:

@@ -1,7 +1,8 @@
 """Whether the clock was what was requested.
 
 A lock that the driver accepts is only a request: power and heat come before it, and another program
-may have undone it. So a thread looks at the clock now and then.
+may have undone it. So a thread looks at the clock now and then, and more rarely at the power
+profiles and limits, which an operator may change while a job runs.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from envpipe_megatron.gpu.base import ClockState, Gpu
+from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
 TOLERANCE_MHZ = 15
@@ -26,6 +28,8 @@ WARN_SHARE = 0.05
 WARN_SAMPLES = 10
 #: So many of the latest looks are kept for `held_back`.
 _RECENT = 64
+#: So many states of power profiles and limits are kept, and so many named in a warning.
+_MOST_POWER_STATES, _MOST_SAID = 50, 3
 #: How long to wait for a look that is under way: a driver may hang.
 _JOIN_S = 1.0
 
@@ -40,6 +44,7 @@ class ClockWatch:
             `frequency_change_s` if it is known.
         period_s: how often to look. A look may take milliseconds, and each samples one instant.
         on_sample: called after each look, on the watch's thread: its instant, and what was seen.
+        power_period_s: how often a look takes in power profiles and limits.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class ClockWatch:
         settling_s: float = 0.03,
         period_s: float = 0.5,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
+        power_period_s: float = 10.0,
     ) -> None:
         self._gpu = gpu
         self._on_sample = on_sample
@@ -64,6 +70,13 @@ class ClockWatch:
         #: Of each judged look, what held the clock below its request; None if nothing did.
         self._recent: deque[tuple[str, ...] | None] = deque(maxlen=_RECENT)
         self._power_limits_w: set[float] = set()
+        self._power_period_s = power_period_s
+        self._begin_s = self._power_due_s = time.monotonic()
+        #: When power profiles and limits were seen to be others, in s from the begin, and the last.
+        self._power: list[tuple[float, PowerState]] = []
+        self._last_power: PowerState | None = None
+        #: The change that `held_back` is to say.
+        self._power_news: str = ""
         self.error: Exception | None = None
         self._stop: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="envpipe-watch", daemon=True)
@@ -83,17 +96,22 @@ class ClockWatch:
         with self._lock:
             self._count(state, settled)
         self._on_sample(begin_s, state)
+        if begin_s >= self._power_due_s:
+            self._power_due_s = begin_s + self._power_period_s
+            self._look_at_power(begin_s)
 
     def held_back(self) -> str:
-        """What held the clock below its requests since the last call, in words."""
+        """What held the clock below its requests or changed since the last call, in words."""
         with self._lock:
             recent, below = len(self._recent), [why for why in self._recent if why is not None]
             self._recent.clear()
-        if not below:
-            return ""
-        reasons = dict.fromkeys(name for why in below for name in why)
-        named = ", ".join(reasons) or "no reason reported"
-        return f"the clock was held below its request in {len(below)} of {recent} looks ({named})"
+            said, self._power_news = [self._power_news] * bool(self._power_news), ""
+        if below:
+            reasons = dict.fromkeys(name for why in below for name in why)
+            named = ", ".join(reasons) or "no reason reported"
+            count = f"{len(below)} of {recent} looks ({named})"
+            said.append(f"the clock was held below its request in {count}")
+        return "; ".join(said)
 
     def close(self) -> None:
         """Stop looking; a look that a driver does not come back from is left behind."""
@@ -109,7 +127,10 @@ class ClockWatch:
                 the clock back); `not_judged`, samples by why not; `throttle_reasons` and
                 `throttle_reasons_below`, samples of a busy GPU, and those below, by reason;
                 `clocks_mhz`, for each request what was seen; `power_limit_w`, least and most, None
-                if unknown; `warning`, one line if clocks did not follow, else None.
+                if unknown; `power_profiles`, what was seen of profiles and limits, an entry for
+                each change: `after_s` (from the begin of the watch), the fields of `PowerState`,
+                and `text`; `warning`, one line if clocks did not follow, or if profiles or limits
+                changed, else None.
         """
         with self._lock:
             sides: Counter[int] = Counter()
@@ -136,8 +157,12 @@ class ClockWatch:
                     for mhz, seen in sorted(self._judged.items(), reverse=True)
                 ],
                 "power_limit_w": [min(limits_w), max(limits_w)] if limits_w else None,
+                "power_profiles": [
+                    {"after_s": after_s, **asdict(state), "text": str(state)}
+                    for after_s, state in self._power
+                ],
                 "error": None if self.error is None else str(self.error),
-                "warning": self._warning(judged, above, below),
+                "warning": "; ".join(self._warnings(judged, above, below)) or None,
             }
 
     def _run(self) -> None:
@@ -146,6 +171,22 @@ class ClockWatch:
                 self._stop.get(timeout=self._period_s)
                 return
             self.sample()
+
+    def _look_at_power(self, time_s: float) -> None:
+        try:
+            state = self._gpu.power_state()
+        except Exception as error:  # as for the clock
+            with self._lock:
+                self.error = self.error or error
+            return
+        with self._lock:
+            if state == self._last_power:
+                return
+            if self._last_power is not None:
+                self._power_news = f"power profiles or limits changed: {state}"
+            self._last_power = state
+            if len(self._power) < _MOST_POWER_STATES:
+                self._power.append((time_s - self._begin_s, state))
 
     def _count(self, state: ClockState, settled: bool) -> None:
         if state.power_limit_w is not None:
@@ -165,9 +206,16 @@ class ClockWatch:
                 self._reasons_below.update(state.throttle_reasons)
             self._recent.append(state.throttle_reasons if below else None)
 
-    def _warning(self, judged: int, above: int, below: int) -> str | None:
+    def _warnings(self, judged: int, above: int, below: int) -> Iterator[str]:
+        if len(self._power) > 1:
+            seen = list(dict.fromkeys(str(state) for _, state in self._power))
+            more = [f"and {len(seen) - _MOST_SAID} more"] * (len(seen) > _MOST_SAID)
+            yield (
+                f"Power profiles or limits of {self._gpu.name} changed while the job ran: "
+                + ", then ".join([*seen[:_MOST_SAID], *more])
+            )
         if judged < WARN_SAMPLES or max(above, below) < WARN_SHARE * judged:
-            return None
+            return
         parts = []
         if above:
             parts.append(
@@ -179,7 +227,7 @@ class ClockWatch:
                 f"{name} {count / judged:.0%}" for name, count in self._reasons_below.most_common()
             )
             parts.append(f"below it in {below / judged:.0%} ({reasons or 'no reason reported'})")
-        return (
+        yield (
             f"The clock of {self._gpu.name} did not follow in all of {judged} samples: it was "
             f"{' and '.join(parts)}"
         )

@@ -232,6 +232,7 @@ def _keys(
         "num_clocks": len(clocks),
         "clock_backend": gpu.address.backend,
         "power_limit_w": _power_limit_w(gpu),
+        **_power_profiles(gpu),
         # Whether a file can be read is found out when it is needed.
         "profile_sha256": config.profile_file and (digest(config.profile_file) or None),
     }
@@ -258,6 +259,15 @@ def _power_limit_w(gpu: Gpu) -> float | None:
         return gpu.clock_state().power_limit_w
     except GpuError:  # whoever needs the GPU says so
         return None
+
+
+def _power_profiles(gpu: Gpu) -> dict[str, list[str]]:
+    """Left out where there are none: as a job says that was stored before they were read."""
+    try:
+        enforced = gpu.power_state().enforced_profiles
+    except GpuError:
+        return {}
+    return {"power_profiles": list(enforced)} if enforced else {}
 
 
 def _set_aside(files: Sequence[Path], config: SessionConfig, reason: str) -> bool:

@@ -138,8 +138,43 @@ EXPORT int nvmlDeviceGetFieldValues(Device device, int count, struct FieldValue 
 
 EXPORT int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *limit_mw) {
     struct Call call = begin(device);
-    if (call.result == SUCCESS) *limit_mw = (unsigned)call.gpu->power_limit_mw;
+    if (call.result == SUCCESS) {
+        uint64_t set_w = call.gpu->faults[FAULT_POWER_LIMIT_W];
+        *limit_mw = (unsigned)(set_w ? 1000 * set_w : call.gpu->power_limit_mw);
+    }
     return told(call, "nvmlDeviceGetEnforcedPowerLimit");
+}
+
+EXPORT int nvmlDeviceGetPowerManagementDefaultLimit(Device device, unsigned *limit_mw) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *limit_mw = (unsigned)call.gpu->power_limit_mw;
+    return told(call, "nvmlDeviceGetPowerManagementDefaultLimit");
+}
+
+struct CurrentProfiles {
+    unsigned version, valid[8], requested[8], enforced[8];
+};
+
+static void set_mask(unsigned mask[8], uint64_t bits) {
+    for (int word = 0; word < 8; word++)
+        mask[word] = word < 2 ? (unsigned)(bits >> 32 * word) : 0;
+}
+
+EXPORT int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(Device device,
+                                                            struct CurrentProfiles *current) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && node->faults[NODE_OLD_DRIVER])
+        call.result = FUNCTION_NOT_FOUND;
+    else if (call.result == SUCCESS && !call.gpu->has_profiles)
+        call.result = NOT_SUPPORTED;
+    else if (call.result == SUCCESS && current->version != (1u << 24 | sizeof *current))
+        call.result = ARGUMENT_VERSION_MISMATCH;
+    if (call.result == SUCCESS) {
+        set_mask(current->valid, (1u << 25) - 1);
+        set_mask(current->requested, call.gpu->faults[FAULT_REQUESTED_PROFILES]);
+        set_mask(current->enforced, call.gpu->faults[FAULT_ENFORCED_PROFILES]);
+    }
+    return told(call, "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles");
 }
 
 static void change_lock(struct Call call, uint64_t low_mhz, uint64_t high_mhz) {

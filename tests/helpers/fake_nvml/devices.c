@@ -19,6 +19,7 @@ EXPORT const char *nvmlErrorString(int result) {
         case FUNCTION_NOT_FOUND: return "Function Not Found";
         case GPU_IS_LOST: return "GPU is lost";
         case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+        case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
         default: return "Unknown Error";
     }
 }

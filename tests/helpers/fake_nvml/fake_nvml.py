@@ -34,6 +34,9 @@ FAULTS = (
     "energy_back_mj",  # the energy counter goes back by this
     "throttle_reasons",  # NVML's bits
     "fail_after",  # that many more calls work, then all fail with UNKNOWN
+    "requested_profiles",  # bits of workload power profiles, where the GPU has them
+    "enforced_profiles",
+    "power_limit_w",  # what the limit is now, in place of the default
 )
 NODE_FAULTS = ("driver_mismatch", "driver_not_loaded", "old_driver")
 
@@ -63,6 +66,7 @@ class _Gpu(ctypes.Structure):
         ("static_mw", ctypes.c_uint64),
         ("mw_per_mhz", ctypes.c_uint64),
         ("mig_capable", ctypes.c_uint64),
+        ("has_profiles", ctypes.c_uint64),
         ("refresh_phase_ns", ctypes.c_uint64),
         ("faults", ctypes.c_uint64 * 16),
         ("active", ctypes.c_uint64),
@@ -177,6 +181,7 @@ class FakeNvml:
             gpu.static_mw = 1000 * model.static_w
             gpu.mw_per_mhz = round(1000 * model.w_per_mhz)
             gpu.mig_capable = model.mig_capable
+            gpu.has_profiles = model.has_profiles
             gpu.refresh_phase_ns = 13_000_000 * index
             for fault, value in model.faults.items():
                 gpu.faults[FAULTS.index(fault)] = value

@@ -23,6 +23,7 @@ class FakeModel:
     static_w: int = 50
     w_per_mhz: float = 0.125
     mig_capable: bool = False
+    has_profiles: bool = False
     faults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -42,6 +43,14 @@ MODELS = {
         running_memory_mhz=3201,
         power_limit_w=700,
         mig_capable=True,
+    ),
+    "b200": FakeModel(
+        name="NVIDIA B200",
+        graphics_mhz={3996: downwards(1965, 120)},
+        running_memory_mhz=3996,
+        power_limit_w=1000,
+        mig_capable=True,
+        has_profiles=True,
     ),
     "rtx3090": FakeModel(
         name="NVIDIA GeForce RTX 3090",

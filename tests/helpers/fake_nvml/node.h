@@ -33,6 +33,7 @@ enum {
     FUNCTION_NOT_FOUND = 13,
     GPU_IS_LOST = 15,
     LIB_RM_VERSION_MISMATCH = 18,
+    ARGUMENT_VERSION_MISMATCH = 25,
     UNKNOWN = 999,
 };
 
@@ -51,6 +52,9 @@ enum {
     FAULT_ENERGY_BACK_MJ,
     FAULT_THROTTLE_REASONS,
     FAULT_CALLS_LEFT, /* one more than the calls that still work */
+    FAULT_REQUESTED_PROFILES, /* bits of workload power profiles, where the GPU has them */
+    FAULT_ENFORCED_PROFILES,
+    FAULT_POWER_LIMIT_W, /* what the limit is now, in place of the default */
     NUM_FAULTS = 16,
 };
 
@@ -77,7 +81,7 @@ struct Gpu {
     uint64_t num_graphics[MAX_MEMORY_CLOCKS];
     uint64_t graphics_mhz[MAX_MEMORY_CLOCKS][MAX_GRAPHICS_CLOCKS];
     uint64_t current_memory_mhz, power_limit_mw, static_mw, mw_per_mhz;
-    uint64_t mig_capable, refresh_phase_ns;
+    uint64_t mig_capable, has_profiles, refresh_phase_ns;
     uint64_t faults[NUM_FAULTS];
     uint64_t active;
     struct Segment segments[2];
