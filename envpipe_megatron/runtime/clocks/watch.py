@@ -209,10 +209,11 @@ class ClockWatch:
     def _warnings(self, judged: int, above: int, below: int) -> Iterator[str]:
         if len(self._power) > 1:
             seen = list(dict.fromkeys(str(state) for _, state in self._power))
-            more = [f"and {len(seen) - _MOST_SAID} more"] * (len(seen) > _MOST_SAID)
+            more = len(seen) - _MOST_SAID
             yield (
                 f"Power profiles or limits of {self._gpu.name} changed while the job ran: "
-                + ", then ".join([*seen[:_MOST_SAID], *more])
+                + ", then ".join(seen[:_MOST_SAID])
+                + (f", and {more} more" if more > 0 else "")
             )
         if judged < WARN_SAMPLES or max(above, below) < WARN_SHARE * judged:
             return

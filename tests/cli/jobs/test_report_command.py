@@ -103,7 +103,10 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     (folder / "bill.json").write_text(
         json.dumps({"nodes": [{"node": "n1", "num_gpus": 2, "energy_j": 1e5}]})
     )
-    append_line(folder / "clocks.jsonl", {**labels(0), "backend": "dry_run", "changes": 12})
+    followed = {"power_profiles": [{"text": "none, 700 W"}, {"text": "max-Q, 500 W"}]}
+    for rank in range(2):
+        line = {**labels(rank), "backend": "dry_run", "changes": 12, "followed": followed}
+        append_line(folder / "clocks.jsonl", line)
     shown = run_well("report", folder).stdout
     made = folder / "report"
     assert pictures(made) == {
@@ -118,6 +121,7 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     assert "|  | baseline | steady |" in summary
     assert "| iteration time (s) | 1.5000 | 1.5000 |" in summary
     assert "dry run" in summary
+    assert "- Rank 0, 1: none, 700 W, then max-Q, 500 W." in summary
     assert "Not in this report" not in summary
     for link in re.findall(r"\((\S+\.png)\)", summary):
         assert (made / link).exists()

@@ -108,6 +108,27 @@ def test_mig_virtual_gpus_and_missing_counters_name_the_gpus(node):
     assert_check(found["energy counter"], False, "none on GPU 3")
 
 
+def test_power_profiles_and_limits_below_the_default(node, fake_nvml_node):
+    found = look()
+    every = "GPU 0, 1, 2, 3"
+    assert_check(found["no power profiles"], True, f"{every}: no power profile enforced")
+    assert_check(found["default power limit"], True, f"{every}: power limit 400 W")
+    profiled = fake_nvml_node("b200", "b200", "a100")
+    with profiled.used_here():
+        first, second, third = profiled.uuids
+        profiled.set_fault(first, "requested_profiles", 1 << 1)
+        assert_check(look()["no power profiles"], True, "GPU 0: no power profile enforced, max-Q r")
+        profiled.set_fault(second, "requested_profiles", 1 << 1 | 1 << 7)
+        profiled.set_fault(second, "enforced_profiles", 1 << 7)
+        profiled.set_fault(third, "power_limit_w", 250)
+        found = look()
+        said = "GPU 1: LLM training enforced, max-Q, LLM training requested; GPU 2: no power"
+        assert_check(found["no power profiles"], False, said, "sets clocks too", "site config")
+        said = "GPU 0, 1: power limit 1000 W; GPU 2: power limit 250 W (400 W by default)"
+        assert_check(found["default power limit"], False, said, "nvidia-smi -pl")
+        assert profiled.changes() == []
+
+
 def test_a_driver_that_does_not_work_leaves_the_rest_to_see(node, monkeypatch):
     node.set_fault(None, "driver_mismatch")
     found = look()

@@ -11,7 +11,8 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.backends.nvml import THROTTLE_REASONS
-from envpipe_megatron.gpu.base import ClockState, GpuError
+from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError
+from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.runtime.clocks import watch as clock_watch
 from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import IDLE, ClockWatch
@@ -123,6 +124,7 @@ def test_nothing_seen_and_each_look_told():
         "throttle_reasons_below": {},
         "clocks_mhz": [],
         "power_limit_w": None,
+        "power_profiles": [],
         "error": None,
         "warning": None,
     }
@@ -136,7 +138,11 @@ def test_nothing_seen_and_each_look_told():
         gpu.error = GpuError(name)
         watch.sample()
     assert len(seen) == 1
-    assert watch.summary() == {
+    summary = watch.summary()
+    (power,) = summary.pop("power_profiles")
+    assert power["text"] == "no power profile enforced, power limit not known"
+    del nothing["power_profiles"]
+    assert summary == {
         **nothing,
         "not_judged": {"unlocked": 1, "failed": 2},
         "error": "first",
@@ -248,3 +254,63 @@ def test_what_held_the_clock_back_lately(watched):
     told = watched.watch.held_back()
     assert told == "the clock was held below its request in 3 of 4 looks (power cap)"
     assert watched.watch.held_back() == ""
+
+
+def test_profiles_and_limits_that_change_while_the_job_runs(fake_nvml_node):
+    node = fake_nvml_node("b200")
+    node.use_here()
+    (uid,) = node.uuids
+    gpu = open_gpu(GpuAddress("none", uid))
+    watch = ClockWatch(gpu, lambda: 0.0, period_s=NEVER_S, power_period_s=0.0)
+    for _ in range(2):
+        watch.sample()
+    assert (len(watch.summary()["power_profiles"]), watch.summary()["warning"]) == (1, None)
+    assert watch.held_back() == ""
+    node.set_fault(uid, "requested_profiles", 1 << 1)
+    node.set_fault(uid, "enforced_profiles", 1 << 1)
+    watch.sample()
+    changed = "max-Q enforced, power limit 1000 W"
+    assert watch.held_back() == f"power profiles or limits changed: {changed}"
+    assert watch.held_back() == ""
+    node.set_fault(uid, "power_limit_w", 700)
+    watch.sample()
+    summary = watch.summary()
+    first, second, third = summary["power_profiles"]
+    assert 0 <= first["after_s"] <= second["after_s"] <= third["after_s"]
+    assert (first["enforced_profiles"], first["power_limit_w"]) == ((), 1000)
+    assert (second["enforced_profiles"], second["requested_profiles"]) == (("max-Q",),) * 2
+    assert (third["power_limit_w"], third["default_power_limit_w"]) == (700, 1000)
+    assert summary["power_limit_w"] == [700, 1000]
+    before = "no power profile enforced, power limit 1000 W"
+    capped = "max-Q enforced, power limit 700 W (1000 W by default)"
+    said = "Power profiles or limits of NVIDIA B200 changed while the job ran: "
+    assert summary["warning"] == f"{said}{before}, then {changed}, then {capped}"
+    for limit_w in range(600, 700):
+        node.set_fault(uid, "power_limit_w", limit_w)
+        watch.sample()
+    assert len(watch.summary()["power_profiles"]) == 50
+    assert watch.summary()["warning"].endswith(f"{capped}, and 47 more")
+    node.set_fault(uid, "lost")
+    watch.sample()
+    watch.close()
+    assert "lost" in watch.summary()["error"]
+    assert node.changes() == []
+
+
+def test_power_is_read_more_rarely_than_the_clock(monkeypatch):
+    read, gpu = [], FakeGpu()
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(FakeGpu, "power_state", lambda gpu: read.append(now.s) or fail())
+    watch = ClockWatch(gpu, lambda: 0.0, period_s=NEVER_S)
+    for look in range(50):
+        now.s = 100.0 + 0.5 * look
+        watch.sample()
+    watch.close()
+    assert read == [100.0, 110.0, 120.0]
+    assert watch.summary()["error"] == "not told"
+    assert watch.summary()["not_judged"] == {"unlocked": 50}
+
+
+def fail() -> None:
+    raise GpuError("not told")

@@ -243,14 +243,22 @@ def test_all_ranks_open_as_the_first_that_has_no_control(
     monkeypatch.setattr(
         rank_gpu, "choose_control", lambda *wish, require: told.append((*wish, require)) or own
     )
+    monkeypatch.setattr(
+        rank_gpu,
+        "beside_power_profiles",
+        lambda chosen, uid, site, *, require: told.append((uid, site, require)) or chosen,
+    )
     monkeypatch.setattr(rank_gpu, "open_controlled", lambda *opening: opening)
     opened = opened or first[1]
     found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
     assert found == (("GPU-1", opened, "the site"), opened)
-    assert told == [("auto", "the site", planner), None if own.backend else own]
+    looked = "GPU-1", "the site", planner
+    assert told == [("auto", "the site", planner), looked, None if own.backend else own]
+    open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)
+    assert told[3:] == [("auto", "the site", False), told[2]]
     said = []
     if planner and opened.backend:
         said = ["clocks are controlled by nvml, zeusd: this process has the right"]
     elif planner and opened.warning:
         said = [READS.warning]
-    assert [record.getMessage() for record in caplog.records] == said
+    assert [record.getMessage() for record in caplog.records] == 2 * said

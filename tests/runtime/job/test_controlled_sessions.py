@@ -137,6 +137,31 @@ def test_the_clock_of_a_killed_rank_comes_back(guards):
         assert requested_mhz(guards, 2) == [None, None]
 
 
+def test_a_power_profile_on_one_gpu_leaves_the_clocks_of_all_alone(
+    fake_nvml_library, fake_nvml_node, tmp_path
+):
+    node = fake_nvml_node("b200", "b200", "b200")
+    node.set_fault(node.uuids[1], "enforced_profiles", 1 << 7)
+    arguments = controlled_ranks.choose, str(fake_nvml_library)
+    environment = {**node.environment, "ENVPIPE_SITE_CONFIG": str(tmp_path / "site.toml")}
+    site = 'format = "envpipe-site/1"\n[gpu_control]\nbackends = ["nvml"]\n'
+    (tmp_path / "site.toml").write_text(site)
+    with RankPool(3) as pool:  # its own: a library stays loaded
+        for told in pool.run(*arguments, environment, "auto", -1, False):
+            assert told[:2] == ("none", None)
+            assert f"NVIDIA B200 ({node.uuids[1]}) enforces power profiles" in told[2]
+            assert "LLM training. Training runs at baseline clocks" in told[2]
+        for rank, told in enumerate(pool.run(*arguments, environment, "auto", -1, True)):
+            assert told.startswith("GpuPermissionError" if rank == 1 else "CollectivesError")
+            assert "LLM training" in told
+            assert "allow_power_profiles" in told
+        assert pool.run(*arguments, environment, "dry_run", -1, False)[1][0] == "dry_run"
+        (tmp_path / "site.toml").write_text(f"{site}allow_power_profiles = true\n")
+        for told in pool.run(*arguments, environment, "auto", -1, True):
+            assert told == ("nvml", "nvml", None)
+    assert node.changes() == []
+
+
 @pytest.mark.parametrize("without", [-1, 2])
 def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, without):
     library, environment = str(fake_nvml_library), fake_nvml.environment

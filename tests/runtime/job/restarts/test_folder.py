@@ -15,7 +15,7 @@ from fake_gpu import FakeGpu
 from kept_job import BASELINE, KEYS, OTHER, STEP, Alone, job_folder, kept_job, planned, profiled
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuError, PowerState
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
@@ -87,6 +87,16 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
     keys = json.loads((tmp_path / "job.json").read_text())["keys"]["profile"]
     assert keys["envpipe_profile_sha256"] is None
     assert keys["envpipe_power_limit_w"] is None
+
+
+def test_a_job_under_another_power_profile_starts_over(tmp_path, monkeypatch, caplog):
+    config = SessionConfig(GREEDY, output_dir=tmp_path, fingerprint={"layers": 24})
+    resumed(config)
+    profiled = PowerState(enforced_profiles=("max-Q",))
+    monkeypatch.setattr(FakeGpu, "power_state", lambda gpu: profiled)
+    assert resumed(config).found is None
+    assert "envpipe_power_profiles was not given and is now" in caplog.text
+    assert resumed(config).found is not None
 
 
 @pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
