@@ -2,8 +2,8 @@
 
 Locking needs root or CAP_SYS_ADMIN; everything else is open to every user. A lock outlives the
 process that made it, and NVML has no getter for it: its clocks are those that run, that are
-possible or that applications ask for, its offsets shift voltages, and none shows a lock of another
-program. So nothing is derived from them.
+possible or that applications ask for, its offsets shift clocks against voltages, and none shows a
+lock of another program. So nothing is derived from them.
 """
 
 from __future__ import annotations
