@@ -143,7 +143,8 @@ def test_a_page_needs_no_other_file_and_its_names_are_its_own(killed):
     page = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     # Of five pictures one stays still: views that can be moved stand for the others.
     assert page.count("<figure>") == len(pictures(killed[1])) - 4 == 1
-    assert re.findall(r'<section id="([a-z]+)"', page) == ["timeline", "steps", "power"]
+    views = ["timeline", "bubbles", "steps", "power"]
+    assert re.findall(r'<section id="([a-z]+)"', page) == views
     assert not re.search(r'<\w+ [^>]*(src|xlink:href)="(?!#|data:)', page)
     names = re.findall(r'\bid="([^"]+)"', page)
     assert len(names) == len(set(names))
