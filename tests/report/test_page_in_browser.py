@@ -8,6 +8,7 @@ from page_made import MICROBATCHES, STAGES, write_page
 pytest.importorskip("selenium")
 
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
@@ -147,16 +148,25 @@ def test_buttons_zoom_without_a_wheel(page):
     assert page.range_of("steps time") == pytest.approx(whole)
 
 
-def test_the_wheel_zooms_and_dragging_moves(page):
-    before = page.range_of("after")
-    page.pointer_to("after", 20.0, 1.0).perform()
-    actions = page.pointer_to("after", 20.0, 1.0)
-    actions.w3c_actions.wheel_action.scroll(
-        *map(round, page.ask("const b = arguments[0].getBoundingClientRect();"
-                             "return [b.left + 300, b.top + 80]", page.frame("after"))),
-        delta_y=-240,
-    )  # fmt: skip
+def wheel(page, plot, *, ctrl):
+    """Turn the wheel over a plot, with ctrl or without."""
+    page.pointer_to(plot, 20.0, 1.0).perform()
+    place = "const b = arguments[0].getBoundingClientRect(); return [b.left + 300, b.top + 80]"
+    actions = ActionChains(page.driver)
+    if ctrl:
+        actions.key_down(Keys.CONTROL)
+    x, y = map(round, page.ask(place, page.frame(plot)))
+    actions.scroll_from_origin(ScrollOrigin.from_viewport(x, y), 0, -240)
+    if ctrl:
+        actions.key_up(Keys.CONTROL)
     actions.perform()
+
+
+def test_the_wheel_zooms_with_ctrl_alone_and_dragging_moves(page):
+    before = page.range_of("after")
+    wheel(page, "after", ctrl=False)
+    assert page.range_of("after") == before  # it scrolls down the page
+    wheel(page, "after", ctrl=True)
     page.until(
         "return Bokeh.documents[0].get_model_by_name('after').x_range.end - "
         f"Bokeh.documents[0].get_model_by_name('after').x_range.start < {before[1] - before[0]}"

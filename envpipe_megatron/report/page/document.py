@@ -228,8 +228,8 @@ def _timelines(table: UnitTable) -> View:
     text = (
         "The units of two iterations: low boxes are forwards, tall ones backwards, red frames the "
         "critical path. Slack and path are those of the measured durations alone; energy is the "
-        "profile's at the clock that was asked for. Wheel or + and - zoom, dragging or arrow keys "
-        "move, 0 shows all."
+        "profile's at the clock that was asked for. Ctrl and the wheel, or + and -, zoom; dragging "
+        "or arrow keys move; 0 shows all."
     )
     if len(table.iterations) < table.recorded:
         text += (

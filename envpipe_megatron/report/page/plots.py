@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bokeh.models import HoverTool
+from bokeh.models import HoverTool, WheelZoomTool
 from bokeh.models.annotations import Legend, LegendItem
 from bokeh.plotting import figure
 
@@ -13,16 +13,19 @@ from bokeh.plotting import figure
 def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **more: Any) -> figure:
     """An empty plot as wide as the page, which is moved and zoomed along x alone, or both ways."""
     way = "x" if along_x else ""
+    # With a plain wheel one scrolls down the page; a touch pad's pinching is a wheel with ctrl.
+    wheel = WheelZoomTool(dimensions="width" if along_x else "both", modifiers="ctrl")
     plot = figure(
         height=height_px,
         sizing_mode="stretch_width",
-        tools=f"{way}pan,{way}wheel_zoom,{way}box_zoom,reset",
-        active_scroll=f"{way}wheel_zoom",
+        tools=f"{way}pan,{way}box_zoom,reset",
         toolbar_location="above",
         x_axis_label=x_label,
         y_axis_label=y_label,
         **more,
     )
+    plot.add_tools(wheel)
+    plot.toolbar.active_scroll = wheel
     plot.toolbar.logo = None
     plot.axis.minor_tick_line_color = None
     return plot
