@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
-from envpipe_megatron.launch.agent.prometheus import serve_metrics
+from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0
@@ -43,10 +45,12 @@ class Scraped:
     def __init__(self, last: ExitStack) -> None:
         self._last = last
         self.ledgers: list[GpuLedger] = []
+        self.bill: Bill | None = None
         self.agent: Any = SimpleNamespace(
             ledgers=lambda: self.ledgers,
             connected=lambda: ["rank 0", "rank 1"],
             log=SimpleNamespace(node='n"0\\'),
+            snapshot=lambda: self.bill,
         )
 
     def add_gpu(self, rank: int) -> PoweredGpu:
@@ -58,7 +62,7 @@ class Scraped:
     def serve(self, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        end = serve_metrics(self.agent, address, port)
+        end = serve_metrics(self.agent, address, port, "j", Tariff(0.36, 36.0))
         self._last.callback(end)
         return port, end
 
@@ -91,12 +95,7 @@ def test_figures_of_each_gpu(node):
         gpu.now_s = 1.0 + rank
     port, _ = node.serve()
     families = node.scrape(port)
-    assert set(families) == {
-        "envpipe_gpu_power_watts",
-        "envpipe_gpu_sm_clock_hertz",
-        "envpipe_gpu_energy_joules",
-        "envpipe_node_ranks",
-    }
+    assert set(families) == {name.removesuffix("_total") for name in FAMILIES}
     power, clock, energy, ranks = (families[name] for name in (
         "envpipe_gpu_power_watts", "envpipe_gpu_sm_clock_hertz", "envpipe_gpu_energy_joules",
         "envpipe_node_ranks",
@@ -110,9 +109,10 @@ def test_figures_of_each_gpu(node):
     assert values(energy) == pytest.approx({"0": 100, "1": 200})
     assert {sample.name for sample in energy.samples} == {"envpipe_gpu_energy_joules_total"}
     assert power.samples[1].labels == {
-        "node": 'n"0\\', "gpu": "fake", "gpu_uid": "GPU-1", "rank": "1", "stage": "2"
+        "job_name": "j", "node": 'n"0\\', "gpu": "fake", "gpu_uid": "GPU-1", "rank": "1",
+        "stage": "2",
     }  # fmt: skip
-    assert [(s.labels, s.value) for s in ranks.samples] == [({"node": 'n"0\\'}, 2)]
+    assert [(s.labels, s.value) for s in ranks.samples] == [({"job_name": "j", "node": 'n"0\\'}, 2)]
     text = node.text(port)
     for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
         assert f"# HELP {name} " in text
@@ -174,13 +174,13 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(node):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvPipeError, match=rf"127\.0\.0\.1:{port}.*--prometheus-port"):
-            serve_metrics(node.agent, "127.0.0.1", port)
+            serve_metrics(node.agent, "127.0.0.1", port, "j", Tariff())
 
 
 @pytest.mark.parametrize("address", ["203.0.113.1", "no such host.invalid"])
 def test_an_address_that_is_not_this_machines_is_an_error(node, address):
     with pytest.raises(EnvPipeError, match=f"{address}.*--prometheus-address"):
-        serve_metrics(node.agent, address, 0)
+        serve_metrics(node.agent, address, 0, "j", Tariff())
 
 
 def test_ending_frees_the_port(node):
