@@ -157,10 +157,10 @@ def predicted(plan: Plan | None) -> dict[str, float] | None:
     """What a plan is to save, and how much slower it is to be, in percent of its baseline."""
     if plan is None or not plan.baseline.cost.energy_j:  # no meter
         return None
-    own, ours = plan.baseline.cost, plan.cost
+    own = plan.baseline.cost
     return {
-        "saving_percent": 100 * (1 - ours.energy_j / own.energy_j),
-        "slowdown_percent": 100 * (ours.iteration_time_s / own.iteration_time_s - 1),
+        "saving_percent": plan.cost.saving_percent(own),
+        "slowdown_percent": plan.cost.slowdown_percent(own),
     }
 
 

@@ -74,17 +74,13 @@ def test_labels_of_the_dashboard_are_those_of_its_metrics():
 
 
 def test_panels_lie_side_by_side():
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = [
-        (x, y)
-        for at in (panel["gridPos"] for panel in DASHBOARD["panels"])
-        for x in range(at["x"], at["x"] + at["w"])
-        for y in range(at["y"], at["y"] + at["h"])
+        (at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])
     ]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-    assert all(panel["description"] for panel in PANELS)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
 
 
 def test_the_dashboard_is_of_grafanas_own_types():
@@ -243,9 +239,3 @@ def test_names_and_helps_are_as_prometheus_wants_them(job):
             text = answer.read()
         checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
         assert (checked.returncode, checked.stderr.decode()) == (0, "")
-
-
-@NEEDS_PROMETHEUS
-def test_the_example_of_a_scrape_is_one():
-    command = ["promtool", "check", "config", str(FOLDER / "prometheus.yml")]
-    assert subprocess.run(command, capture_output=True).returncode == 0

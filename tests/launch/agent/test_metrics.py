@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import urllib.request
@@ -17,6 +18,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
@@ -117,6 +119,46 @@ def test_figures_of_each_gpu(node):
     for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
         assert f"# HELP {name} " in text
         assert f"# TYPE {name} " in text
+
+
+def test_figures_of_the_job(node):
+    """Of the bill: 0.36 and 36 g of CO2 for a kWh, so 1 J costs 1e-7 and takes 1e-5 g."""
+    port, _ = node.serve()
+    node.bill = bill = Bill()
+    assert not node.scrape(port)["envpipe_job_tokens"].samples
+    window = {
+        "node": "n",
+        "gpu_uid": "g",
+        "phase": "steady",
+        "first_iteration": 0,
+        "last_iteration": 9,
+        "duration_s": 5,
+        "energy_j": 800,
+        "energy_uncertainty_j": 1,
+    }
+    baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None, "energy_j": 100,
+                "metering_uncertainty_j": 1}  # fmt: skip
+    facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
+             "baseline": baseline, "predicted": {"saving_percent": 25.0}}  # fmt: skip
+    bill.add(parse_line(json.dumps(window).encode()))
+    note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
+    bill.add(parse_line(json.dumps(note).encode()))
+    families = node.scrape(port)
+    found = {
+        (name.removeprefix("envpipe_job_"), *list(sample.labels.values())[1:]): sample.value
+        for name, family in families.items()
+        for sample in family.samples
+        if name.startswith("envpipe_job_")
+    }
+    assert found == pytest.approx({
+        ("info", "units", "GPT", "", "", ""): 1, ("gpus", "billed"): 1, ("gpus", "expected"): 2,
+        ("iterations",): 10, ("tokens",): 400, ("energy_joules",): 800, ("token_joules",): 2,
+        ("cost",): 8e-5, ("co2_grams",): 8e-3, ("saving_ratio", "predicted"): 0.25,
+        ("saving_ratio", "measured"): 0.2, ("slowdown_ratio", "measured"): 0,
+    })  # fmt: skip
+    bill.add(parse_line(json.dumps({**window, "phase": "steady m2"}).encode()))
+    families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
+    assert not families["envpipe_job_tokens"].samples
 
 
 def test_a_node_without_gpus_yet(node):
