@@ -148,7 +148,7 @@ def end_training() -> None:
 def _meter() -> Any:
     """That of Megatron's own OpenTelemetry, where that exports: versions above 0.19 may have it."""
     global_vars = sys.modules.get("megatron.training.global_vars")
-    telemetry = getattr(global_vars, "get_telemetry", lambda: None)()
+    telemetry: Any = getattr(global_vars, "get_telemetry", lambda: None)()
     return telemetry.meter if getattr(telemetry, "is_exporting", False) else None
 
 

@@ -6,6 +6,7 @@ Alone: `pytest tests/launch/agent/test_dashboard.py`, with Debian's package prom
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -38,6 +39,7 @@ EXPRESSIONS = [
 #: As Grafana fills them in: the job that is chosen, all nodes and stages, some scrapes.
 FILLED = {"$job": "job 7", "$node": ".*", "$stage": ".*", "$__rate_interval": "2s"}
 _LABEL_VALUES = re.compile(r"label_values\((?P<series>.*), (?P<label>\w+)\)")
+pytestmark = pytest.mark.xdist_group("prometheus")
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="needs Prometheus: apt-get install prometheus"
 )
@@ -126,6 +128,8 @@ class Prometheus:
         command = ["prometheus", f"--config.file={folder}/prometheus.yml", "--log.level=error"]
         command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address={self.url}"]
         self.process = subprocess.Popen(command)
+        #: The instant that is asked about; None for now.
+        self.asked_s: float | None = None
 
     def ask(self, path: str, **parameters: str) -> Any:
         query = urllib.parse.urlencode(parameters)
@@ -136,7 +140,8 @@ class Prometheus:
 
     def values(self, expression: str) -> dict[str, float]:
         """Of each series, by its labels."""
-        found = self.ask("query", query=expression)["result"]
+        time_s = str(self.asked_s or time.time())
+        found = self.ask("query", query=expression, time=time_s)["result"]
         return {json.dumps(series["metric"]): float(series["value"][1]) for series in found}
 
 
@@ -173,6 +178,7 @@ def job(tmp_path_factory) -> Iterator[tuple[Prometheus, list[NodeAgent]]]:
                 _train(rank, iteration)
             iteration += 1
             time.sleep(0.1)
+        prometheus.asked_s = time.time()
         yield prometheus, agents
 
 
@@ -204,7 +210,9 @@ def _scraped(prometheus: Prometheus) -> bool:
 @NEEDS_PROMETHEUS
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_every_panel_has_something_to_show(job, expression):
-    assert job[0].values(filled(expression))
+    found = job[0].values(filled(expression))
+    assert found
+    assert all(map(math.isfinite, found.values()))
 
 
 @NEEDS_PROMETHEUS
