@@ -24,6 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
+from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
@@ -205,6 +206,7 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
+                "level": str(_level(placement, one_clock, controlled and request.policy)),
                 "type": request.policy,
                 "scheduling": placement.order_name or request.schedule,
                 "reconfigure": request.reconfigure,
@@ -267,6 +269,16 @@ class Job:
         self.session.gather(lap)
         for line in end_of_job(self.session, self.collectives, self.options.output_dir):
             self.say(line)
+
+
+def _level(placement: Placement, one_clock: bool, policy: str | bool) -> Level:
+    """What the job changes, by its policy for clocks; False where it has none."""
+    if policy in (False, "baseline"):
+        return Level.OBSERVE
+    if one_clock:
+        return Level.UNIFORM
+    keeps_order = placement.keeps_order and not placement.reorders
+    return Level.UNITS if keeps_order else Level.ORDER
 
 
 def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:

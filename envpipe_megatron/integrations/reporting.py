@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
@@ -18,6 +19,16 @@ from envpipe_megatron.runtime.job.session import Session
 logger = logging.getLogger(__name__)
 
 SUMMARY_FORMAT = "envpipe-summary/1"
+
+#: Of each scalar the name and the help of its gauge for OpenTelemetry, beside Megatron's own
+#: `megatron.training.*`.
+GAUGES = {
+    "envpipe-iter-energy/gpu": ("step_energy_j", "Energy of a step on an average GPU in joules."),
+    "envpipe-power/gpu": ("power_w", "Power of an average GPU in watts."),
+    "envpipe-saving-percent": ("saving_percent", "Energy saved of the baseline's step in percent."),
+    "envpipe-slowdown-percent": ("slowdown_percent", "Slower than the baseline's step in percent."),
+}
+_made: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,20 @@ class IntervalReport:
             values["envpipe-saving-percent"] = self.comparison.saving_percent
             values["envpipe-slowdown-percent"] = self.comparison.slowdown_percent
         return {name: value for name, value in values.items() if value is not None}
+
+    def record(self, meter: Any) -> None:
+        """Set the gauges of an OpenTelemetry meter; what fails is logged."""
+        try:
+            gauges = _made.setdefault(meter, {})
+            for scalar, value in self.scalars().items():
+                name, text = GAUGES[scalar]
+                if name not in gauges:  # a second one of a name is warned of
+                    gauges[name] = meter.create_gauge(
+                        f"megatron.training.envpipe.{name}", description=text
+                    )
+                gauges[name].set(value)
+        except Exception as error:  # telemetry ends no training
+            logger.warning("OpenTelemetry does not take this interval's energy: %r", error)
 
     def line(self) -> str:
         """For Megatron's log line: J per iteration and GPU, W per GPU, saving and slowdown in %."""

@@ -44,6 +44,7 @@ class NodeSettings:
         output_dir: folder for the node's energy log and, on the node of rank 0, the job's bill.
         bill_interval: iterations between live lines of the bill; 0 for none.
         grid_g_per_kwh: g of CO2.
+        job_name: label of Prometheus' metrics, the same on all nodes.
         until_stdin_ends: end the job when standard input ends, as for a node started over ssh.
     """
 
@@ -55,6 +56,7 @@ class NodeSettings:
     prometheus_port: int | None = None
     prometheus_address: str = "127.0.0.1"
     until_stdin_ends: bool = False
+    job_name: str = ""
 
 
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
@@ -83,9 +85,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             if settings.prometheus_port is not None:
                 from envpipe_megatron.launch.agent.prometheus import serve_metrics
 
-                last.callback(
-                    serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)
-                )
+                where = settings.prometheus_address, settings.prometheus_port
+                last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
             environment = {AGENT_VARIABLE: str(agent.socket_path)}
             code = run_torchrun(torchrun_arguments, environment, signals)
         except BaseException:

@@ -20,6 +20,7 @@ from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
 from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -107,6 +108,40 @@ def test_scalars_go_to_both_writers(hooks: Any, job: Any) -> None:
     wandb = SimpleNamespace(log=lambda *scalar: written.append(scalar))
     assert hooks.log(7, tensorboard, wandb) == " envpipe |"
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
+
+
+@pytest.mark.parametrize("exporting", [True, False])
+def test_gauges_go_beside_megatrons_own_where_that_exports(
+    hooks: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, exporting: bool
+) -> None:
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    meter = metrics.MeterProvider([reader]).get_meter("megatron")
+    meter.create_gauge("megatron.training.loss").set(2.5)
+    handle = SimpleNamespace(meter=meter, is_exporting=exporting)
+    own = SimpleNamespace(get_telemetry=lambda: handle)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", own)
+    for energy_j in (120.0, 100.0):
+        step = StepEnergy(4, 0.5, 0.0, energy_j, 0.0)
+        compared = Comparison(20.0, 0.1, 0.5, 0.1)
+        report = IntervalReport(IntervalEnergy({"steady": 4}, step), compared)
+        monkeypatch.setattr(IntervalReport, "gather", lambda session, report=report: report)
+        hooks.log(7, None, None)
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    found = {metric.name: metric.data.data_points[0].value for metric in scope.metrics}
+    ours = {"step_energy_j": 100, "power_w": 200, "saving_percent": 20, "slowdown_percent": 0.5}
+    named = {f"megatron.training.envpipe.{name}": value for name, value in ours.items()}
+    assert found == {"megatron.training.loss": 2.5, **(named if exporting else {})}
+    assert not caplog.records
+
+
+def test_a_meter_that_fails_ends_no_training(caplog: Any) -> None:
+    report = IntervalReport(IntervalEnergy({}, StepEnergy(4, 0.5, 0.0, 100.0, 0.0)), None)
+    report.record(SimpleNamespace)
+    assert "does not take" in caplog.text
 
 
 def test_a_checkpoint_pauses_and_one_after_training_does_not(

@@ -104,8 +104,8 @@ def test_a_nodes_settings_and_torchruns_environment(
 ):
     served, given = [], []
 
-    def serve(agent: Any, address: str, port: int) -> Callable[[], None]:
-        served.append((agent.log.node, address, port))
+    def serve(agent: Any, address: str, port: int, job: str, tariff: Any) -> Callable[[], None]:
+        served.append((agent.log.node, address, port, job, tariff.price_per_kwh))
         return lambda: served.append("ended")
 
     def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
@@ -119,10 +119,11 @@ def test_a_nodes_settings_and_torchruns_environment(
         settings = {
             "bill_interval": 1, "price_per_kwh": 3.6e6, "grid_g_per_kwh": 7.2e6,
             "prometheus_port": 9, "prometheus_address": "::1", "until_stdin_ends": True,
+            "job_name": "j",
         }  # fmt: skip
     assert train(nodes, meanwhile=meanwhile, **settings) == 0
     assert given == [(["--", "train.py"], wanted)]
-    assert served == ([("n0", "::1", 9), "ended"] if wanted else [])
+    assert served == ([("n0", "::1", 9, "j", 3.6e6), "ended"] if wanted else [])
     job = bill_of(output)["job"]
     assert job.get("cost") == (pytest.approx(job["energy_j"]) if wanted else None)
     assert job.get("co2_g") == (pytest.approx(2 * job["energy_j"]) if wanted else None)

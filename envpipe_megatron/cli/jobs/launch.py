@@ -134,7 +134,7 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     "--prometheus-port",
     type=click.IntRange(1, 65535),
     metavar="P",
-    help="Serve power, energy and clock of this node's GPUs for Prometheus at this port.",
+    help="Serve figures of this node's GPUs, and of the job, for Prometheus at this port.",
 )
 @click.option(
     "--prometheus-address",
@@ -142,6 +142,13 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     show_default=True,
     metavar="A",
     help="Address to serve them at.",
+)
+@click.option(
+    "--job-name",
+    default=lambda: os.environ.get("SLURM_JOB_ID", ""),
+    show_default="SLURM's number of the job, or the folder of --output",
+    metavar="NAME",
+    help="Label of the metrics, the same on all nodes, that tells this job from others.",
 )
 @click.option(
     "--hostfile",
@@ -186,6 +193,7 @@ def launch(
 ) -> None:
     """Run torchrun here, or a node on each host."""
     line: CommandLine = ctx.obj
+    settings["job_name"] = settings["job_name"] or settings["output_dir"].resolve().name
     if not line.script:
         raise EnvPipeError(
             "There is no SCRIPT to run",

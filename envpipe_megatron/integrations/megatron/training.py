@@ -109,10 +109,11 @@ class Training:
             dist.barrier()  # the planner has written it
             raise SystemExit(0)
 
-    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
+    def log(self, iteration: int, tensorboard: Any, wandb: Any, meter: Any = None) -> str:
         """Energy since the last call: scalars for the writers, text for a log line.
 
-        Every rank calls it at the same iteration; all but one without writers.
+        Every rank calls it at the same iteration; all but one without writers. `meter` is that of
+        OpenTelemetry, if it is on.
         """
         report = IntervalReport.gather(self.job.session)
         for name, value in report.scalars().items():
@@ -120,6 +121,8 @@ class Training:
                 tensorboard.add_scalar(name, value, iteration)
             if wandb:
                 wandb.log({name: value}, iteration)
+        if meter is not None:
+            report.record(meter)
         return report.line()
 
     def pause(self) -> None:

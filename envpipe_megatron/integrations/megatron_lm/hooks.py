@@ -129,7 +129,7 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
     Every rank calls it at the same iteration; all but one without writers.
     """
     _state.reached["log"] += 1
-    return running(_state.training).log(iteration, writer, wandb_writer)
+    return running(_state.training).log(iteration, writer, wandb_writer, _meter())
 
 
 def pause() -> None:
@@ -143,6 +143,13 @@ def end_training() -> None:
     training, _state.training = running(_state.training), None
     _hooked_schedules().envpipe_hook = None
     training.end()
+
+
+def _meter() -> Any:
+    """That of Megatron's own OpenTelemetry, where that exports: versions above 0.19 may have it."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    telemetry: Any = getattr(global_vars, "get_telemetry", lambda: None)()
+    return telemetry.meter if getattr(telemetry, "is_exporting", False) else None
 
 
 def _quiet_energy_monitor() -> None:

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,6 +102,20 @@ class NodeAgent:
     def ledgers(self) -> list[GpuLedger]:
         """Ledgers of all GPUs that ranks have used so far."""
         return list(self._ledgers.values())
+
+    def snapshot(self) -> Bill | None:
+        """The job's bill as it is now, on the agent of rank 0; None on others, or at its end."""
+        if not self._collects or not self._thread.is_alive():
+            return None
+
+        async def taken() -> Bill:
+            return self._collector.bill.snapshot()
+
+        taking = asyncio.run_coroutine_threadsafe(taken(), self._loop)
+        try:
+            return taking.result(_READ_S)
+        except (TimeoutError, CancelledError):
+            return None
 
     def connected(self) -> list[str]:
         """Names of the ranks that have not ended yet."""
@@ -224,6 +239,8 @@ class NodeAgent:
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
                         self._guarded(ledger.take, message["line"])
+                    case "clock" if ledger is not None:
+                        ledger.look(message)
                     case "job":
                         self._guarded(self.log.note, JOB, facts=message["facts"])
                     case "bye":

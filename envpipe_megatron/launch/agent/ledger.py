@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from envpipe_megatron.formats.energy import (
     BETWEEN,
     ENERGY_FORMAT,
+    SHARES,
     EnergyWindow,
     parse_line,
     read_amount,
 )
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import ClockState, Gpu
+from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS
 from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,10 @@ _LEAST_GAP_S = 1e-6
 _JITTER_J = 50.0
 #: How far in the future a window may end, for what rounding does.
 _SOON_S = 5.0
+#: A rank looks at its clock twice a second; what it saw this long ago tells nothing of now.
+_STALE_LOOK_S = 3.0
+#: The reason of a GPU that does nothing, whose clock nothing holds back.
+_IDLE = "idle"
 
 
 class Reading(NamedTuple):
@@ -51,6 +59,12 @@ class GpuLedger:
         gpu: opened for reading alone; GpuError if it does not tell the time.
         labels: what every line says of it.
         write: gets each line.
+
+    Attributes:
+        phase: of the last line; empty before the first.
+        step: s and J of an iteration in the last line; None if it has none.
+        shares_s: where the time of training went, by `SHARES`; of windows that say it.
+        throttled_s: for how long the clock was held back, by reason, as far as looks tell.
     """
 
     def __init__(
@@ -62,6 +76,12 @@ class GpuLedger:
         self._last_iteration: int | None = 0
         self._failing = False
         self._most_metered_j = 0.0
+        self.phase = ""
+        self.step: tuple[float, float] | None = None
+        self.shares_s: defaultdict[str, float] = defaultdict(float)
+        self.throttled_s: defaultdict[str, float] = defaultdict(float)
+        #: The rank's last look at the clock, and when it came.
+        self._look: tuple[float, ClockState] | None = None
         gpu.time_s()
         #: Where the last line ended, None as long as that is not known; and J that were billed.
         self._billed: tuple[Reading | None, float] = self.read(), 0.0
@@ -93,6 +113,31 @@ class GpuLedger:
             return None
         self._failing = False
         return Reading(reading.time_s, reading.energy_j, off_j)
+
+    def look(self, seen: Mapping[str, Any]) -> None:
+        """Keep what the rank has seen of its clock: a `ClockState`, else TypeError or KeyError."""
+        reasons = tuple(map(str, seen["throttle_reasons"]))
+        limit_w, requested_mhz = seen["power_limit_w"], seen["requested_mhz"]
+        state = ClockState(
+            None if requested_mhz is None else int(requested_mhz),
+            int(seen["observed_mhz"]),
+            reasons,
+            None if limit_w is None else float(limit_w),
+        )
+        now_s = time.monotonic()
+        if self._look is not None and now_s - self._look[0] <= _STALE_LOOK_S:
+            for reason in set(reasons) - {_IDLE}:
+                self.throttled_s[reason] += now_s - self._look[0]
+        self._look = now_s, state
+
+    def clock(self) -> ClockState:
+        """The clock as its rank saw it lately, else as it is now: GpuError if it cannot be read.
+
+        Only the rank knows what it requested of a real GPU.
+        """
+        if self._look is not None and time.monotonic() - self._look[0] <= _STALE_LOOK_S:
+            return self._look[1]
+        return self.gpu.clock_state()
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Bill a rank's window, a line of `EnergyLog` with the counter's readings.
@@ -173,3 +218,13 @@ class GpuLedger:
         self._write(line)
         # Only now: what could not be written is in the next line.
         self._billed = end, billed_j + energy_j
+        self.phase, self.step = str(line.get("phase", "")), None
+        first, last = line.get("first_iteration"), line.get("last_iteration")
+        if self.phase in OUTSIDE_STEPS:
+            return
+        if first is not None and last is not None and first <= last:
+            count = last - first + 1
+            self.step = line["duration_s"] / count, energy_j / count
+        if line.get("idle_s") is not None:
+            for name in SHARES:
+                self.shares_s[name] += line[name]

@@ -1,4 +1,7 @@
-"""Live figures of a node in Prometheus' text format."""
+"""Live figures of a node, and on the node of rank 0 of the job, in Prometheus' text format.
+
+`FAMILIES` has them all; configs/dashboards/envpipe.json shows them in Grafana.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,160 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.agent import NodeAgent
+from envpipe_megatron.launch.agent.ledger import GpuLedger
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.tables import Tariff
 
-_LABELS = ("node", "gpu", "gpu_uid", "rank", "stage")
+_JOB = ("job_name",)
+_NODE = (*_JOB, "node")
+_OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
+_GPU = (*_NODE, *_OF_LEDGER)
+_ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
+
+#: Of each family its help and its labels; one whose name ends in `_total` is a counter.
+FAMILIES = {
+    "envpipe_gpu_power_watts": ("Power now.", _GPU),
+    "envpipe_gpu_power_limit_watts": ("The power limit that is enforced now.", _GPU),
+    "envpipe_gpu_energy_joules_total": ("Energy since the GPU was first used.", _GPU),
+    "envpipe_gpu_sm_clock_hertz": ("SM clock now, or at its rank's last look.", _GPU),
+    "envpipe_gpu_sm_clock_requested_hertz": (
+        "SM clock that was requested then; none where the driver chooses.",
+        _GPU,
+    ),
+    "envpipe_gpu_throttle_seconds_total": (
+        "Time in which the SM clock was held back, by looks at it twice a second.",
+        (*_GPU, "reason"),
+    ),
+    "envpipe_gpu_training_seconds_total": (
+        "Time of training, by what the GPU did: units, waits for other stages, or the rest.",
+        (*_GPU, "spent"),
+    ),
+    "envpipe_gpu_phase_info": ("The phase that the GPU's last line is of; 1.", (*_GPU, "phase")),
+    "envpipe_gpu_iteration_seconds": ("Time of an iteration in the last line.", _GPU),
+    "envpipe_gpu_iteration_joules": ("Energy of an iteration on the GPU in the last line.", _GPU),
+    "envpipe_node_ranks": ("Ranks of this node that train.", _NODE),
+    "envpipe_job_info": ("What the job says of itself; 1.", (*_JOB, *_ABOUT)),
+    "envpipe_job_gpus": ("GPUs that have sent energy, and those that are to.", (*_JOB, "state")),
+    "envpipe_job_iterations_total": ("Iterations of training; a repeated one counts once.", _JOB),
+    "envpipe_job_tokens_total": ("Tokens of those, where all batches have one size.", _JOB),
+    "envpipe_job_energy_joules_total": ("Energy of all GPUs in the job's bill.", _JOB),
+    "envpipe_job_token_joules": ("Energy of a token, of all energy in the bill.", _JOB),
+    "envpipe_job_cost_total": ("Cost of that energy, in the currency of --price.", _JOB),
+    "envpipe_job_co2_grams_total": ("CO2 of that energy, by --grid-intensity.", _JOB),
+    "envpipe_job_saving_ratio": (
+        "Energy that an iteration saves of the baseline's, as the plan predicts and as measured.",
+        (*_JOB, "source"),
+    ),
+    "envpipe_job_saving_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
+    "envpipe_job_slowdown_ratio": (
+        "By how much of the baseline's time an iteration is slower.",
+        (*_JOB, "source"),
+    ),
+}
+#: What the times of `SHARES` are called here.
+_SPENT = {"compute_s": "units", "blocking_s": "receives", "idle_s": "rest"}
+
+
+class _Families:
+    """All families, to which a scrape adds its samples."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+            name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
+                name, text, labels=labels
+            )
+            for name, (text, labels) in FAMILIES.items()
+        }
+
+    def add(self, name: str, value: float | None, *labels: object) -> None:
+        """Add a sample; none whose value is not known. A label that is None is empty."""
+        if value is not None:
+            texts = ["" if label is None else str(label) for label in labels]
+            self.families[f"envpipe_{name}"].add_metric(texts, value)
 
 
 class _NodeMetrics(Collector):
-    """Reads the GPUs at each scrape."""
+    """Reads GPUs and bill at each scrape."""
 
-    def __init__(self, agent: NodeAgent) -> None:
+    def __init__(self, agent: NodeAgent, job_name: str, tariff: Tariff) -> None:
         self._agent = agent
+        self._job_name = job_name
+        self._tariff = tariff
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of every GPU that ranks have used."""
-        power = GaugeMetricFamily("envpipe_gpu_power_watts", "Power now.", labels=_LABELS)
-        clock = GaugeMetricFamily("envpipe_gpu_sm_clock_hertz", "SM clock now.", labels=_LABELS)
-        energy = CounterMetricFamily(
-            "envpipe_gpu_energy_joules", "Energy since the GPU was first used.", labels=_LABELS
-        )
+        """The figures of every GPU that ranks have used, of the node and of the job."""
+        found = _Families()
+        node = self._job_name, self._agent.log.node
         for ledger in self._agent.ledgers():
-            values = {**ledger.labels, "node": self._agent.log.node}
-            labels = [str(values.get(name, "")) for name in _LABELS]
-            energy.add_metric(labels, ledger.metered_j)
-            try:
-                power.add_metric(labels, ledger.gpu.power_w)
-                clock.add_metric(labels, ledger.gpu.observed_frequency_mhz * 1e6)
-            except GpuError:
-                continue  # a GPU that was lost has no figures now
-        yield from (power, clock, energy)
-        running = GaugeMetricFamily(
-            "envpipe_node_ranks", "Ranks of this node that train.", labels=["node"]
-        )
-        running.add_metric([self._agent.log.node], len(self._agent.connected()))
-        yield running
+            self._add_gpu(found, ledger, *node, *map(ledger.labels.get, _OF_LEDGER))
+        found.add("node_ranks", len(self._agent.connected()), *node)
+        bill = self._agent.snapshot()
+        if bill is not None:
+            self._add_job(found, bill)
+        yield from found.families.values()
+
+    def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
+        found.add("gpu_energy_joules_total", ledger.metered_j, *gpu)
+        for reason, time_s in ledger.throttled_s.copy().items():
+            found.add("gpu_throttle_seconds_total", time_s, *gpu, reason)
+        for share, time_s in ledger.shares_s.copy().items():
+            found.add("gpu_training_seconds_total", time_s, *gpu, _SPENT[share])
+        if ledger.phase:
+            found.add("gpu_phase_info", 1, *gpu, ledger.phase)
+        if ledger.step is not None:
+            time_s, energy_j = ledger.step
+            found.add("gpu_iteration_seconds", time_s, *gpu)
+            found.add("gpu_iteration_joules", energy_j, *gpu)
+        try:
+            found.add("gpu_power_watts", ledger.gpu.power_w, *gpu)
+            clock = ledger.clock()
+        except GpuError:
+            return  # a GPU that was lost has no figures now
+        found.add("gpu_power_limit_watts", clock.power_limit_w, *gpu)
+        found.add("gpu_sm_clock_hertz", clock.observed_mhz * 1e6, *gpu)
+        if clock.requested_mhz is not None:
+            found.add("gpu_sm_clock_requested_hertz", clock.requested_mhz * 1e6, *gpu)
+
+    def _add_job(self, found: _Families, bill: Bill) -> None:
+        add, job = found.add, self._job_name
+        total, iterations, each_j = bill.total(), len(bill.iterations), bill.per_unit()
+        add("job_info", 1, job, *map(bill.facts.get, _ABOUT))
+        add("job_gpus", total.num_gpus, job, "billed")
+        add("job_gpus", bill.fact("num_gpus"), job, "expected")
+        add("job_iterations_total", iterations, job)
+        add("job_energy_joules_total", total.energy_j, job)
+        add("job_token_joules", each_j.get("token"), job)
+        tokens = bill.fact("tokens_per_iteration")
+        if tokens is not None and not any(split_phase(phase)[1] for _, _, phase, _ in bill.phases):
+            add("job_tokens_total", iterations * tokens, job)
+        known = self._tariff.facts(total.energy_j)
+        add("job_cost_total", known.get("cost"), job)
+        add("job_co2_grams_total", known.get("co2_g"), job)
+        predicted = bill.facts.get("predicted")
+        if isinstance(predicted, dict):
+            add("job_saving_ratio", _ratio(predicted.get("saving_percent")), job, "predicted")
+            add("job_slowdown_ratio", _ratio(predicted.get("slowdown_percent")), job, "predicted")
+        measured = bill.comparison()
+        if measured is not None:
+            add("job_saving_ratio", _ratio(measured.saving_percent), job, "measured")
+            add("job_slowdown_ratio", _ratio(measured.slowdown_percent), job, "measured")
+            uncertainty = _ratio(measured.saving_uncertainty_percent)
+            add("job_saving_uncertainty_ratio", uncertainty, job)
 
 
-def serve_metrics(agent: NodeAgent, address: str, port: int) -> Callable[[], None]:
+def _ratio(percent: object) -> float | None:
+    return percent / 100 if isinstance(percent, int | float) else None
+
+
+def serve_metrics(
+    agent: NodeAgent, address: str, port: int, job_name: str, tariff: Tariff
+) -> Callable[[], None]:
     """Serve a node's metrics over HTTP; return what ends that. EnvPipeError: it cannot listen."""
     registry = CollectorRegistry()
-    registry.register(_NodeMetrics(agent))
+    registry.register(_NodeMetrics(agent, job_name, tariff))
     try:
         server, _ = start_http_server(port, address, registry)
     except OSError as error:

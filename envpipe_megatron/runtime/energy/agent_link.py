@@ -9,6 +9,7 @@ to a guard:
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
     rank  -> agent   {"op": "window", "line": ...}        a line of the energy log, and the counter
+    rank  -> agent   {"op": "clock", "requested_mhz": ...} the clock was looked at, `ClockState`
     rank  -> agent   {"op": "job", "facts": ...}          what the job says of itself
     rank  -> agent   {"op": "bye"}                        training is over on this GPU
 
@@ -23,10 +24,11 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError, receive, send
 
 if TYPE_CHECKING:  # agents import this module, and do without torch
@@ -50,6 +52,11 @@ class AgentLink:
     def window(self, line: Mapping[str, Any]) -> None:
         """Send a line of the energy log."""
         self.tell({"op": "window", "line": line})
+
+    def clock(self, state: ClockState) -> None:
+        """Send what a look at the clock has seen; another thread than training's may call it."""
+        if self._connection.fileno() >= 0:
+            self.tell({"op": "clock", **asdict(state)})
 
     def job(self, facts: Mapping[str, Any]) -> None:
         """Send the job's facts."""

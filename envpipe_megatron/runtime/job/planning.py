@@ -153,6 +153,17 @@ def make_online(
     return made.plan, notes
 
 
+def predicted(plan: Plan | None) -> dict[str, float] | None:
+    """What a plan is to save, and how much slower it is to be, in percent of its baseline."""
+    if plan is None or not plan.baseline.cost.energy_j:  # no meter
+        return None
+    own = plan.baseline.cost
+    return {
+        "saving_percent": plan.cost.saving_percent(own),
+        "slowdown_percent": plan.cost.slowdown_percent(own),
+    }
+
+
 def _in_own_time(request: PlanRequest, own: Schedule, profile: Profile) -> PlanRequest:
     """The request within the time of a framework's own order, where that is none of Megatron's."""
     if request.policy != "optimal":

@@ -14,7 +14,7 @@ from typing import Any
 from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase, phase_in_batch
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -35,6 +35,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
+from envpipe_megatron.runtime.job.planning import predicted
 from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory.limit import check_memory_is_known
 from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
@@ -135,7 +136,7 @@ class Session:
                     config.min_dwell_s,
                     relock=config.relock,
                     guarded=config.guarded,
-                    on_sample=self._timeline.add_clock,
+                    on_sample=self._see_clock,
                 ),
             )
             half_made.callback(self._rank_clock.close)
@@ -325,10 +326,17 @@ class Session:
         """Add facts about the job to the bill of the node's agent, if there is one.
 
         Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
-        `type`, `scheduling`, `reconfigure` and `notes`, of JSON's types.
+        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan)
+        and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
+
+    def _see_clock(self, time_s: float, state: ClockState) -> None:
+        """The watch has looked at the clock, on its own thread."""
+        self._timeline.add_clock(time_s, state)
+        if self._agent is not None:
+            self._agent.clock(state)
 
     def end_step(self) -> None:
         """End the last iteration's step, after the optimizer, whose energy counts to this step.
@@ -475,7 +483,7 @@ class Session:
         now = self._batches.now
         if now is not None and self.last_record is not None:
             ended = now.order.phase
-            begin_s, notes = self.executor.now_s(), self.state.notes
+            begin_s, notes, plan = self.executor.now_s(), self.state.notes, self.state.plan
             self._broken = True  # even if the phases raise
             if ended not in (Phase.WARMUP, Phase.BASELINE):
                 self._energy.settle_baseline(now.name)
@@ -483,6 +491,8 @@ class Session:
             now.order = now.phases.send(self.last_record)
             if self.state.notes != notes:
                 self.describe_job({"notes": list(self.state.notes)})
+            if self.state.plan is not plan and not now.name and self._collectives.is_planner:
+                self.describe_job({"predicted": predicted(self.state.plan)})
             if now.order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
         begin = partial(self._begin_phases, name, num_microbatches, specs, own_order)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.formats.energy import parse_line
-from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, GpuError
+from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 
 LABELS = {"gpu": "fake", "gpu_uid": "fake#0", "rank": 3, "stage": 1}
@@ -101,6 +102,44 @@ class Billed:
 @pytest.fixture
 def bills() -> Billed:
     return Billed()
+
+
+# For those who look now -----------------------------------------------------------------------
+
+
+def test_the_last_line_tells_what_an_iteration_takes(bills):
+    ledger = bills.ledger
+    assert (ledger.phase, ledger.step) == ("", None)
+    bills.take(5.0, 7.0, 10, last_iteration=13)
+    bills.take(7.0, 7.5, 14, phase="steady m2")
+    assert ledger.phase == "steady m2"
+    energy_j = uneven_j(7.5) - uneven_j(7.0)
+    assert ledger.step == pytest.approx((0.5, energy_j))
+    assert ledger.shares_s == pytest.approx(
+        {"compute_s": 1.25, "blocking_s": 0.625, "idle_s": 0.625}
+    )
+    bills.at(9.0)
+    bills.finish()
+    assert (ledger.phase, ledger.step) == ("between", None)
+    assert sum(ledger.shares_s.values()) == pytest.approx(2.5)
+
+
+def test_looks_at_the_clock_add_up_to_times_in_which_it_was_held_back(bills, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now_s)
+    own = bills.ledger.clock()
+    assert own == bills.gpu.clock_state()
+    state = {"requested_mhz": 1200, "observed_mhz": 1100, "power_limit_w": None}
+    for seconds, *reasons in [(0, "power cap"), (0.5, "power cap", "sync boost"), (0.5, "idle"),
+                              (60, "power cap"), (0.5,)]:  # fmt: skip
+        now_s += seconds
+        bills.ledger.look({**state, "throttle_reasons": reasons})
+    assert bills.ledger.throttled_s == {"power cap": 0.5, "sync boost": 0.5}
+    assert bills.ledger.clock() == ClockState(1200, 1100)
+    now_s += 4  # the rank has ended: what it saw tells nothing of now
+    assert bills.ledger.clock() == own
+    with pytest.raises(KeyError):
+        bills.ledger.look({})
 
 
 # Windows -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import urllib.request
@@ -17,9 +18,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
-from envpipe_megatron.launch.agent.prometheus import serve_metrics
+from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0
@@ -43,10 +47,12 @@ class Scraped:
     def __init__(self, last: ExitStack) -> None:
         self._last = last
         self.ledgers: list[GpuLedger] = []
+        self.bill: Bill | None = None
         self.agent: Any = SimpleNamespace(
             ledgers=lambda: self.ledgers,
             connected=lambda: ["rank 0", "rank 1"],
             log=SimpleNamespace(node='n"0\\'),
+            snapshot=lambda: self.bill,
         )
 
     def add_gpu(self, rank: int) -> PoweredGpu:
@@ -58,7 +64,7 @@ class Scraped:
     def serve(self, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        end = serve_metrics(self.agent, address, port)
+        end = serve_metrics(self.agent, address, port, "j", Tariff(0.36, 36.0))
         self._last.callback(end)
         return port, end
 
@@ -91,12 +97,7 @@ def test_figures_of_each_gpu(node):
         gpu.now_s = 1.0 + rank
     port, _ = node.serve()
     families = node.scrape(port)
-    assert set(families) == {
-        "envpipe_gpu_power_watts",
-        "envpipe_gpu_sm_clock_hertz",
-        "envpipe_gpu_energy_joules",
-        "envpipe_node_ranks",
-    }
+    assert set(families) == {name.removesuffix("_total") for name in FAMILIES}
     power, clock, energy, ranks = (families[name] for name in (
         "envpipe_gpu_power_watts", "envpipe_gpu_sm_clock_hertz", "envpipe_gpu_energy_joules",
         "envpipe_node_ranks",
@@ -110,13 +111,54 @@ def test_figures_of_each_gpu(node):
     assert values(energy) == pytest.approx({"0": 100, "1": 200})
     assert {sample.name for sample in energy.samples} == {"envpipe_gpu_energy_joules_total"}
     assert power.samples[1].labels == {
-        "node": 'n"0\\', "gpu": "fake", "gpu_uid": "GPU-1", "rank": "1", "stage": "2"
+        "job_name": "j", "node": 'n"0\\', "gpu": "fake", "gpu_uid": "GPU-1", "rank": "1",
+        "stage": "2",
     }  # fmt: skip
-    assert [(s.labels, s.value) for s in ranks.samples] == [({"node": 'n"0\\'}, 2)]
+    assert [(s.labels, s.value) for s in ranks.samples] == [({"job_name": "j", "node": 'n"0\\'}, 2)]
     text = node.text(port)
     for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
         assert f"# HELP {name} " in text
         assert f"# TYPE {name} " in text
+
+
+def test_figures_of_the_job(node):
+    """Of the bill: 0.36 and 36 g of CO2 for a kWh, so 1 J costs 1e-7 and takes 1e-5 g."""
+    port, _ = node.serve()
+    node.bill = bill = Bill()
+    assert not node.scrape(port)["envpipe_job_tokens"].samples
+    window = {
+        "node": "n",
+        "gpu_uid": "g",
+        "phase": "steady",
+        "first_iteration": 0,
+        "last_iteration": 9,
+        "duration_s": 5,
+        "energy_j": 800,
+        "energy_uncertainty_j": 1,
+    }
+    baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None, "energy_j": 100,
+                "metering_uncertainty_j": 1}  # fmt: skip
+    facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
+             "baseline": baseline, "predicted": {"saving_percent": 25.0}}  # fmt: skip
+    bill.add(parse_line(json.dumps(window).encode()))
+    note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
+    bill.add(parse_line(json.dumps(note).encode()))
+    families = node.scrape(port)
+    found = {
+        (name.removeprefix("envpipe_job_"), *list(sample.labels.values())[1:]): sample.value
+        for name, family in families.items()
+        for sample in family.samples
+        if name.startswith("envpipe_job_")
+    }
+    assert found == pytest.approx({
+        ("info", "units", "GPT", "", "", ""): 1, ("gpus", "billed"): 1, ("gpus", "expected"): 2,
+        ("iterations",): 10, ("tokens",): 400, ("energy_joules",): 800, ("token_joules",): 2,
+        ("cost",): 8e-5, ("co2_grams",): 8e-3, ("saving_ratio", "predicted"): 0.25,
+        ("saving_ratio", "measured"): 0.2, ("slowdown_ratio", "measured"): 0,
+    })  # fmt: skip
+    bill.add(parse_line(json.dumps({**window, "phase": "steady m2"}).encode()))
+    families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
+    assert not families["envpipe_job_tokens"].samples
 
 
 def test_a_node_without_gpus_yet(node):
@@ -174,13 +216,13 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(node):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvPipeError, match=rf"127\.0\.0\.1:{port}.*--prometheus-port"):
-            serve_metrics(node.agent, "127.0.0.1", port)
+            serve_metrics(node.agent, "127.0.0.1", port, "j", Tariff())
 
 
 @pytest.mark.parametrize("address", ["203.0.113.1", "no such host.invalid"])
 def test_an_address_that_is_not_this_machines_is_an_error(node, address):
     with pytest.raises(EnvPipeError, match=f"{address}.*--prometheus-address"):
-        serve_metrics(node.agent, address, 0)
+        serve_metrics(node.agent, address, 0, "j", Tariff())
 
 
 def test_ending_frees_the_port(node):

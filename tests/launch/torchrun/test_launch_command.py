@@ -55,9 +55,10 @@ def test_a_node_gets_its_settings_and_torchrun_its_arguments(started):
         "--nnodes", 1, "--output", "out", "--nproc-per-node=2", "--node-name", "a",
         "--bill-interval=0", "--price", "0.25", "--grid-intensity", 400,
         "--prometheus-port", 9000, "--prometheus-address", "0.0.0.0", "--until-stdin-ends",
+        "--job-name", "llama",
         "-m", "train", "--output", "mine", "--price", "high", "--dry-run", "--help",
     )  # fmt: skip
-    settings = NodeSettings(Path("out"), "a", 0, 0.25, 400.0, 9000, "0.0.0.0", True)
+    settings = NodeSettings(Path("out"), "a", 0, 0.25, 400.0, 9000, "0.0.0.0", True, "llama")
     script = ["--", "train", "--output", "mine", "--price", "high", "--dry-run", "--help"]
     assert started == [(["--nnodes", "1", "--nproc-per-node=2", "-m", *script], settings)]
 
@@ -65,8 +66,15 @@ def test_a_node_gets_its_settings_and_torchrun_its_arguments(started):
 def test_settings_by_default(started, monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     run_well("train.py")
-    settings = NodeSettings(Path("runs/launch"), socket.gethostname())
+    settings = NodeSettings(Path("runs/launch"), socket.gethostname(), job_name="launch")
     assert started == [(["--nproc-per-node=2", "--", "train.py"], settings)]
+
+
+def test_a_job_under_slurm_is_named_by_its_number(started, monkeypatch):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    run_well("train.py")
+    assert started[0][1].job_name == "4711"
 
 
 def test_the_exit_status_is_the_nodes(monkeypatch):
@@ -314,7 +322,9 @@ def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts)
     started.clear()
     run_well(*words[words.index("launch") + 1 :])
     ((arguments, settings),) = started
-    assert settings == NodeSettings(Path("runs/launch"), "two", 7, until_stdin_ends=True)
+    assert settings == NodeSettings(
+        Path("runs/launch"), "two", 7, until_stdin_ends=True, job_name="launch"
+    )
     assert arguments[-4:] == ["--", "train.py", "--max", "3"]
     assert "--node-rank=1" in arguments
 

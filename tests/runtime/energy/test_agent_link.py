@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGpu
 
+from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.energy import agent_link
 from envpipe_megatron.runtime.energy.agent_link import AgentLink, connect_to_agent
@@ -125,6 +126,18 @@ def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
     yield link, there
     link.close()
     there.close()
+
+
+def test_looks_at_the_clock_are_told_until_the_link_is_closed(pair, caplog):
+    link, there = pair
+    link.clock(ClockState(1200, 1185, ("power cap",), 400.0))
+    assert json.loads(there.recv(16384)) == {
+        "op": "clock", "requested_mhz": 1200, "observed_mhz": 1185,
+        "throttle_reasons": ["power cap"], "power_limit_w": 400.0,
+    }  # fmt: skip
+    link.close()
+    link.clock(ClockState(None, 1410))  # by a watch whose look came late
+    assert caplog.text == ""
 
 
 # At the start --------------------------------------------------------------------------------

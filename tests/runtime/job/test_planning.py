@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning
 from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.planning import adopt_plan, make_online
+from envpipe_megatron.runtime.job.planning import adopt_plan, make_online, predicted
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -77,6 +77,16 @@ def test_of_a_profile_that_the_user_named_a_solver_that_fails_ends_no_training(
     monkeypatch.setattr(planning, "make_online", fails)
     with pytest.raises(ends_as, match="of a test"):
         Starting(Path("none"), named_profile=True).adopt()
+
+
+def test_what_a_plan_is_to_save():
+    plan = make_plan(profile_of_two(), PlanRequest(4, "1f1b", "optimal")).plan
+    told = predicted(plan)
+    assert told is not None
+    assert told["saving_percent"] > 1
+    assert told["slowdown_percent"] == pytest.approx(0, abs=1e-6)
+    assert predicted(plan.baseline) == {"saving_percent": 0, "slowdown_percent": 0}
+    assert predicted(None) is None
 
 
 CLOCKS = [{1410, 1200, 1005}] * 2
