@@ -62,6 +62,7 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
+    from envpipe_megatron.runtime.profiling import wait_power
     from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
@@ -76,6 +77,7 @@ def run_rank(path: Path) -> None:
     worker.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1
     latency.LONGEST_S = 0.05
+    wait_power._HOLD_S = 0.3
     short = ProfilerSettings(measured_iterations=2, measured_split_iterations=2, min_window_s=0.1)
     turns.SessionConfig = partial(SessionConfig, profiler=short)
     sys.argv = ["worker", str(path)]
@@ -84,8 +86,7 @@ def run_rank(path: Path) -> None:
 
 def main() -> None:
     """Serve until the test closes its end of the standard input."""
-    import torch  # noqa: F401
-
+    import envpipe_megatron.prove.run  # noqa: F401
     import envpipe_megatron.prove.worker  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end unseen
