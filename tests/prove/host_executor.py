@@ -30,9 +30,7 @@ class HostExecutor:
 
     def end_iteration(self):
         wall_s = time.monotonic() - self._begin_s
-        record = make_record(
-            self._starts_s, self._ends_s, self._begin_s, self._ends_s[-1], wall_s
-        )
+        record = make_record(self._starts_s, self._ends_s, self._begin_s, self._ends_s[-1], wall_s)
         return lambda: record
 
     def now_s(self):

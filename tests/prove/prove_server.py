@@ -44,7 +44,8 @@ def run_command(path: Path) -> None:
         sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],
     ]  # fmt: skip
     settings = ProveSettings.read(path)
-    machine = Machine(False, ("fake",) * NUM_RANKS, (), 0.0, "", {})
+    missing = "the right of a test" if settings.dry_run else ""
+    machine = Machine(False, ("fake",) * NUM_RANKS, (), 0.0, missing, {})
     run.run_prove(settings, machine, [], Console(file=io.StringIO()))
 
 
@@ -86,7 +87,7 @@ def run_rank(path: Path) -> None:
 
 def main() -> None:
     """Serve until the test closes its end of the standard input."""
-    import envpipe_megatron.prove.run  # noqa: F401
+    import envpipe_megatron.prove.run
     import envpipe_megatron.prove.worker  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end unseen
@@ -155,7 +156,7 @@ def _become(request, fds) -> None:
 
 
 def _await(connection: socket.socket, pids: list[int]) -> None:
-    """Reap all; while who asked lives, the end of one in failure ends the others, as in torchrun."""
+    """Reap all; while who asked lives, a failure of one ends the others, as in torchrun."""
     left, code = set(pids), 0
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""A proof that is killed in any phase leaves no clock locked and no lease, and what it measured."""
+"""Proofs on two GPUs of the fake NVML library: whole ones, dry ones, and ones that are killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Proofs:
         self._server.wait()
         self._log.close()
 
-    def start(self):
+    def start(self, *, dry_run=False):
         """Start a proof; its output folder."""
         output = self.folder / "out"
         job = Settings(
@@ -84,7 +84,7 @@ class Proofs:
             hidden_size=32, sequence_length=16, num_microbatches=4,
         )  # fmt: skip
         settings = self.folder / "settings.json"
-        ProveSettings(job, False, False, rounds=1, iterations=2).write(settings)
+        ProveSettings(job, False, dry_run, rounds=1, iterations=2).write(settings)
         self.pid_file.write_text("")
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.folder / "socket"))
@@ -189,6 +189,33 @@ def test_a_whole_proof_on_the_fake_library(proofs):
     assert len(proofs.nvml.changes()) > before
     assert proofs.locked() == []
     assert list_leases() == []
+
+
+def test_a_dry_run_reads_all_and_changes_nothing(proofs):
+    before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
+    output = proofs.start(dry_run=True)
+    assert proofs.wait() == 0, (output / "log.txt").read_text()
+    assert len(proofs.nvml.changes()) == before
+    reads = {call.function for call in proofs.nvml.history()[read_before:]}
+    assert {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"} <= reads
+    document = json.loads((output / "claims.json").read_text())
+    assert (document["complete"], document["clocks_changed"]) == (True, False)
+    for claim in document["claims"]:
+        if claim["name"].endswith("_equal"):
+            assert claim["holds"] is True
+        else:
+            assert claim["holds"] is None
+            assert claim["says"] == "not shown: clocks were not changed (the right of a test)"
+    assert "the right of a test" in (output / "summary.md").read_text()
+    turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
+    assert len(turns) == 5
+    # Of a GPU at full clock: a dry run's requests change no power.
+    top_w = 1e-3 * (
+        proofs.nvml._node.gpus[0].static_mw + 1410 * proofs.nvml._node.gpus[0].mw_per_mhz
+    )
+    for turn in turns:
+        power_w = turn["step"]["energy_j"] / turn["step"]["time_s"]
+        assert power_w == pytest.approx(top_w, rel=0.02)
 
 
 def test_no_clock_stays_locked_whenever_it_is_killed(proofs):
