@@ -112,7 +112,9 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
             energy_j = step.get("energy_j")
             seen = [c for s in stages for c in s["temperature_c"] if c is not None]
             followed = [stage["clocks"]["followed"] or {} for stage in stages]
-            reasons = dict.fromkeys(r for one in followed for r in one.get("throttle_reasons", ()))
+            looks = [stage["sampled"]["throttle_reasons"] for stage in stages]
+            looks += [one.get("throttle_reasons", ()) for one in followed]
+            reasons = dict.fromkeys(reason for look in looks for reason in look)
             errors = [stage["clocks"]["error"] for stage in stages if stage["clocks"]["error"]]
             yield (
                 f"{turn['round']} {turn['arm']}",

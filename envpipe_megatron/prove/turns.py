@@ -129,7 +129,8 @@ class Trainer:
             session.executor.idle(METER_MARGIN_S)
             session.lap()
             losses += [step() for _ in range(iterations)]
-            told = session.iterations  # waits for the last unit
+            sampled = gpu.clock_state()  # before the last unit has ended
+            told = session.iterations  # waits for it
             session.executor.idle(METER_MARGIN_S)
             own = session.lap()
             mean = session.gather(own)
@@ -139,6 +140,7 @@ class Trainer:
             {
                 "energy_j": own.step.energy_j if own.step else None,
                 "temperature_c": (before_c, self._temperature_c()),
+                "sampled": asdict(sampled),
                 "clocks": session.clock_summary(),
                 "weights_sha256": gpt.digest_of_weights(self._model),
                 "losses": [[float(loss) for loss in of_step] for of_step in losses],

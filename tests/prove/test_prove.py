@@ -265,7 +265,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     step = {"time_s": 1.0, "energy_j": 9.0, "iterations": 3}
     stage = {
         "clocks": {"error": None, "followed": None, "changes": 0}, "temperature_c": [None, None],
-        "weights_sha256": "a",
+        "weights_sha256": "a", "sampled": {"throttle_reasons": ["power cap"]},
     }  # fmt: skip
 
     def train(proof, console):
@@ -284,7 +284,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()
     output = tmp_path / "out"
-    assert "| 0 stock | 3 | 1.0000 | 18.0 |" in (output / "summary.md").read_text()
+    assert "| 0 stock | 3 | 1.0000 | 18.0 |  | power cap |" in (output / "summary.md").read_text()
     assert json.loads((output / "claims.json").read_text())["complete"] is False
     assert not (output / "text.bin").exists()
 
@@ -292,7 +292,10 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
 def test_arms_that_train_differently_are_no_success(tmp_path, monkeypatch):
     job = short_settings(tmp_path, num_stages=2, num_layers=2)
     clocks = {"error": None, "followed": None, "changes": 0}
-    stage = {"clocks": clocks, "temperature_c": [None, None], "weights_sha256": "a"}
+    sampled = {"throttle_reasons": []}
+    stage = {
+        "clocks": clocks, "temperature_c": [None, None], "weights_sha256": "a", "sampled": sampled,
+    }  # fmt: skip
 
     def train(proof, console):
         for number, arm in enumerate(ARMS):

@@ -193,8 +193,11 @@ def test_a_whole_proof_on_the_fake_library(proofs):
 
 def test_a_dry_run_reads_all_and_changes_nothing(proofs):
     before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
+    for uid in proofs.nvml.uuids:
+        proofs.nvml.set_fault(uid, "throttle_reasons", 4)
     output = proofs.start(dry_run=True)
     assert proofs.wait() == 0, (output / "log.txt").read_text()
+    proofs.nvml.clear_faults()
     assert len(proofs.nvml.changes()) == before
     reads = {call.function for call in proofs.nvml.history()[read_before:]}
     assert {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"} <= reads
@@ -209,6 +212,9 @@ def test_a_dry_run_reads_all_and_changes_nothing(proofs):
     assert "the right of a test" in (output / "summary.md").read_text()
     turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
     assert len(turns) == 5
+    stages = [stage for turn in turns for stage in turn["stages"]]
+    assert all(stage["sampled"]["observed_mhz"] == 1410 for stage in stages)
+    assert all(stage["sampled"]["throttle_reasons"] == ["power cap"] for stage in stages)
     # Of a GPU at full clock: a dry run's requests change no power.
     top_w = 1e-3 * (
         proofs.nvml._node.gpus[0].static_mw + 1410 * proofs.nvml._node.gpus[0].mw_per_mhz
