@@ -1,13 +1,13 @@
 """What a proof shows, as claims with intervals: from what the ranks told, nothing else.
 
-A round has one turn of each arm. An arm is compared with the stock turn of the same round, so that
+A round has one turn of each arm. An arm is compared with another's turn of the same round, so that
 what drifts over rounds (heat, above all) falls out; the interval of 95 % is that of Student's t of
 these differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,36 @@ from envpipe_megatron.runtime.energy.steps import RunningMean
 
 #: An arm that is slower by less is as fast.
 FAST_PERCENT = 1.0
+
+Turns = Sequence[Mapping[str, Any]]
+
+#: Claims on two arms: name, arm, the other, what differs, whether it has to be small, in words.
+_COMPARED = (
+    (
+        "relock_slowdown", RELOCK, STOCK, "slowdown", True,
+        f"calls that lock the same clock at every unit cost less than {FAST_PERCENT:g} % of time",
+    ),
+    *(
+        row
+        for arm in (ENVELOPE, OPTIMAL)
+        for row in (
+            (f"{arm.name}_saving", arm, STOCK, "saving", False, f"{arm.name} takes less energy"),
+            (
+                f"{arm.name}_slowdown", arm, STOCK, "slowdown", True,
+                f"{arm.name} is less than {FAST_PERCENT:g} % slower",
+            ),
+        )
+    ),
+    ("constant_saving", CONSTANT, STOCK, "saving", False, "the constant clock takes less energy"),
+    (
+        "constant_slowdown", CONSTANT, STOCK, "slowdown", False,
+        "the constant clock is slower than stock",
+    ),
+    (
+        "constant_slower_than_optimal", CONSTANT, OPTIMAL, "slowdown", False,
+        "the constant clock, which should take about as much energy, is slower than optimal",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,44 +74,28 @@ class Claim:
             return "not known"
         if self.interval is None:
             return f"{self.value:.4g} {self.unit}"
-        half = (self.interval[1] - self.interval[0]) / 2
-        return f"{self.value:.2f} +- {half:.2f} {self.unit}"
+        return f"{self.value:.2f} +- {(self.interval[1] - self.interval[0]) / 2:.2f} {self.unit}"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """By how much an arm differs from stock, over rounds; intervals are None of a single round."""
+def difference(
+    turns: Turns, arm: str, other: str, which: str
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Mean `saving` or `slowdown` of an arm against another, in percent, and its interval.
 
-    saving: tuple[float, tuple[float, float] | None]
-    slowdown: tuple[float, tuple[float, float] | None]
-
-
-Turns = Sequence[Mapping[str, Any]]
-
-
-def difference(turns: Turns, arm: str, other: str = STOCK.name) -> Difference | None:
-    """Saving and slowdown of an arm against another's, in percent; None without a common round."""
-    steps = {
-        (turn["arm"], turn["round"]): turn["step"]
+    Nothing is known of arms without a common round, and no interval of a single one.
+    """
+    sign, key = (-1, "energy_j") if which == "saving" else (1, "time_s")
+    known = {
+        (turn["arm"], turn["round"]): turn["step"][key]
         for turn in turns
-        if turn["step"] is not None and turn["step"]["energy_j"] is not None
+        if turn["step"] is not None and turn["step"][key] is not None
     }
-    rounds = [number for name, number in steps if name == arm and (other, number) in steps]
-    if not rounds:
-        return None
-    pairs = [(steps[arm, number], steps[other, number]) for number in rounds]
-    return Difference(
-        _mean_percent([100 * (1 - own["energy_j"] / base["energy_j"]) for own, base in pairs]),
-        _mean_percent([100 * (own["time_s"] / base["time_s"] - 1) for own, base in pairs]),
-    )
-
-
-def _mean_percent(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
     mean = RunningMean()
-    for value in values:
-        mean.add(value)
+    for name, number in known:
+        if name == arm and (other, number) in known:
+            mean.add(sign * 100 * (known[arm, number] / known[other, number] - 1))
     if mean.uncertainty is None:
-        return mean.mean, None
+        return (mean.mean if mean.count else None), None
     half = NORMAL_95 * mean.uncertainty
     return mean.mean, (mean.mean - half, mean.mean + half)
 
@@ -98,74 +112,33 @@ def claims_of(
         emulated: whether GPUs follow a model.
     """
     mark = "emulated: " if emulated else ""
-
-    def compared(
-        name: str,
-        arm: str,
-        which: str,
-        holds: Callable[[tuple[float, float]], bool],
-        says: str,
-        other: str = STOCK.name,
-    ) -> Claim:
-        found = difference(turns, arm, other)
-        value, interval = (None, None) if found is None else getattr(found, which)
-        known, text = None, mark + says
-        failed = _control_errors(turns, arm)
-        if missing:
-            text = f"not shown: clocks were not changed ({missing})"
-        elif failed:
-            text = f"not shown: clock control ended in a turn of {arm}: {failed}"
+    unchanged = f"not shown: clocks were not changed ({missing})" if missing else ""
+    claims = [_latency_claim(latency, unchanged, mark), *_equal_claims(turns, mark)]
+    for name, arm, other, which, small, says in _COMPARED:
+        value, interval = difference(turns, arm.name, other.name, which)
+        failed = _failure(turns, arm.name) or _failure(turns, other.name)
+        why, holds = unchanged, None
+        if failed:
+            why = why or f"not shown: a turn did not run as planned: {failed}"
         elif interval is None:
-            text = f"not shown: it takes two rounds of {arm} and {other}"
-        else:
-            known = holds(interval)
-        return Claim(name, value, interval, "%", known, text)
-
-    def above_zero(interval: tuple[float, float]) -> bool:
-        return interval[0] > 0
-
-    def fast(interval: tuple[float, float]) -> bool:
-        return interval[1] < FAST_PERCENT
-
-    claims = [_latency_claim(latency, missing, mark), *_equal_claims(turns, mark)]
-    says = f"calls that lock the same clock at every unit cost less than {FAST_PERCENT:g} % of time"
-    claims.append(compared("relock_slowdown", RELOCK.name, "slowdown", fast, says))
-    for arm in (ENVELOPE, OPTIMAL):
-        name = arm.name
-        claims.append(
-            compared(f"{name}_saving", name, "saving", above_zero, f"{name} takes less energy")
-        )
-        says = f"{name} is less than {FAST_PERCENT:g} % slower"
-        claims.append(compared(f"{name}_slowdown", name, "slowdown", fast, says))
-    constant = CONSTANT.name
-    says = "the constant clock takes less energy"
-    claims.append(compared("constant_saving", constant, "saving", above_zero, says))
-    says = "the constant clock is slower than stock"
-    claims.append(compared("constant_slowdown", constant, "slowdown", above_zero, says))
-    says = "the constant clock, which should take about as much energy, is slower than optimal"
-    name = "constant_slower_than_optimal"
-    claims.append(compared(name, constant, "slowdown", above_zero, says, other=OPTIMAL.name))
+            why = why or f"not shown: it takes two rounds of {arm.name} and {other.name}"
+        elif not why:
+            holds = interval[1] < FAST_PERCENT if small else interval[0] > 0
+        claims.append(Claim(name, value, interval, "%", holds, why or mark + says))
     return claims
 
 
-def _control_errors(turns: Turns, arm: str) -> str:
-    errors = (
-        stage["clocks"]["error"]
-        for turn in turns
-        if turn["arm"] == arm
-        for stage in turn["stages"]
-        if stage["clocks"]["error"]
-    )
-    return next(errors, "")
+def _failure(turns: Turns, arm: str) -> str:
+    """What went wrong in a turn of an arm; empty if nothing did."""
+    of_arm = [turn for turn in turns if turn["arm"] == arm]
+    errors = [stage["clocks"]["error"] for turn in of_arm for stage in turn["stages"]]
+    return next(filter(None, [*(turn["failure"] for turn in of_arm), *errors]), "")
 
 
-def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, missing: str, mark: str) -> Claim:
+def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, unchanged: str, mark: str) -> Claim:
     name, unit = "clock_change", "s"
-    if missing:
-        text = f"not shown: clocks were not changed ({missing})"
-        return Claim(name, None, None, unit, None, text)
-    if latency is None:
-        return Claim(name, None, None, unit, None, "not shown: it was not measured")
+    if unchanged or latency is None:
+        return Claim(name, None, None, unit, None, unchanged or "not shown: it was not measured")
     settled_s = [gpu["frequency_change_s"] for gpu in latency]
     if None in settled_s:
         text = "a change of clock shows in the time of kernels on every GPU"
@@ -176,24 +149,17 @@ def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, missing: str, ma
 
 def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
     """That all turns trained alike: losses of the same step, and weights at the end."""
-    arms = {turn["arm"] for turn in turns}
-    names = ("losses_equal", "weights_equal")
-    if len(arms) < len(ARMS):
-        text = "not shown: some arms have not trained"
-        return [Claim(name, None, None, "steps", None, text) for name in names]
     losses = [turn["losses"] for turn in turns]
-    steps = min(map(len, losses))
-    same = all(of_turn[:steps] == losses[0][:steps] for of_turn in losses)
     weights = [[stage["weights_sha256"] for stage in turn["stages"]] for turn in turns]
-    text = f"of all {len(turns)} turns are equal to the last bit"
-    return [
-        Claim(names[0], steps, None, "steps", same, f"{mark}losses of every microbatch, {text}"),
-        Claim(
-            names[1],
-            steps,
-            None,
-            "steps",
-            all(of_turn == weights[0] for of_turn in weights),
-            f"{mark}weights behind the last step, {text}",
-        ),
-    ]
+    whole = len({turn["arm"] for turn in turns}) == len(ARMS)
+    steps = min(map(len, losses)) if whole else None
+    claims = []
+    for name, what, values in (
+        ("losses_equal", "losses of every microbatch", [one[:steps] for one in losses]),
+        ("weights_equal", "weights behind the last step", weights),
+    ):
+        says = f"{mark}{what}, of all {len(turns)} turns, are equal to the last bit"
+        holds = all(value == values[0] for value in values) if whole else None
+        says = says if whole else "not shown: some arms have not trained"
+        claims.append(Claim(name, steps, None, "steps", holds, says))
+    return claims

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import pynvml
 
@@ -40,10 +39,6 @@ class Machine:
     load: float | None
     missing: str
     versions: dict[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Of JSON's types."""
-        return asdict(self)
 
 
 _DRY_RUN = "a dry run was asked for"

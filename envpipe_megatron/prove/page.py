@@ -44,6 +44,9 @@ def sections_of(
     checks: Sequence[Mapping[str, Any]],
 ) -> list[Section]:
     """All tables, those that are empty left out."""
+    gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
+    facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
+    answers = tuple((c["name"], "yes" if c["ok"] else "no", c["evidence"]) for c in checks)
     known = [
         Section("To paste", lines=(line,)),
         _claims(claims),
@@ -51,20 +54,8 @@ def sections_of(
         _turns(turns, len(machine.gpu_names)),
         _latency(latency or ()),
         *(() if profile is None else (_units(profile), _waits(profile))),
-        Section(
-            "Machine",
-            ("", ""),
-            (
-                *((f"GPU of rank {i}", name) for i, name in enumerate(machine.gpu_names)),
-                *machine.versions.items(),
-                ("clocks", machine.missing or "changed"),
-            ),
-        ),
-        Section(
-            "Doctor",
-            ("", "", "what was seen"),
-            tuple((c["name"], "yes" if c["ok"] else "no", c["evidence"]) for c in checks),
-        ),
+        Section("Machine", ("", ""), facts),
+        Section("Doctor", ("", "", "what was seen"), answers),
     ]
     return [section for section in known if section.rows or section.lines]
 
@@ -78,31 +69,16 @@ def _claims(claims: Sequence[Claim]) -> Section:
 def _arms(turns: Turns, predicted: Mapping[str, Mapping[str, float]]) -> Section:
     rows = []
     for arm in ARMS:
-        found = difference(turns, arm.name)
-        if found is None:
-            continue
-        told = predicted.get(arm.name)
-        rows.append(
-            (
-                arm.name,
-                *(_interval(*one) for one in (found.saving, found.slowdown)),
-                f"{told['saving_percent']:.2f}" if told else "",
-                f"{told['slowdown_percent']:.2f}" if told else "",
-                arm.says,
-            )
-        )
-    header = (
-        "", "saving (%)", "slowdown (%)", "predicted saving (%)", "predicted slowdown (%)",
-        "what it does",
-    )  # fmt: skip
+        cells = [arm.name]
+        for which in ("saving", "slowdown"):
+            value, interval = difference(turns, arm.name, STOCK.name, which)
+            told = predicted.get(arm.name, {}).get(f"{which}_percent")
+            cells.append(Claim("", value, interval, "%", None, "").shown)
+            cells.append("" if told is None else f"{told:.2f} %")
+        rows.append((*cells, arm.says))
+    header = ("", "saving", "predicted", "slowdown", "predicted", "what it does")
     text = f"Against {STOCK.name}, by rounds; +- is the 95 % interval."
-    return Section("Arms", header, tuple(rows), (text,) if rows else ())
-
-
-def _interval(value: float, interval: tuple[float, float] | None) -> str:
-    if interval is None:
-        return f"{value:.2f}"
-    return f"{value:.2f} +- {(interval[1] - interval[0]) / 2:.2f}"
+    return Section("Arms", header, tuple(rows), (text,))
 
 
 def _turns(turns: Turns, num_gpus: int) -> Section:
@@ -115,7 +91,8 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
             looks = [stage["sampled"]["throttle_reasons"] for stage in stages]
             looks += [one.get("throttle_reasons", ()) for one in followed]
             reasons = dict.fromkeys(reason for look in looks for reason in look)
-            errors = [stage["clocks"]["error"] for stage in stages if stage["clocks"]["error"]]
+            errors = [turn["failure"], *(stage["clocks"]["error"] for stage in stages)]
+            errors += [one.get("warning") for one in followed]
             yield (
                 f"{turn['round']} {turn['arm']}",
                 str(step.get("iterations", "")),
@@ -124,7 +101,7 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
                 f"{min(seen)} to {max(seen)}" if seen else "",
                 ", ".join(reasons) or "nothing",
                 str(sum(stage["clocks"]["changes"] for stage in stages)),
-                "; ".join(map(str, [*turn["notes"], *errors])),
+                "; ".join(filter(None, errors)),
             )
 
     header = (
@@ -135,21 +112,17 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
 
 
 def _latency(latency: Sequence[Mapping[str, Any]]) -> Section:
+    def median_ms(values: Mapping[str, Any]) -> str:
+        return f"{1e3 * values['median']:.2f}" if values["count"] else "not seen"
+
+    names = ("call_s", "settling_s", "shown_s")
     rows = tuple(
-        (
-            f"{stage}",
-            f"{row['from_mhz']} -> {row['to_mhz']}",
-            *(_median_ms(row[name]) for name in ("call_s", "settling_s", "shown_s")),
-        )
-        for stage, gpu in enumerate(latency)
+        (str(rank), f"{row['from_mhz']} -> {row['to_mhz']}", *(median_ms(row[n]) for n in names))
+        for rank, gpu in enumerate(latency)
         for row in gpu["changes"]
     )
     header = ("GPU of rank", "MHz", "call (ms)", "kernels follow (ms)", "driver shows (ms)")
     return Section("Latency of a change of clock, median", header, rows)
-
-
-def _median_ms(values: Mapping[str, Any]) -> str:
-    return f"{1e3 * values['median']:.2f}" if values["count"] else "not seen"
 
 
 def _units(profile: Profile) -> Section:

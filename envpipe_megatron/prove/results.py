@@ -102,7 +102,7 @@ class Proof:
             "claims": [asdict(claim) for claim in claims],
         }
         self._put("claims.json", document)
-        self._put("machine.json", {**machine.to_json(), "doctor": list(self.checks)})
+        self._put("machine.json", {**asdict(machine), "doctor": list(self.checks)})
         self._put("versions.json", {**machine.versions, **self.versions})
         replace_files(
             {

@@ -156,8 +156,10 @@ class Trainer:
                 iteration_times_s=[time_s for _, time_s, _ in told][-iterations:],
                 losses=stages[-1].pop("losses"),
                 stages=[{k: v for k, v in stage.items() if k != "losses"} for stage in stages],
-                schedule=config.request.schedule,
-                notes=list(session.state.notes) if arm.changes_clock else [],
+                # Without a plan, the framework's order went on at the highest clock.
+                failure="; ".join(session.state.notes)
+                if arm.from_profile and session.state.plan is None
+                else "",
             )
 
     def _begin(

@@ -30,7 +30,7 @@ def turn(arm, number, time_s, energy_j, **changes):
     stage = {"weights_sha256": "a", "clocks": {"error": None}, "temperature_c": [40, 50]}
     return {
         "arm": arm, "round": number, "step": {"time_s": time_s, "energy_j": energy_j},
-        "losses": [[4.0, 3.5], [3.0, 2.5]], "stages": [stage, stage], **changes,
+        "losses": [[4.0, 3.5], [3.0, 2.5]], "stages": [stage, stage], "failure": "", **changes,
     }  # fmt: skip
 
 
@@ -49,16 +49,16 @@ def claims(turns, latency=LATENCY, missing="", emulated=False):
 
 
 def test_what_drifts_over_rounds_falls_out():
-    found = difference(rounds(4), "optimal")
-    assert found.saving[0] == pytest.approx(15)
-    assert found.saving[1] == pytest.approx((15, 15))
-    assert found.slowdown[0] == pytest.approx(0, abs=1e-9)
+    value, interval = difference(rounds(4), "optimal", "stock", "saving")
+    assert value == pytest.approx(15)
+    assert interval == pytest.approx((15, 15))
+    assert difference(rounds(4), "constant", "stock", "slowdown")[0] == pytest.approx(12)
 
 
 def test_an_interval_is_students_of_the_differences_by_round():
     # 16 % and 14 % in turns: mean 15, standard deviation of four 2/sqrt(3), t of 3 degrees 3.182.
     half = 3.1824463 * (2 / 3**0.5) / 4**0.5
-    (value, interval) = difference(rounds(4, jitter=0.01), "optimal").saving
+    value, interval = difference(rounds(4, jitter=0.01), "optimal", "stock", "saving")
     assert value == pytest.approx(15)
     assert interval == pytest.approx((15 - half, 15 + half), rel=1e-6)
 
@@ -127,6 +127,11 @@ def test_an_arm_whose_control_ended_shows_nothing():
     assert found["optimal_saving"].holds is None
     assert "the guard is gone" in found["optimal_saving"].says
     assert found["envelope_saving"].holds is True
+    turns = rounds(2)
+    turns[9] = turn("optimal", 1, 1.0, 85.0, failure="no plan could be made")
+    found = claims(turns)
+    assert found["constant_slower_than_optimal"].holds is None
+    assert "no plan could be made" in found["optimal_slowdown"].says
 
 
 def test_a_change_that_no_kernel_shows_is_said():
