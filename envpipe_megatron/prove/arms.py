@@ -50,7 +50,7 @@ CONSTANT = Arm(
 )
 ENVELOPE = Arm(
     "envelope",
-    "EnvPipe's own: type envelope, scheduling ours",
+    "EnvPipe's own: type envelope, scheduling ours, reconfigure default",
     policy="envelope",
     schedule="ours",
     from_profile=True,

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from envpipe_megatron.console import say
 from envpipe_megatron.files import clear_own_folder
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.integrations.device import FORWARD_VARIABLE
 from envpipe_megatron.prove.arms import ARMS
 from envpipe_megatron.prove.machine import Machine
 from envpipe_megatron.prove.page import line_to_paste
@@ -117,11 +116,9 @@ def _train(proof: Proof, console: Console) -> None:
 
 def _environment(settings: ProveSettings, emulated: Path) -> dict[str, str]:
     """The ranks': a dry run forbids what it must not do, whatever else goes wrong."""
-    times_s = ",".join(map(str, settings.job.forward_times_s))
     forbidden = {FORBID_VARIABLE: "1"} if settings.dry_run else {}
     return {
         **rank_environment(emulated),
-        FORWARD_VARIABLE: times_s,
         # What torch needs for matrix products that give the same bits each time.
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         **forbidden,

@@ -14,7 +14,7 @@ import torch
 
 from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.device import Device, open_device
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device
 from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.prove.arms import order_of_round
 from envpipe_megatron.prove.settings import TURN_S, ProveSettings
@@ -47,6 +47,7 @@ def main() -> None:
     emit("rank", pid=os.getpid())
     settings = ProveSettings.read(Path(sys.argv[1]))
     if settings.emulated:
+        os.environ[FORWARD_VARIABLE] = ",".join(map(str, settings.job.forward_times_s))
         use_cpu()
     else:
         # Losses are compared to the last bit: no kernel may add in an order of its own.
