@@ -13,6 +13,8 @@ from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 
 #: Throttle reason of a GPU that does nothing.
 IDLE = "idle"
+#: What a GPU may be busy with that only answers those who read its meters.
+_MOST_BUSY_PERCENT = 5
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class GpuActivity:
         found = []
         if self.processes:
             found.append(f"GPU {self.index} is used by process {_listed(self.processes)}")
-        if self.busy_percent:
+        if self.busy_percent is not None and self.busy_percent > _MOST_BUSY_PERCENT:
             found.append(f"GPU {self.index} is {self.busy_percent} % busy")
         held = [reason for reason in self.throttle_reasons if reason != IDLE]
         if held:

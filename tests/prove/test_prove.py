@@ -171,6 +171,7 @@ def refused(*arguments):
 
 def test_a_quiet_machine_is_taken(node):
     node.set_fault(node.uuids[0], "throttle_reasons", 1)  # idle
+    node.set_fault(node.uuids[0], "busy_percent", 1)
     machine = real_machine(dry_run=False)
     assert machine.gpu_names == ("NVIDIA A100-SXM4-80GB",) * 4
     assert machine.missing == ""
