@@ -76,12 +76,12 @@ def order_of_round(number: int) -> tuple[Arm, ...]:
 def constant_plan(optimal: Plan) -> Plan:
     """The framework's own order at one clock, whose energy is nearest to that of a plan.
 
-    Among the clocks that all stages were profiled at, from the highest down to that of least
+    Among the clocks that all stages were profiled at, below the highest and down to that of least
     energy: a lower one would be slower and take more.
     """
     base = optimal.baseline
     stages = range(base.schedule.num_stages)
-    clocks = sorted(set.intersection(*(set(base.profile.clocks_mhz(s)) for s in stages)))
+    *clocks, _ = sorted(set.intersection(*(set(base.profile.clocks_mhz(s)) for s in stages)))
     plans = [
         Plan(
             "uniform",

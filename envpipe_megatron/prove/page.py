@@ -75,8 +75,10 @@ def _arms(turns: Turns, predicted: Mapping[str, Mapping[str, float]]) -> Section
             told = predicted.get(arm.name, {}).get(f"{which}_percent")
             cells.append(Claim("", value, interval, "%", None, "").shown)
             cells.append("" if told is None else f"{told:.2f} %")
-        rows.append((*cells, arm.says))
-    header = ("", "saving", "predicted", "slowdown", "predicted", "what it does")
+        ends = [predicted.get(arm.name, {}).get(f"{end}_mhz") for end in ("lowest", "highest")]
+        clocks = dict.fromkeys(f"{mhz:.0f}" for mhz in ends if mhz is not None)
+        rows.append((*cells, " to ".join(clocks), arm.says))
+    header = ("", "saving", "predicted", "slowdown", "predicted", "planned MHz", "what it does")
     text = f"Against {STOCK.name}, by rounds; +- is the 95 % interval."
     return Section("Arms", header, tuple(rows), (text,))
 

@@ -102,7 +102,6 @@ class Trainer:
             self._tell(
                 "planned",
                 predicted={OPTIMAL.name: _predicted(plan), CONSTANT.name: _predicted(constant)},
-                constant_mhz=int(constant.frequency_mhz.max()),
             )
         self._collectives.on_all(True)  # the files are there
         return statistics.median(times_s[1:])
@@ -204,4 +203,6 @@ def _predicted(plan: Plan) -> dict[str, float]:
     return {
         "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
         "slowdown_percent": plan.cost.slowdown_percent(plan.baseline.cost),
+        "lowest_mhz": float(plan.frequency_mhz.min()),
+        "highest_mhz": float(plan.frequency_mhz.max()),
     }
