@@ -30,6 +30,8 @@ os.close(1)
 sys.exit(int(server.recv(100) or 1))
 """
 NUM_RANKS = 2
+#: torchrun's own is 30 s: a rank that waits inside torch for another hears no SIGTERM.
+GRACE_S = 10.0
 
 
 def run_command(path: Path) -> None:
@@ -156,20 +158,27 @@ def _become(request, fds) -> None:
 
 
 def _await(connection: socket.socket, pids: list[int]) -> None:
-    """Reap all; while who asked lives, a failure of one ends the others, as in torchrun."""
-    left, code = set(pids), 0
+    """Reap all; while who asked lives, a failure of one ends the others, as torchrun ends them."""
+    left, code, grace_over_s = set(pids), 0, None
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.01)
+            if grace_over_s is not None and time.monotonic() > grace_over_s:
+                _end(left, signal.SIGKILL)
             continue
         left.discard(pid)
         code = code or os.waitstatus_to_exitcode(status)
-        if code and not _is_closed(connection):
-            for other in left:
-                os.kill(other, signal.SIGTERM)
+        if code and grace_over_s is None and not _is_closed(connection):
+            _end(left, signal.SIGTERM)
+            grace_over_s = time.monotonic() + GRACE_S
     with contextlib.suppress(OSError):
-        connection.send(str(code or 0).encode() if code >= 0 else b"1")
+        connection.send(str(code).encode() if code >= 0 else b"1")
+
+
+def _end(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def _is_closed(connection: socket.socket) -> bool:
