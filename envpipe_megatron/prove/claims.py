@@ -121,7 +121,7 @@ def claims_of(
         if failed:
             why = why or f"not shown: a turn did not run as planned: {failed}"
         elif interval is None:
-            why = why or f"not shown: it takes two rounds of {arm.name} and {other.name}"
+            why = why or f"not shown: it takes two metered rounds of {arm.name} and {other.name}"
         elif not why:
             holds = interval[1] < FAST_PERCENT if small else interval[0] > 0
         claims.append(Claim(name, value, interval, "%", holds, why or mark + says))

@@ -15,7 +15,8 @@ from envpipe_megatron.prove.claims import Claim, claims_of
 from envpipe_megatron.prove.machine import Machine
 from envpipe_megatron.prove.page import line_to_paste, sections_of
 from envpipe_megatron.prove.settings import ProveSettings
-from envpipe_megatron.report.summary import to_html, to_markdown
+from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.summary import to_markdown
 from envpipe_megatron.runtime.job.job_file import PROFILE_FILE
 
 CLAIMS_FORMAT = "envpipe-claims/1"
@@ -107,7 +108,7 @@ class Proof:
         replace_files(
             {
                 output / "summary.md": [to_markdown(title, sections, "prove")],
-                output / "index.html": [to_html(title, sections, output)],
+                output / "index.html": [tables_page(title, (line,), sections, "prove")],
             }
         )
         return claims

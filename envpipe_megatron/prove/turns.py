@@ -29,6 +29,7 @@ from envpipe_megatron.prove.settings import (
 from envpipe_megatron.quickstart import model as gpt
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
 from envpipe_megatron.runtime.job.job_file import PROFILE_FILE, plan_file
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
@@ -123,15 +124,12 @@ class Trainer:
         session, step = self._begin(config, gpu, framework_iterations=0)
         try:
             losses = [step() for _ in range(WARMUP_ITERATIONS + SETTLE_ITERATIONS)]
-            # The counter passes both ends of what is measured, so nothing is extrapolated.
             session.pause()
-            session.executor.idle(METER_MARGIN_S)
-            session.lap()
+            _lap(session)
             losses += [step() for _ in range(iterations)]
             sampled = gpu.clock_state()  # before the last unit has ended
             told = session.iterations  # waits for it
-            session.executor.idle(METER_MARGIN_S)
-            own = session.lap()
+            own = _lap(session)
             mean = session.gather(own)
         finally:
             session.close()
@@ -197,6 +195,13 @@ class Trainer:
 
     def _temperature_c(self) -> int | None:
         return None if self._settings.emulated else read_temperature_c(self._device.gpu.address.uid)
+
+
+def _lap(session: Session) -> IntervalEnergy:
+    """What training took since the last lap; the counter has passed its end, and was read since."""
+    session.executor.idle(METER_MARGIN_S)
+    session.meter.catch_up()
+    return session.lap()
 
 
 def _predicted(plan: Plan) -> dict[str, float]:

@@ -111,7 +111,7 @@ def test_a_dry_run_shows_no_claim_on_clocks_and_says_what_is_missing():
             assert "CAP_SYS_ADMIN" in claim.says
 
 
-@pytest.mark.parametrize(("count", "says"), [(0, "two rounds"), (1, "two rounds")])
+@pytest.mark.parametrize(("count", "says"), [(0, "two metered rounds"), (1, "two metered rounds")])
 def test_too_few_rounds_show_nothing(count, says):
     found = claims(rounds(count))
     assert found["optimal_saving"].holds is None
