@@ -20,12 +20,19 @@ from pathlib import Path
 #: Stands for torchrun. Arguments: this file's socket, the settings.
 LAUNCHER = """
 import json, os, signal, socket, sys
+pids, told = [], []
+def stop(*_):
+    told.append(True)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+signal.signal(signal.SIGTERM, stop)  # before there are ranks, as torchrun does
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
 request = {"what": "ranks", "settings": sys.argv[2], "environment": dict(os.environ)}
 socket.send_fds(server, [json.dumps(request).encode()], [1, 2])
-pids = json.loads(server.recv(1 << 16))
-signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGTERM) for pid in pids])
+pids += json.loads(server.recv(1 << 16))
+if told:
+    stop()
 os.close(1)
 sys.exit(int(server.recv(100) or 1))
 """
