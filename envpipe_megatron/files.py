@@ -77,3 +77,29 @@ def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
             value=found,
             remedy="Give another folder with --output.",
         )
+
+
+def clear_own_folder(folder: Path, files: Sequence[str], folders: Sequence[str], who: str) -> None:
+    """Make a folder, or remove from it what an earlier run of the same command left there.
+
+    Args:
+        folder: is made if it is not there.
+        files: all that the command leaves; the first marks the folder as its own.
+        folders: folders that may be beside them.
+        who: the command, in words.
+
+    Raises EnvPipeError if the folder holds anything else, or lacks the mark.
+    """
+    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    foreign = [name for name in found if name not in (*files, *folders)]
+    if foreign or (found and files[0] not in found):
+        raise EnvPipeError(
+            f"The output folder {folder} holds what no {who} left there",
+            value=(foreign or found)[0],
+            remedy="Give an empty or new folder with --output.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    for name in set(folders) & set(found):
+        shutil.rmtree(folder / name)

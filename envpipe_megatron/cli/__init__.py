@@ -14,6 +14,7 @@ from envpipe_megatron.cli.jobs.energy import energy
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.cli.jobs.patch import patch
 from envpipe_megatron.cli.jobs.profile import profile
+from envpipe_megatron.cli.jobs.prove import prove
 from envpipe_megatron.cli.jobs.quickstart import quickstart
 from envpipe_megatron.cli.jobs.report import report
 from envpipe_megatron.cli.machine.clocks import clocks
@@ -67,6 +68,7 @@ for command in (
     export_freqs,
     export_schedule,
     quickstart,
+    prove,
     launch,
     energy,
     report,

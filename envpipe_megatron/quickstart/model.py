@@ -1,8 +1,12 @@
-"""The quickstart's GPT and its data, on megatron-core."""
+"""A small GPT, its data and its training steps, on megatron-core: on the CPU, or on GPUs.
+
+`envpipe quickstart` trains it on emulated GPUs, `envpipe prove` on those and on real ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,18 +16,23 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.quickstart.settings import VOCABULARY, Settings
 
 
 def build_model(settings: Settings) -> GPTModel:
     """This stage's part of the model; the same weights in every run."""
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     config = TransformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
         num_attention_heads=settings.num_attention_heads,
         pipeline_model_parallel_size=settings.num_stages,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         use_cpu_initialization=True,
         deallocate_pipeline_outputs=True,
         hidden_dropout=0.0,
@@ -34,7 +43,7 @@ def build_model(settings: Settings) -> GPTModel:
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
         VOCABULARY,
@@ -43,6 +52,38 @@ def build_model(settings: Settings) -> GPTModel:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
+    return model.to(current_device())
+
+
+def train_step(
+    forward_backward: Callable[..., list[dict[str, torch.Tensor]]],
+    model: GPTModel,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    text: bytes,
+    iteration: int,
+) -> list[torch.Tensor]:
+    """Train one iteration; its losses, one of each microbatch, on the last stage."""
+    optimizer.zero_grad()
+    reduced = forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=microbatches(settings, text, iteration),
+        model=model,
+        num_microbatches=settings.num_microbatches,
+        seq_length=settings.sequence_length,
+        micro_batch_size=settings.microbatch_size,
+    )
+    optimizer.step()
+    return [entry["loss"] for entry in reduced]
+
+
+def digest_of_weights(model: torch.nn.Module) -> str:
+    """SHA-256 of all weights of this stage, to the last bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        content = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(content.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def microbatches(settings: Settings, text: bytes, iteration: int) -> Iterator[torch.Tensor]:
@@ -61,11 +102,11 @@ def microbatches(settings: Settings, text: bytes, iteration: int) -> Iterator[to
 
 def forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
     """One forward, in the shape that megatron-core's `forward_step` asks for."""
-    tokens = next(data)
+    tokens = next(data).to(current_device(), non_blocking=True)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     length = inputs.shape[1]
-    positions = torch.arange(length).expand_as(inputs)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(length, device=tokens.device).expand_as(inputs)
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
     output = model(inputs, positions, mask, labels=labels)
     return output, _mean_loss
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from envpipe_megatron.console import say
+from envpipe_megatron.files import clear_own_folder
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.quickstart.ranks import (
@@ -29,6 +29,7 @@ from envpipe_megatron.quickstart.settings import (
     RUNS,
     QuickstartError,
     Settings,
+    check_installed,
     load_text,
 )
 
@@ -64,8 +65,8 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     output, text = Path(settings.output_dir), Path(settings.text)
     load_preset(settings.preset)
     content = load_text(text, 100 * settings.sequence_length)
-    _check_installed()
-    _clear(output)
+    check_installed("The quickstart")
+    clear_own_folder(output, _FILES, _FOLDERS, "quickstart")
     settings.write(output / "settings.json")
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
@@ -97,34 +98,6 @@ def run_quickstart(settings: Settings, console: Console) -> None:
             "EnvPipe changed the result of training, which it must never do",
             remedy=f"Please report this with the files in {output}.",
         )
-
-
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
-        if find_spec(module) is None:
-            raise QuickstartError(
-                f"The quickstart needs {package}, which is not installed",
-                remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
-            )
-
-
-def _clear(output: Path) -> None:
-    """Remove an earlier quickstart's files; refuse a folder that holds anything else."""
-    found = sorted(path.name for path in output.iterdir()) if output.exists() else []
-    foreign = [name for name in found if name not in (*_FILES, *_FOLDERS)]
-    if foreign or (found and _FILES[0] not in found):
-        raise QuickstartError(
-            f"The output folder {output} holds what no quickstart left there",
-            value=(foreign or found)[0],
-            remedy="Give an empty or new folder with --output.",
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    for name in _FILES:
-        (output / name).unlink(missing_ok=True)
-    for name in set(_FOLDERS) & set(found):
-        shutil.rmtree(output / name)
 
 
 def _train(settings: Settings, output: Path, progressed: Progressed, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +94,16 @@ RUNS = (
     ("baseline", "baseline", "1f1b", "default"),
     ("envpipe", "optimal", "auto", "default"),
 )
+
+
+def check_installed(who: str) -> None:
+    """Refuse by a QuickstartError if a package is missing that training needs."""
+    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
+        if importlib.util.find_spec(module) is None:
+            raise QuickstartError(
+                f"{who} needs {package}, which is not installed",
+                remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
+            )
 
 
 def load_text(path: Path, least_bytes: int) -> bytes:

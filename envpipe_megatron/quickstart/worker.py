@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
@@ -23,6 +22,7 @@ from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart import ranks
+from envpipe_megatron.quickstart.pipeline import joined_pipeline
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -76,17 +76,10 @@ class QuickstartRank:
         try:
             while steady < settings.steady_iterations:
                 iteration = len(losses)
-                optimizer.zero_grad()
-                reduced = forward_backward(
-                    forward_step_func=quickstart_model.forward_step,
-                    data_iterator=quickstart_model.microbatches(settings, self.text, iteration),
-                    model=model,
-                    num_microbatches=settings.num_microbatches,
-                    seq_length=settings.sequence_length,
-                    micro_batch_size=settings.microbatch_size,
+                step_losses = quickstart_model.train_step(
+                    forward_backward, model, optimizer, settings, self.text, iteration
                 )
-                optimizer.step()
-                losses.append([float(entry["loss"]) for entry in reduced])
+                losses.append([float(loss) for loss in step_losses])
                 phase, record = session.state.phase, session.last_record
                 assert record is not None
                 steady += phase is Phase.STEADY
@@ -101,7 +94,9 @@ class QuickstartRank:
                         wall_time_s=record.wall_time_s,
                     )
                 if len(losses) == settings.baseline_iterations:
-                    digest = _digest(model)  # after as many steps as the baseline makes
+                    digest = quickstart_model.digest_of_weights(
+                        model
+                    )  # after as many steps as the baseline makes
         finally:
             session.close()
         self._emit_result(run, session, executor, digest)
@@ -186,28 +181,16 @@ class QuickstartRank:
             )
 
 
-def _digest(model: torch.nn.Module) -> str:
-    """SHA-256 of all weights of this stage, to the last bit."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def main() -> None:
     """Run as one rank under torchrun: `worker.py SETTINGS.json`."""
     ranks.leave_on_sigterm()
     emit("rank", run="", pid=os.getpid())
     settings = Settings.read(Path(sys.argv[1]))
-    torch.set_num_threads(1)
     use_cpu()
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.num_stages)
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    rank = QuickstartRank(settings)
-    for run in RUNS:
-        rank.train(*run)
-    dist.destroy_process_group()
+    with joined_pipeline(settings.num_stages, _TIMEOUT):
+        rank = QuickstartRank(settings)
+        for run in RUNS:
+            rank.train(*run)
 
 
 if __name__ == "__main__":

@@ -228,9 +228,9 @@ def _power(step: StepFacts) -> str:
     return "not known" if step.power_w is None else f"{step.power_w:.1f}"
 
 
-def to_markdown(title: str, sections: Iterable[Section]) -> str:
-    """Markdown; pictures are linked."""
-    parts = [f"# {title}", f"Made by `envpipe report` {__version__}."]
+def to_markdown(title: str, sections: Iterable[Section], command: str = "report") -> str:
+    """Markdown, made by one of EnvPipe's commands; pictures are linked."""
+    parts = [f"# {title}", f"Made by `envpipe {command}` {__version__}."]
     for section in sections:
         parts.append(f"## {section.title}")
         if section.rows:

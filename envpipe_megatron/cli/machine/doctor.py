@@ -34,17 +34,22 @@ def doctor(as_json: bool) -> None:
 
       envpipe doctor --json
     """
-    checks = [
-        *gpu_checks(),
-        *control_checks(),
-        *environment_checks(),
-        *software_checks(driver_cuda()),
-    ]
+    checks = all_checks()
     if as_json:
         document = {"format": FORMAT, "checks": [asdict(check) for check in checks]}
         click.echo(json.dumps(document, indent=2))
         return
     Console().print(_table(checks))
+
+
+def all_checks() -> list[Check]:
+    """All that is looked at, each by reading alone."""
+    return [
+        *gpu_checks(),
+        *control_checks(),
+        *environment_checks(),
+        *software_checks(driver_cuda()),
+    ]
 
 
 def _table(checks: list[Check]) -> Table:

@@ -22,7 +22,6 @@ from envpipe_megatron.gpu.base import (
     ClockControlForbiddenError,
     Gpu,
     clock_control_forbidden,
-    nearest_frequencies,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -31,11 +30,9 @@ from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
     EmulatedKernelTimer,
     KernelTimer,
+    usual_clocks_mhz,
 )
 from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
-
-#: Shares of the highest clock that are measured by default.
-_SHARES = (1.0, 0.75, 0.5)
 
 
 @click.command("measure-latency")
@@ -122,15 +119,10 @@ def _measure(
     clocks: Sequence[int] | None,
     repeats: int,
 ) -> dict[str, Any]:
-    supported = gpu.supported_frequencies_mhz
-    if clocks is None:
-        highest = max(supported)
-        clocks = [nearest_frequencies(round(share * highest), supported)[-1] for share in _SHARES]
-
     def tell(text: str) -> None:
         say(console, f"{gpu.name}: {text}")
 
-    return measure(gpu, timer, clocks, repeats, tell)
+    return measure(gpu, timer, clocks or usual_clocks_mhz(gpu), repeats, tell)
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -96,9 +96,7 @@ def page_text(
         for view in views
     ]
     kept = [_without_viewed(section) for section in sections]
-    own = files("envpipe_megatron.report.page")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string((own / "page.html").read_text()).render(
+    return _rendered(
         title=title,
         tiles=_tiles(facts),
         marks=marks_of(folder),
@@ -111,11 +109,33 @@ def page_text(
             for section in kept
             for picture in section.pictures
         },
-        version=__version__,
-        style=Markup((own / "page.css").read_text()),
         library=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         script=Markup(script),
+        command="report",
+    )
+
+
+def tables_page(title: str, marks: Sequence[str], sections: Sequence[Section], command: str) -> str:
+    """A page of tables alone, made by one of EnvPipe's commands; `marks` stand above them."""
+    return _rendered(
+        title=title,
+        tiles=(),
+        marks=marks,
+        views=(),
+        sections=sections,
+        stills={},
+        command=command,
+    )
+
+
+def _rendered(**parts: object) -> str:
+    own = files("envpipe_megatron.report.page")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string((own / "page.html").read_text()).render(
+        version=__version__,
+        style=Markup((own / "page.css").read_text()),
         behaviour=Markup((own / "page.js").read_text()),
+        **parts,
     )
 
 

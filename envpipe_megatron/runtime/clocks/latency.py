@@ -26,6 +26,8 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
 from envpipe_megatron.runtime.clocks.controller import spread
 
+#: Shares of the highest clock that are measured where no clocks are named.
+_USUAL_SHARES = (1.0, 0.75, 0.5)
 #: Kernels of one trace, and of them those that run before the change.
 KERNELS = 100
 LEAD = 10
@@ -66,6 +68,13 @@ class KernelTimer(Protocol):
 
     def trace(self, call: Callable[[], None], look: Callable[[], int]) -> Trace:
         """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
+
+
+def usual_clocks_mhz(gpu: Gpu) -> list[int]:
+    """The clocks near all, 3/4 and 1/2 of the highest, which are measured if none are named."""
+    supported = gpu.supported_frequencies_mhz
+    top = max(supported)
+    return [nearest_frequencies(round(share * top), supported)[-1] for share in _USUAL_SHARES]
 
 
 def measure_latency(

@@ -150,3 +150,39 @@ EXPORT int nvmlDeviceGetVirtualizationMode(Device device, unsigned *mode) {
     if (call.result == SUCCESS) *mode = call.gpu->faults[FAULT_VGPU] ? 2 : 0;
     return told(call, "nvmlDeviceGetVirtualizationMode");
 }
+
+struct ProcessInfo {
+    unsigned pid;
+    unsigned long long used_bytes;
+    unsigned gpu_instance, compute_instance;
+};
+
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count,
+                                                   struct ProcessInfo *processes) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) {
+        uint64_t pid = call.gpu->faults[FAULT_PROCESS];
+        if (pid && *count < 1) call.result = INSUFFICIENT_SIZE;
+        if (pid && *count >= 1) processes[0] = (struct ProcessInfo){(unsigned)pid, 1 << 30, 0, 0};
+        *count = pid != 0;
+    }
+    return told(call, "nvmlDeviceGetComputeRunningProcesses_v3");
+}
+
+EXPORT int nvmlDeviceGetUtilizationRates(Device device, unsigned percent[2]) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) {
+        percent[0] = (unsigned)call.gpu->faults[FAULT_BUSY_PERCENT];
+        percent[1] = 0;
+    }
+    return told(call, "nvmlDeviceGetUtilizationRates");
+}
+
+EXPORT int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *degrees) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && sensor != 0) call.result = INVALID_ARGUMENT;
+    if (call.result == SUCCESS && !call.gpu->faults[FAULT_TEMPERATURE_C])
+        call.result = NOT_SUPPORTED;
+    if (call.result == SUCCESS) *degrees = (unsigned)call.gpu->faults[FAULT_TEMPERATURE_C];
+    return told(call, "nvmlDeviceGetTemperature");
+}

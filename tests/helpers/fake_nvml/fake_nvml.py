@@ -37,6 +37,9 @@ FAULTS = (
     "requested_profiles",  # bits of workload power profiles, where the GPU has them
     "enforced_profiles",
     "power_limit_w",  # what the limit is now, in place of the default
+    "process",  # this process computes on it
+    "busy_percent",
+    "temperature_c",  # cannot be read without
 )
 NODE_FAULTS = ("driver_mismatch", "driver_not_loaded", "old_driver")
 
@@ -68,7 +71,7 @@ class _Gpu(ctypes.Structure):
         ("mig_capable", ctypes.c_uint64),
         ("has_profiles", ctypes.c_uint64),
         ("refresh_phase_ns", ctypes.c_uint64),
-        ("faults", ctypes.c_uint64 * 16),
+        ("faults", ctypes.c_uint64 * 24),
         ("active", ctypes.c_uint64),
         ("segments", _Segment * 2),
     )

@@ -55,7 +55,10 @@ enum {
     FAULT_REQUESTED_PROFILES, /* bits of workload power profiles, where the GPU has them */
     FAULT_ENFORCED_PROFILES,
     FAULT_POWER_LIMIT_W, /* what the limit is now, in place of the default */
-    NUM_FAULTS = 16,
+    FAULT_PROCESS,    /* a process that computes there, by its number */
+    FAULT_BUSY_PERCENT,
+    FAULT_TEMPERATURE_C, /* one of 0 cannot be read */
+    NUM_FAULTS = 24,
 };
 
 /* Faults of the whole node. */

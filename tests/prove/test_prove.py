@@ -1,0 +1,308 @@
+"""One short proof on emulated A100s, in full, and what `envpipe prove` refuses before it starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+
+import pytest
+from changed_preset import write_changed_preset
+from click.testing import CliRunner
+from memory_folder import memory_folder
+from quickstart_helpers import locks_mhz, processes_of, short_settings
+from rich.console import Console
+
+from envpipe_megatron.cli import main
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu import control
+from envpipe_megatron.prove import machine as prove_machine
+from envpipe_megatron.prove import run as prove_run
+from envpipe_megatron.prove.arms import ARMS
+from envpipe_megatron.prove.machine import emulated_machine, real_machine
+from envpipe_megatron.prove.run import run_prove
+from envpipe_megatron.prove.settings import ProveSettings
+
+pytestmark = pytest.mark.xdist_group("quickstart")
+
+ROUNDS = 2
+CHECKS = [{"name": "GPUs", "ok": True, "evidence": "two of a test"}]
+
+
+class Finished:
+    def __init__(self, output, screen):
+        self.output, self.screen = output, screen
+        self.document = json.loads((output / "claims.json").read_text())
+        self.claims = {claim["name"]: claim for claim in self.document["claims"]}
+        lines = (output / "turns.jsonl").read_text().splitlines()
+        self.turns = [json.loads(line) for line in lines]
+        self.page = (output / "index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def finished():
+    with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
+        small = {"num_layers": 2, "hidden_size": 32, "sequence_length": 16, "num_microbatches": 4}
+        # Three clocks: each is profiled.
+        changes = {
+            "frequency_step_mhz": (15, 420), "min_frequency_mhz": (210, 570),
+            "refresh_s": (0.1, 0.05),
+        }  # fmt: skip
+        preset = str(write_changed_preset(folder / "three.toml", changes))
+        job = short_settings(folder, num_stages=2, preset=preset, **small)
+        screen = io.StringIO()
+        machine = emulated_machine(job.preset, 2, dry_run=False)
+        settings = ProveSettings(job, True, False, ROUNDS, iterations=3)
+        run_prove(settings, machine, CHECKS, Console(file=screen, width=400))
+        yield Finished(folder / "out", screen.getvalue())
+
+
+def test_all_promised_files_are_there_and_nothing_else(finished):
+    assert {path.name for path in finished.output.iterdir()} == {
+        "prove.json", "log.txt", "machine.json", "versions.json", "latency.json", "turns.jsonl",
+        "claims.json", "summary.md", "index.html", "emulated", "profile", "plans", "arms",
+    }  # fmt: skip
+    for arm in ARMS:
+        for name in ("energy", "timeline", "clocks"):
+            lines = (finished.output / "arms" / arm.name / f"{name}.jsonl").read_text()
+            assert all(json.loads(line)["emulated"] is True for line in lines.splitlines())
+    versions = json.loads((finished.output / "versions.json").read_text())
+    assert {"envpipe-megatron", "torch", "CUDA", "megatron-core"} <= versions.keys()
+
+
+def test_arms_train_in_turns_every_other_round_backwards(finished):
+    names = [arm.name for arm in ARMS]
+    assert [turn["arm"] for turn in finished.turns] == names + names[::-1]
+    assert [turn["round"] for turn in finished.turns] == [0] * 5 + [1] * 5
+    assert all(turn["step"]["iterations"] == 3 for turn in finished.turns)
+
+
+def test_all_turns_train_the_same_and_it_is_claimed(finished):
+    first = finished.turns[0]
+    assert len(first["losses"]) == 7
+    assert all(len(of_step) == 4 for of_step in first["losses"])
+    assert all(turn["losses"] == first["losses"] for turn in finished.turns)
+    assert first["losses"][-1] != first["losses"][0]
+    for name in ("losses_equal", "weights_equal"):
+        assert (finished.claims[name]["holds"], finished.claims[name]["value"]) == (True, 7)
+
+
+def test_each_arm_is_what_it_says(finished):
+    profile = read_profile(finished.output / "profile" / "profile.csv")
+    constant = read_plan(finished.output / "plans" / "constant.json", profile)
+    optimal = read_plan(finished.output / "plans" / "optimal.json", profile)
+    times_s = {turn["arm"]: turn["step"]["time_s"] for turn in finished.turns}
+    changes = {
+        turn["arm"]: sum(stage["clocks"]["changes"] for stage in turn["stages"])
+        for turn in finished.turns
+    }
+    assert changes["stock"] == 0
+    # Four forwards and four backwards of two ranks in seven iterations, each with a call.
+    assert changes["relock"] >= 7 * 8 * 2
+    assert changes["constant"] < changes["optimal"]
+    assert times_s["relock"] == pytest.approx(times_s["stock"], rel=1e-6)
+    assert times_s["optimal"] == pytest.approx(optimal.cost.iteration_time_s, rel=0.02)
+    assert times_s["constant"] == pytest.approx(constant.cost.iteration_time_s, rel=0.02)
+    assert times_s["constant"] > 1.05 * times_s["stock"]
+    assert constant.frequency_mhz.min() == constant.frequency_mhz.max() < 1410
+
+
+def test_claims_have_intervals_from_rounds_and_say_emulated(finished):
+    document, claims = finished.document, finished.claims
+    assert document["format"] == "envpipe-claims/1"
+    assert (document["complete"], document["emulated"]) == (True, True)
+    assert set(claims["optimal_saving"]) == {
+        "name", "value", "interval", "unit", "holds", "says",
+    }  # fmt: skip
+    assert claims["optimal_saving"]["value"] > 5
+    low, high = claims["optimal_saving"]["interval"]
+    assert low < claims["optimal_saving"]["value"] < high
+    assert claims["optimal_slowdown"]["holds"] is True
+    assert claims["constant_slowdown"]["holds"] is True
+    assert claims["constant_slower_than_optimal"]["holds"] is True
+    assert claims["clock_change"]["value"] == pytest.approx(0.01, abs=1e-3)
+    says = [claim["says"] for claim in claims.values()]
+    assert [text for text in says if not text.startswith("emulated: ")] == []
+
+
+def test_the_page_stands_alone_and_has_every_table(finished):
+    assert re.findall("<h2>(.*?)</h2>", finished.page) == [
+        "To paste", "Claims", "Arms", "Turns, in their order",
+        "Latency of a change of clock, median", "Time and energy of units over clocks",
+        "Waiting power over clocks", "Machine", "Doctor",
+    ]  # fmt: skip
+    assert not re.search("<(script|img|iframe)|https?:", finished.page)
+    assert "two of a test" in finished.page
+    profile = read_profile(finished.output / "profile" / "profile.csv")
+    constant = read_plan(finished.output / "plans" / "constant.json", profile)
+    assert f"<td>{constant.frequency_mhz.max()}</td><td>1F1B at the one lower" in finished.page
+    assert "# EnvPipe: a proof (emulated)" in (finished.output / "summary.md").read_text()
+
+
+def test_the_line_to_paste_is_printed_and_kept(finished):
+    line = finished.document["line"]
+    assert line.startswith("[emulated] envpipe prove ")
+    assert "2 x NVIDIA A100" in line
+    assert line in finished.screen
+
+
+def test_every_clock_is_reset_and_no_rank_is_left(finished):
+    assert locks_mhz(finished.output) == [None, None]
+    assert not processes_of(finished.output)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(fake_nvml, monkeypatch, tmp_path):
+    """Four quiet A100s whose clocks this process may change; nothing is ever started or changed."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_FORBID_CLOCK_CONTROL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
+    fake_nvml.use_here()
+    yield fake_nvml
+    assert fake_nvml.changes() == []
+
+
+def refused(*arguments):
+    result = CliRunner().invoke(main, ["prove", *map(str, arguments)])
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    return " ".join(result.stderr.split())
+
+
+def test_a_quiet_machine_is_taken(node):
+    node.set_fault(node.uuids[0], "throttle_reasons", 1)  # idle
+    node.set_fault(node.uuids[0], "busy_percent", 1)
+    machine = real_machine(dry_run=False)
+    assert machine.gpu_names == ("NVIDIA A100-SXM4-80GB",) * 4
+    assert machine.missing == ""
+    assert machine.versions["driver"] == "580.00.00-fake"
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [
+        ("process", 4711, "GPU 2 is used by process 4711"),
+        ("busy_percent", 35, "GPU 2 is 35 % busy"),
+        ("throttle_reasons", 0x40, "GPU 2 is held back by hardware thermal slowdown"),
+    ],
+)
+def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
+    node.set_fault(node.uuids[2], fault, value)
+    message = refused("--output", tmp_path / "out")
+    assert said in message
+    assert "not quiet" in message
+    assert "End what runs there" in message
+    assert not (tmp_path / "out").exists()
+    assert said in refused("--dry-run", "--output", tmp_path / "out")
+
+
+def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
+    cores = os.cpu_count()
+    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
+    assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
+
+
+def test_forbidden_clocks_are_refused_or_left_alone(node, monkeypatch, tmp_path):
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    message = refused("--output", tmp_path / "out")
+    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in message
+    assert "--dry-run" in message
+    assert not (tmp_path / "out").exists()
+    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in real_machine(dry_run=True).missing
+
+
+def test_without_rights_it_says_which_are_missing(node, monkeypatch, tmp_path):
+    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    message = refused("--output", tmp_path / "out")
+    assert "CAP_SYS_ADMIN" in message
+    assert "--dry-run" in message
+    assert "CAP_SYS_ADMIN" in real_machine(dry_run=True).missing
+
+
+def test_one_gpu_is_no_pipeline(node, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    message = refused("--output", tmp_path / "out")
+    assert "two GPUs or more" in message
+    assert "--gpu a100-sxm" in message
+
+
+def test_a_folder_with_other_files_is_left_untouched(node, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    message = refused("--output", output)
+    assert str(output) in message
+    assert [path.name for path in output.iterdir()] == ["notes.txt"]
+
+
+def test_ranks_that_tell_nothing_are_no_success(node, tmp_path):
+    output = tmp_path / "out"
+    assert "without reporting all turns" in refused("--output", output)
+    assert json.loads((output / "claims.json").read_text())["complete"] is False
+    assert "not complete" in (output / "summary.md").read_text()
+    # Its own folder is used again.
+    assert "without reporting all turns" in refused("--output", output)
+
+
+def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
+    job = short_settings(tmp_path, num_stages=2, num_layers=2)
+    step = {"time_s": 1.0, "energy_j": 9.0, "iterations": 3}
+    stage = {
+        "clocks": {"error": None, "followed": None, "changes": 0}, "temperature_c": [None, None],
+        "weights_sha256": "a", "sampled": {"throttle_reasons": ["power cap"]},
+    }  # fmt: skip
+
+    def train(proof, console):
+        proof.take({
+            "event": "turn", "arm": "stock", "round": 0, "step": step, "losses": [[1.0]],
+            "stages": [stage], "failure": "",
+        })  # fmt: skip
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prove_run, "_train", train)
+    screen = io.StringIO()
+    machine = emulated_machine(job.preset, 2, dry_run=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_prove(
+            ProveSettings(job, True, True, 1, 3), machine, CHECKS, Console(file=screen, width=400)
+        )
+    assert "Interrupted: clocks are reset" in screen.getvalue()
+    output = tmp_path / "out"
+    assert "| 0 stock | 3 | 1.0000 | 18.0 |  | power cap |" in (output / "summary.md").read_text()
+    assert json.loads((output / "claims.json").read_text())["complete"] is False
+    assert not (output / "text.bin").exists()
+
+
+def test_arms_that_train_differently_are_no_success(tmp_path, monkeypatch):
+    job = short_settings(tmp_path, num_stages=2, num_layers=2)
+    clocks = {"error": None, "followed": None, "changes": 0}
+    sampled = {"throttle_reasons": []}
+    stage = {
+        "clocks": clocks, "temperature_c": [None, None], "weights_sha256": "a", "sampled": sampled,
+    }  # fmt: skip
+
+    def train(proof, console):
+        for number, arm in enumerate(ARMS):
+            proof.take({
+                "event": "turn", "arm": arm.name, "round": 0, "step": None,
+                "losses": [[float(number)]], "stages": [stage], "failure": "",
+            })  # fmt: skip
+
+    monkeypatch.setattr(prove_run, "_train", train)
+    machine = emulated_machine(job.preset, 2, dry_run=False)
+    with pytest.raises(EnvPipeError, match="trained differently"):
+        run_prove(
+            ProveSettings(job, True, False, 1, 3), machine, CHECKS, Console(file=io.StringIO())
+        )

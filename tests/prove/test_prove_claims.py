@@ -1,0 +1,186 @@
+"""Claims of made-up rounds, the constant clock, and what a line says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from preset_profile import preset_profile
+
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.prove.arms import ARMS, constant_plan, order_of_round
+from envpipe_megatron.prove.claims import claims_of, difference
+from envpipe_megatron.prove.machine import Machine
+from envpipe_megatron.prove.page import line_to_paste
+
+#: Time and energy of each arm over those of stock in the same round.
+RATIOS = {
+    "stock": (1.0, 1.0),
+    "relock": (1.002, 1.0),
+    "constant": (1.12, 0.86),
+    "envelope": (1.001, 0.9),
+    "optimal": (1.0, 0.85),
+}
+LATENCY = [{"frequency_change_s": 0.01}, {"frequency_change_s": 0.012}]
+
+
+def turn(arm, number, time_s, energy_j, **changes):
+    stage = {"weights_sha256": "a", "clocks": {"error": None}, "temperature_c": [40, 50]}
+    return {
+        "arm": arm, "round": number, "step": {"time_s": time_s, "energy_j": energy_j},
+        "losses": [[4.0, 3.5], [3.0, 2.5]], "stages": [stage, stage], "failure": "", **changes,
+    }  # fmt: skip
+
+
+def rounds(count, jitter=0.0):
+    """Rounds of which each is a tenth slower and hungrier than the one before, for all arms."""
+    return [
+        turn(arm, n, 1.1**n * time, 100 * 1.1**n * (energy + jitter * (-1) ** n * (arm != "stock")))
+        for n in range(count)
+        for arm, (time, energy) in RATIOS.items()
+    ]
+
+
+def claims(turns, latency=LATENCY, missing="", emulated=False):
+    found = claims_of(turns, latency, missing=missing, emulated=emulated)
+    return {claim.name: claim for claim in found}
+
+
+def test_what_drifts_over_rounds_falls_out():
+    value, interval = difference(rounds(4), "optimal", "stock", "saving")
+    assert value == pytest.approx(15)
+    assert interval == pytest.approx((15, 15))
+    assert difference(rounds(4), "constant", "stock", "slowdown")[0] == pytest.approx(12)
+
+
+def test_an_interval_is_students_of_the_differences_by_round():
+    # 16 % and 14 % in turns: mean 15, standard deviation of four 2/sqrt(3), t of 3 degrees 3.182.
+    half = 3.1824463 * (2 / 3**0.5) / 4**0.5
+    value, interval = difference(rounds(4, jitter=0.01), "optimal", "stock", "saving")
+    assert value == pytest.approx(15)
+    assert interval == pytest.approx((15 - half, 15 + half), rel=1e-6)
+
+
+def test_claims_hold_where_their_intervals_say_so():
+    found = claims(rounds(4))
+    assert all(claim.holds for claim in found.values())
+    assert found["clock_change"].value == 0.012
+    assert found["constant_slower_than_optimal"].value == pytest.approx(12)
+    # The same means, but rounds that differ by more than they save.
+    shaky = claims(rounds(4, jitter=0.2))
+    assert shaky["optimal_saving"].value == pytest.approx(15)
+    assert shaky["optimal_saving"].holds is False
+
+
+@pytest.mark.parametrize(
+    ("arm", "time", "energy", "broken"),
+    [
+        ("relock", 1.02, 1.0, {"relock_slowdown"}),
+        ("optimal", 1.02, 0.85, {"optimal_slowdown"}),
+        ("optimal", 1.0, 1.01, {"optimal_saving"}),
+        ("envelope", 1.02, 1.01, {"envelope_slowdown", "envelope_saving"}),
+        ("constant", 1.0, 0.86, {"constant_slowdown", "constant_slower_than_optimal"}),
+    ],
+)
+def test_each_claim_can_fail(monkeypatch, arm, time, energy, broken):
+    monkeypatch.setitem(RATIOS, arm, (time, energy))
+    found = claims(rounds(3))
+    assert {name for name, claim in found.items() if not claim.holds} == broken
+
+
+def test_one_bit_of_one_loss_or_weight_is_said():
+    turns = rounds(2)
+    turns[7] = turn("envelope", 1, 1.0, 90.0, losses=[[4.0, 3.5], [3.0, np.nextafter(2.5, 3)]])
+    assert claims(turns)["losses_equal"].holds is False
+    assert claims(turns)["weights_equal"].holds is True
+    other = {"weights_sha256": "b", "clocks": {"error": None}, "temperature_c": [40, 50]}
+    turns = rounds(2)
+    turns[3] = turn("envelope", 0, 1.0, 90.0, stages=[turns[3]["stages"][0], other])
+    assert claims(turns)["weights_equal"].holds is False
+
+
+def test_a_dry_run_shows_no_claim_on_clocks_and_says_what_is_missing():
+    found = claims(rounds(3), latency=None, missing="user 7 has no CAP_SYS_ADMIN")
+    assert found["losses_equal"].holds is True
+    for name, claim in found.items():
+        if not name.endswith("_equal"):
+            assert claim.holds is None, name
+            assert claim.says.startswith("not shown: clocks were not changed")
+            assert "CAP_SYS_ADMIN" in claim.says
+
+
+@pytest.mark.parametrize(("count", "says"), [(0, "two metered rounds"), (1, "two metered rounds")])
+def test_too_few_rounds_show_nothing(count, says):
+    found = claims(rounds(count))
+    assert found["optimal_saving"].holds is None
+    assert says in found["optimal_saving"].says
+    assert found["losses_equal"].holds is (True if count else None)
+
+
+def test_an_arm_whose_control_ended_shows_nothing():
+    turns = rounds(2)
+    lost = {**turns[4]["stages"][0], "clocks": {"error": "the guard is gone"}}
+    turns[4] = turn("optimal", 0, 1.0, 85.0, stages=[lost, lost])
+    found = claims(turns)
+    assert found["optimal_saving"].holds is None
+    assert "the guard is gone" in found["optimal_saving"].says
+    assert found["envelope_saving"].holds is True
+    turns = rounds(2)
+    turns[9] = turn("optimal", 1, 1.0, 85.0, failure="no plan could be made")
+    found = claims(turns)
+    assert found["constant_slower_than_optimal"].holds is None
+    assert "no plan could be made" in found["optimal_slowdown"].says
+
+
+def test_a_change_that_no_kernel_shows_is_said():
+    assert claims(rounds(2), [{"frequency_change_s": None}])["clock_change"].holds is False
+
+
+def test_the_line_says_what_is_emulated_and_what_a_dry_run():
+    turns = rounds(3)
+    for emulated, missing, mark in (
+        (False, "", "envpipe prove"),
+        (True, "", "[emulated] "),
+        (True, "no rights", "[emulated, clocks were not changed] "),
+    ):
+        machine = Machine(emulated, ("A100", "A100"), (), None, missing, {})
+        found = claims_of(turns, LATENCY, missing=missing, emulated=emulated)
+        line = line_to_paste(found, machine, turns)
+        assert line.startswith(mark)
+        assert "2 x A100, 3 rounds" in line
+        assert "optimal saves 15.00 +- 0.00 %" in line
+        assert "losses equal to the last bit" in line
+
+
+def test_every_other_round_goes_backwards():
+    assert order_of_round(0) == ARMS
+    assert order_of_round(1) == ARMS[::-1]
+
+
+TIMES_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
+
+
+def test_the_constant_clock_is_a_lower_one_even_if_the_highest_is_nearer():
+    profile = preset_profile("a100-sxm", 2, TIMES_S, [570])
+    request = PlanRequest(4, schedule="auto", policy="optimal", blocking_power_w=83.6)
+    assert set(constant_plan(make_plan(profile, request).plan).frequency_mhz.ravel()) == {570}
+
+
+def test_the_constant_clock_is_the_one_nearest_in_energy():
+    profile = preset_profile("a100-sxm", 4, TIMES_S, range(700, 1400, 15))
+    request = PlanRequest(8, schedule="auto", policy="optimal", blocking_power_w=83.6)
+    optimal = make_plan(profile, request).plan
+    constant = constant_plan(optimal)
+    clocks = np.unique(constant.frequency_mhz)
+    assert len(clocks) == 1
+    assert constant.schedule == optimal.baseline.schedule
+    wanted_j, off_j = optimal.cost.energy_j, abs(constant.cost.energy_j - optimal.cost.energy_j)
+    for clock in set(profile.clocks_mhz(0)) - set(clocks) - {1410}:
+        other = Plan(
+            "uniform", constant.schedule, np.full_like(constant.frequency_mhz, clock),
+            constant.profile, constant.conditions,
+        )  # fmt: skip
+        assert abs(other.cost.energy_j - wanted_j) >= off_j or clock < clocks[0]
+    assert constant.cost.iteration_time_s > optimal.cost.iteration_time_s

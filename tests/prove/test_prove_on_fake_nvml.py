@@ -1,0 +1,247 @@
+"""Proofs on two GPUs of the fake NVML library: whole ones, dry ones, and ones that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fake_nvml.fake_nvml import FakeNvml
+from fake_nvml.models import MODELS, FakeModel
+from on_request import _asked_for
+from quickstart_helpers import write_text
+
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.prove.settings import ProveSettings
+from envpipe_megatron.quickstart.settings import Settings
+
+pytestmark = [
+    pytest.mark.xdist_group("quickstart"),
+    pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks for processes in /proc"),
+]
+
+KILLS = 200 if _asked_for("GPU") else 3
+DEADLINE_S = 120.0
+#: Few clocks: each is profiled.
+FEW = FakeModel(
+    name="NVIDIA A100-SXM4-80GB",
+    graphics_mhz={1215: (1410, 1200, 990, 780)},
+    running_memory_mhz=1215,
+    power_limit_w=400,
+    faults={"no_instant_power": 1, "temperature_c": 40},
+)
+
+
+class Proofs:
+    """Starts proofs on a node of two fake GPUs, and waits for their ends."""
+
+    def __init__(self, folder, library, monkeypatch):
+        monkeypatch.setitem(MODELS, "few", FEW)
+        self.folder = folder
+        self.nvml = FakeNvml(folder / "nvml", library, ["few", "few"])
+        self.nvml._node.refresh_ns = 20_000_000
+        (folder / "run").mkdir(mode=0o700)
+        self.pid_file = folder / "pids"
+        for name, value in {
+            "ENVPIPE_LEASE_DIR": folder / "leases",
+            "XDG_RUNTIME_DIR": folder / "run",
+            "PROVE_SOCKET": folder / "socket",
+            "PROVE_PIDS": self.pid_file,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
+        environment = {
+            **os.environ,
+            **self.nvml.environment,
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
+        }
+        server = Path(__file__).with_name("prove_server.py")
+        self._log = (folder / "server.log").open("w")
+        self._server = subprocess.Popen(
+            [sys.executable, str(server)], env=environment, stdout=subprocess.PIPE, text=True,
+            stderr=self._log,
+        )  # fmt: skip
+        assert self._server.stdout.readline() == "ready\n", (folder / "server.log").read_text()
+
+    def close(self):
+        self._server.kill()
+        self._server.wait()
+        self._log.close()
+
+    def start(self, *, dry_run=False):
+        """Start a proof; its output folder."""
+        output = self.folder / "out"
+        job = Settings(
+            str(output), str(write_text(self.folder / "text.txt")), num_stages=2, num_layers=2,
+            hidden_size=32, sequence_length=16, num_microbatches=4,
+        )  # fmt: skip
+        settings = self.folder / "settings.json"
+        ProveSettings(job, False, dry_run, rounds=1, iterations=2).write(settings)
+        self.pid_file.write_text("")
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.folder / "socket"))
+        request = {"what": "command", "settings": str(settings), "environment": {}}
+        socket.send_fds(connection, [json.dumps(request).encode()], [self._log.fileno()] * 2)
+        connection.recv(1 << 16)
+        self._connection = connection
+        return output
+
+    def pids(self, what):
+        """Of the command or the ranks that were started last; none if it has not come so far."""
+        lines = map(json.loads, self.pid_file.read_text().splitlines())
+        return [pid for line in lines for pid in line.get(what, ())]
+
+    def launcher(self):
+        """What stands for torchrun, if it runs."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (folder / "cmdline").read_bytes()
+                if str(self.folder / "socket").encode() in command:
+                    found.append(int(folder.name))
+        return found
+
+    def wait(self):
+        """Wait until nothing of the proof runs; the command's exit code."""
+        self._connection.settimeout(DEADLINE_S)
+        code = int(self._connection.recv(100))
+        until(lambda: not self.launcher(), "the end of the launcher")
+        until(lambda: not any(map(runs, self.pids("ranks"))), "the end of the ranks")
+        return code
+
+    def locked(self):
+        return [uid for uid in self.nvml.uuids if self.nvml.locked_mhz(uid) is not None]
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, what):
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def proofs(fake_nvml_library, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made = Proofs(tmp_path_factory.mktemp("proofs"), fake_nvml_library, monkeypatch)
+        yield made
+        made.close()
+
+
+def kill_something(proofs, draw):
+    """What was killed, and by what."""
+    ranks, launcher, command = proofs.pids("ranks"), proofs.launcher(), proofs.pids("command")
+    hard = signal.SIGKILL
+    victims = {
+        "command by SIGKILL": [(command, hard)],
+        "command by SIGTERM": [(command, signal.SIGTERM)],
+        "command by SIGINT": [(command, signal.SIGINT)],
+        "launcher": [(launcher, hard)],
+        "a rank": [([draw.choice(ranks)] if ranks else [], hard)],
+        "all ranks": [(ranks, hard)],
+        "everything": [(command, hard), (launcher, hard), (ranks, hard)],
+    }
+    name = draw.choice(sorted(victims))
+    for pids, number in victims[name]:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+    return name
+
+
+def test_a_whole_proof_on_the_fake_library(proofs):
+    before = len(proofs.nvml.changes())
+    output = proofs.start()
+    begin_s = time.monotonic()
+    assert proofs.wait() == 0, (output / "log.txt").read_text()
+    proofs.whole_s = time.monotonic() - begin_s
+    document = json.loads((output / "claims.json").read_text())
+    assert document["complete"] is True
+    assert document["emulated"] is False
+    assert document["clocks_changed"] is True
+    claims = {claim["name"]: claim for claim in document["claims"]}
+    assert claims["losses_equal"]["holds"] is True
+    assert claims["weights_equal"]["holds"] is True
+    turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
+    changes = {
+        turn["arm"]: sum(stage["clocks"]["changes"] for stage in turn["stages"]) for turn in turns
+    }
+    assert changes["stock"] == 0
+    # Four forwards and four backwards of two ranks in six iterations, but for the first of all.
+    assert changes["relock"] >= 6 * 8 * 2
+    assert 0 < changes["constant"] < 20
+    assert all(stage["temperature_c"] == [40, 40] for turn in turns for stage in turn["stages"])
+    assert len(proofs.nvml.changes()) > before
+    assert proofs.locked() == []
+    assert list_leases() == []
+
+
+def test_a_dry_run_reads_all_and_changes_nothing(proofs):
+    before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
+    for uid in proofs.nvml.uuids:
+        proofs.nvml.set_fault(uid, "throttle_reasons", 4)
+    output = proofs.start(dry_run=True)
+    assert proofs.wait() == 0, (output / "log.txt").read_text()
+    proofs.nvml.clear_faults()
+    assert len(proofs.nvml.changes()) == before
+    reads = {call.function for call in proofs.nvml.history()[read_before:]}
+    assert {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"} <= reads
+    document = json.loads((output / "claims.json").read_text())
+    assert (document["complete"], document["clocks_changed"]) == (True, False)
+    for claim in document["claims"]:
+        if claim["name"].endswith("_equal"):
+            assert claim["holds"] is True
+        else:
+            assert claim["holds"] is None
+            assert claim["says"] == "not shown: clocks were not changed (the right of a test)"
+    assert "the right of a test" in (output / "summary.md").read_text()
+    turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
+    assert len(turns) == 5
+    stages = [stage for turn in turns for stage in turn["stages"]]
+    assert all(stage["sampled"]["observed_mhz"] == 1410 for stage in stages)
+    assert all(stage["sampled"]["throttle_reasons"] == ["power cap"] for stage in stages)
+    # Of a GPU at full clock: a dry run's requests change no power.
+    top_w = 1e-3 * (
+        proofs.nvml._node.gpus[0].static_mw + 1410 * proofs.nvml._node.gpus[0].mw_per_mhz
+    )
+    for turn in turns:
+        power_w = turn["step"]["energy_j"] / turn["step"]["time_s"]
+        assert power_w == pytest.approx(top_w, rel=0.02)
+
+
+def test_no_clock_stays_locked_whenever_it_is_killed(proofs):
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    longest_s = getattr(proofs, "whole_s", 10.0)
+    for number in range(KILLS):
+        output = proofs.start()
+        time.sleep(draw.uniform(0, longest_s))
+        turns = output / "turns.jsonl"
+        told = turns.read_text().splitlines() if turns.exists() else []
+        locked = len(proofs.locked())
+        name = kill_something(proofs, draw)
+        proofs.wait()
+        until(lambda: not list_leases(), f"{name}: the end of leases")
+        assert proofs.locked() == [], f"kill {number}, {name}"
+        kept = turns.read_text().splitlines() if turns.exists() else []
+        assert kept[: len(told)] == told
+        if len(kept) > 1:  # a SIGKILL may come between a turn and its page
+            document = json.loads((output / "claims.json").read_text())
+            assert document["complete"] <= (len(kept) == 5)
+        print(f"{number}: {name}, {locked} clocks locked, {len(told)} turns told")
