@@ -6,6 +6,10 @@ where `torchtitan` can be imported and ARGUMENTS are its own. A Llama of about 1
 pipeline with a stage a rank. Arms: `own`, torchtitan alone; `units`, its own order, and another
 clock asked for at every unit; `order`, EnvPipe's order. They are started together and take short
 turns, as in benchmarks/megatron_lm. No clock is ever changed.
+
+To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
+has no clocks; and `units` without a part of it, the communicators of its own (`no-channel`), reads
+of the energy counter (`no-meter`), or events that wake threads by an interrupt (`no-interrupts`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from envpipe_megatron.policies.frequencies import envelope
 
 _WARMUP = 3  # of EnvPipe's own, within the first turn
 _ARMS = ("units", "order")
+_PARTS = ("no-channel", "no-meter", "no-interrupts", "observe", "again")
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -39,7 +44,7 @@ _ARMS = ("units", "order")
 @click.option("--microbatch", default=3, show_default=True, help="Sequences of one.")
 @click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")
 @click.option("--flavor", type=click.Choice(["1B", "tiny"]), default="1B", show_default=True)
-@click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS), default=_ARMS)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS + _PARTS), default=_ARMS)
 @click.option("--rounds", default=6, show_default=True)
 @click.option("--turn-steps", default=10, show_default=True)
 @click.option("--warmup-steps", default=12, show_default=True, help="Of each arm's first turn.")
@@ -93,6 +98,7 @@ def main(
                 "iterations": sum(turns) + 1,
                 "folder": str(folder),
                 "cpu_shim": cpu_shim,
+                "without": arm.removeprefix("no-") if arm.startswith("no-") else "",
             }
             (folder / "job.json").write_text(json.dumps(job))
             training = [
@@ -127,12 +133,15 @@ def main(
 def _of_envpipe(
     arm: str, ranks: int, microbatches: int, folder: Path, control: str
 ) -> tuple[str, ...]:
-    if arm == STOCK:
+    if arm in (STOCK, "again"):
         return ()
-    if arm == "units":
-        made = builders.one_f_one_b(ranks, microbatches), another_each_unit
-    else:
+    output = f"--envpipe-output={folder / 'envpipe'}"
+    if arm == "observe":
+        return ("--envpipe-level=observe", output)
+    if arm == "order":
         made = stepped_order(ranks, microbatches, None), envelope
+    else:
+        made = builders.one_f_one_b(ranks, microbatches), another_each_unit
     schedule, frequencies = made
     profile, plan = write_unmeasured_plan(schedule, folder, frequencies)
     return (
@@ -145,7 +154,7 @@ def _of_envpipe(
         f"--envpipe-plan={plan}",
         "--envpipe-gpu-control",
         control,
-        f"--envpipe-output={folder / 'envpipe'}",
+        output,
     )
 
 

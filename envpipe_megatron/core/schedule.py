@@ -231,10 +231,15 @@ class Schedule:
         places = [kinds.index(kind) if kind in kinds else missing for kind in Kind]
         return len(kinds) * part + np.array(places, dtype=np.int32)[self.priced_kinds]
 
-    @property
+    @cached_property
     def receives(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there gets its input from another."""
         return self.cross_dependency.reshape(self.num_stages, -1) >= 0
+
+    @cached_property
+    def sends(self) -> BoolArray:
+        """[num_stages, units_per_stage] whether another stage needs that unit's output."""
+        return self.cross_successor.reshape(self.num_stages, -1) >= 0
 
     @cached_property
     def cross_successor(self) -> IntArray:

@@ -106,6 +106,8 @@ class Runner:
         self._runtime: Any = None
         #: What torch makes of orders, by their units: of the own one, and of those that ran last.
         self._tables: dict[Any, tuple[Any, Any]] = {}
+        #: The order of the last step and its table: to compare all units takes long.
+        self._turned: tuple[Schedule, tuple[Any, Any] | None] | None = None
         if isinstance(schedule, _PipelineScheduleRuntime):
             self._runtime = schedule
             self._tables[own.stages] = schedule.pipeline_order, schedule.pipeline_order_with_comms
@@ -115,18 +117,27 @@ class Runner:
 
         Raises what torch raises if its runtime does not take the order.
         """
-        if order.stages == self._own.stages and order.stages not in self._tables:
+        if self._turned is None or self._turned[0] is not order:
+            self._turned = None  # torch may refuse this one
+            self._turned = order, self._table_of(order)
+        table = self._turned[1]
+        if table is None:
             return self._schedule
+        self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
+        return self._runtime
+
+    def _table_of(self, order: Schedule) -> tuple[Any, Any] | None:
+        """What torch made of an order; None if it is a schedule's own that runs no tables."""
+        if order.stages == self._own.stages and order.stages not in self._tables:
+            return None
         if self._runtime is None:
             self._runtime = _runtime_like(self._schedule)
-        runtime = self._runtime
         if order.stages not in self._tables:
             self._tables[order.stages] = self._lowered(order)
             for oldest in list(self._tables)[:-_KEPT_TABLES]:
                 if oldest != self._own.stages:
                     del self._tables[oldest]
-        runtime.pipeline_order, runtime.pipeline_order_with_comms = self._tables[order.stages]
-        return runtime
+        return self._tables[order.stages]
 
     def step(self, runs: Any, *args: Any, **kwargs: Any) -> Any:
         """A step by what `turn_to` returned, that is not the schedule itself.

@@ -49,10 +49,9 @@ class StageRun:
         self._request = request
         self._channel = channel
         self._specs = specs
-        successors = order.schedule.cross_successor.reshape(order.schedule.num_stages, -1)[stage]
         self._parked = order.parked(stage)
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
-        self._sends: list[bool] = (successors >= 0).tolist()
+        self._sends: list[bool] = order.schedule.sends[stage].tolist()
         self._last_input: Completion = Done()
         self._last_end: Completion = Done()
 
