@@ -190,7 +190,7 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
 def _clock_samples(data: dict[str, Any]) -> ClockSamples:
     times = tuple(read_amount(value) for value in data["time_s"])
     requested, observed = tuple(data["requested_mhz"]), tuple(data["observed_mhz"])
-    if not len(times) == len(requested) == len(observed):
+    if not times or not len(times) == len(requested) == len(observed):
         raise ValueError
     if any(type(mhz) is not int for mhz in (*observed, *(m for m in requested if m is not None))):
         raise TypeError

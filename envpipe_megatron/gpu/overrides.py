@@ -26,12 +26,12 @@ def override_for(nvml_name: str) -> ControlOverride | None:
 def model_for(gpu_name: str) -> GpuPreset | None:
     """The preset whose model is nearest to a GPU's product, emulated or not; None if none is.
 
-    Where no preset has the name, one of the same chip: its name is the product's second word.
+    Where no preset has the name, one of the same chip: the first word of its name with a digit.
     """
     name = gpu_name.removesuffix(" (emulated)")
     presets = [load_preset(preset) for preset in list_presets()]
     exact = next((preset for preset in presets if preset.gpu == name), None)
-    chips = (preset for preset in presets if preset.gpu.split()[1] in name.split())
+    chips = (preset for preset in presets if _chip(preset.gpu) in name.split())
     return exact or _preset_named(name) or next(chips, None)
 
 
@@ -69,6 +69,10 @@ def sweep_range(
         if clock <= swept[-1] - step_mhz:
             swept.append(clock)
     return tuple(swept)
+
+
+def _chip(product: str) -> str:
+    return next(word for word in product.split() if any(map(str.isdigit, word)))
 
 
 def _without_vendor(name: str) -> str:

@@ -76,7 +76,7 @@ def run_prove(
         )
     say(console, line_to_paste(claims, machine, proof.turns))
     say(console, f"The page is {output / 'index.html'}, the claims are in claims.json beside it.")
-    if any(claim.name.endswith("_equal") and not claim.holds for claim in claims):
+    if any(claim.name.endswith("_equal") and claim.holds is False for claim in claims):
         raise ProveError(
             "Arms trained differently, which EnvPipe must never cause",
             remedy=f"Please report this with the files in {output}.",

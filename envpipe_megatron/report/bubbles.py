@@ -15,6 +15,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
 
@@ -22,6 +23,8 @@ from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_
 _LATEST = 16
 #: A GPU whose units take this share longer than those of its stage's others is a straggler.
 _STRAGGLES = 0.02
+#: Phases of the framework's order at the highest clock.
+_FULL = (Phase.WARMUP, Phase.BASELINE)
 
 
 @dataclass(frozen=True)
@@ -72,17 +75,31 @@ class Bubbles:
         return int(by_stage_s.argmax()), float(by_stage_s.max() / by_stage_s.mean() - 1)
 
 
-def find_bubbles(recorded: Sequence[RankIteration]) -> Bubbles | None:
-    """The bubbles of a job; None if no iteration at full clock was recorded by whole pipelines."""
+def find_bubbles(
+    recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
+) -> Bubbles | None:
+    """The bubbles of a job; None if no iteration at full clock was recorded by a whole pipeline.
+
+    None, too, for one stage, and for orders of forwards alone, as whole iterations are.
+
+    Args:
+        num_stages: of the job.
+        top_mhz: the highest clock, if it is known; else warm-up and baseline stand for it.
+    """
     gpus = {gpu.rank: gpu for gpu in gpus_of(read.labels for read in recorded)}
-    pipelines = [
-        list(whole_pipelines(reads, gpus)) for reads in _at_full_clock(recorded)[-_LATEST:]
+    found = [
+        list(whole_pipelines(reads, gpus, num_stages))
+        for reads in _at_full_clock(recorded, top_mhz)
     ]
-    whole = [pair for one in pipelines for pair in one]
-    if not whole:
+    found = [pairs for pairs in found if pairs]
+    if not found or num_stages == 1:
         return None
-    schedule = whole[-1][0]
-    whole = [pair for pair in whole if pair[0].stages == schedule.stages]
+    schedule = found[-1][-1][0]
+    if schedule.forward_only:
+        return None
+    alike = [[pair for pair in pairs if pair[0].stages == schedule.stages] for pairs in found]
+    latest = [pairs for pairs in alike if pairs][-_LATEST:]
+    whole = [pair for pairs in latest for pair in pairs]
     times: dict[int, list[tuple[float, float, float]]] = {}
     unit_s, spans_s = [], []
     for _, reads in whole:
@@ -110,7 +127,7 @@ def find_bubbles(recorded: Sequence[RankIteration]) -> Bubbles | None:
     ideal_s = Timeline(schedule, mean_s).iteration_time_s
     pipeline_s = statistics.fmean(spans_s)
     return Bubbles(
-        len(pipelines),
+        len(latest),
         pipeline_s,
         pipeline_s - (ideal_s - even.iteration_time_s),
         tuple(means),
@@ -120,18 +137,20 @@ def find_bubbles(recorded: Sequence[RankIteration]) -> Bubbles | None:
     )
 
 
-def _at_full_clock(recorded: Iterable[RankIteration]) -> list[list[RankIteration]]:
+def _at_full_clock(
+    recorded: Sequence[RankIteration], top_mhz: int | None
+) -> list[list[RankIteration]]:
     """What was recorded of each iteration that ran at the highest clock, or at none asked for."""
-    recorded = list(recorded)
     asked = [int(read.frequency_mhz.max()) for read in recorded if read.frequency_mhz is not None]
-    top_mhz = max(asked, default=0)
-    return [
-        reads
-        for reads in by_iteration(recorded).values()
-        if all(
-            read.frequency_mhz is None or int(read.frequency_mhz.min()) == top_mhz for read in reads
-        )
-    ]
+    highest_mhz = top_mhz or max(asked, default=0)
+
+    def at_full(read: RankIteration) -> bool:
+        if read.frequency_mhz is None:
+            return True
+        known = top_mhz is not None or split_phase(read.phase)[0] in _FULL
+        return known and int(read.frequency_mhz.min()) >= highest_mhz
+
+    return [reads for reads in by_iteration(recorded).values() if all(map(at_full, reads))]
 
 
 def _span_s(reads: Sequence[RankIteration]) -> float:

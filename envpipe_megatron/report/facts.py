@@ -69,11 +69,13 @@ class Predicted:
     Args:
         waiting_power_w: of each stage's GPU in its bubbles; None if not known.
         assumed: what the prediction rests on, for people.
+        lacking: what cannot be predicted, and why.
     """
 
     levels: tuple[LevelFacts, ...]
     waiting_power_w: tuple[float, ...] | None
     assumed: tuple[str, ...]
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class ReportFacts:
         slower: the slowdown, likewise.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
-        predicted: None without bubbles, or a model of the GPU.
+        predicted: None without bubbles.
     """
 
     phases: tuple[StepFacts, ...] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
@@ -49,14 +50,15 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
 
 
 def whole_pipelines(
-    reads: Iterable[RankIteration], gpus: Mapping[int, Gpu]
+    reads: Iterable[RankIteration], gpus: Mapping[int, Gpu], num_stages: int
 ) -> Iterator[tuple[Schedule, Sequence[RankIteration]]]:
     """Each pipeline of one iteration that all its stages recorded: its order, and its stages.
 
     Args:
         gpus: by rank.
+        num_stages: of the job, some of which may have recorded nothing.
     """
-    stages = range(1 + max(gpu.stage for gpu in gpus.values()))
+    stages = range(num_stages)
     pipelines: dict[int, dict[int, RankIteration]] = {}
     for read in reads:
         gpu = gpus[read.labels.rank]
@@ -75,12 +77,14 @@ def _schedule(units: tuple[tuple[Unit, ...], ...]) -> Schedule | None:
     every = [unit for order in units for unit in order]
     if len({len(order) for order in units}) != 1:
         return None
-    try:
-        return Schedule(
-            "recorded",
-            1 + max(unit.microbatch for unit in every),
-            1 + max(unit.chunk for unit in every),
-            units,
-        )
-    except ScheduleError:
-        return None
+    # Chunks lie one behind the other, or in a V: what one of them cannot run is the other's.
+    for placement in (Placement.LOOPED, Placement.V):
+        with suppress(ScheduleError):
+            return Schedule(
+                "recorded",
+                1 + max(unit.microbatch for unit in every),
+                1 + max(unit.chunk for unit in every),
+                units,
+                placement,
+            )
+    return None

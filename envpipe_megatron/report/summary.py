@@ -91,7 +91,10 @@ def _bubbles(facts: ReportFacts) -> Iterator[Section]:
             "What each level would save: a prediction",
             ("level", "energy saved (%)", "slower (%)"),
             levels,
-            tuple(f"Assumed: {one}." for one in predicted.assumed),
+            (
+                *(f"Assumed: {one}." for one in predicted.assumed),
+                *(f"Not predicted: {one}." for one in predicted.lacking),
+            ),
         )
 
 

@@ -31,7 +31,7 @@ def slower(recorded, factor, chosen):
 
 
 def test_equal_stages_wait_as_the_formula_says():
-    found = find_bubbles(iterations(STAGES, MICROBATCHES))
+    found = find_bubbles(iterations(STAGES, MICROBATCHES), STAGES)
     assert found.iterations == 1  # at the highest clock
     assert found.pipeline_s == pytest.approx(PIPELINE_S)
     assert found.share == pytest.approx((STAGES - 1) / (MICROBATCHES + STAGES - 1))
@@ -52,14 +52,14 @@ def test_iterations_at_lower_clocks_are_not_looked_at():
     mixed = [
         old if old.phase == "warm-up" else new for old, new in zip(recorded, lower, strict=True)
     ]
-    assert find_bubbles(mixed).pipeline_s == pytest.approx(PIPELINE_S)
+    assert find_bubbles(mixed, STAGES).pipeline_s == pytest.approx(PIPELINE_S)
     watched = [replace(read, frequency_mhz=None) for read in recorded]
-    assert find_bubbles(watched).iterations == 2
+    assert find_bubbles(watched, STAGES).iterations == 2
 
 
 def test_the_slowest_stage_is_named_and_what_even_stages_would_win():
     recorded = slower(iterations(STAGES, MICROBATCHES), 1.2, lambda read: read.labels.stage == 1)
-    found = find_bubbles(recorded)
+    found = find_bubbles(recorded, STAGES)
     stage, beyond = found.slowest_stage
     assert stage == 1
     assert beyond == pytest.approx(1.2 / (3.2 / 3) - 1)
@@ -71,13 +71,31 @@ def test_the_slowest_stage_is_named_and_what_even_stages_would_win():
 
 def test_a_replica_that_is_slower_is_a_straggler():
     recorded = slower(two_pipelines(), 1.1, lambda read: read.labels.rank == 3)
-    found = find_bubbles(recorded)
+    found = find_bubbles(recorded, STAGES)
     (gpu, share), *others = found.stragglers
     assert (gpu.rank, gpu.stage, gpu.pipeline) == (3, 1, 1)
     assert share == pytest.approx(0.1, abs=1e-3)
     assert not others
 
 
-def test_without_a_whole_pipeline_nothing_is_said():
-    recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != 1]
-    assert find_bubbles(recorded) is None
+@pytest.mark.parametrize("lacking", [1, STAGES - 1])
+def test_without_a_whole_pipeline_nothing_is_said(lacking):
+    recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != lacking]
+    assert find_bubbles(recorded, STAGES) is None
+
+
+def test_a_lower_clock_is_not_taken_for_the_highest():
+    lower = iterations(STAGES, MICROBATCHES, ("steady",))
+    assert find_bubbles(lower, STAGES) is None
+    assert find_bubbles(lower, STAGES, top_mhz=1410) is None
+    assert find_bubbles(lower, STAGES, top_mhz=1200).iterations == 1
+
+
+def test_iterations_of_another_order_are_not_counted():
+    others = iterations(STAGES, 2 * MICROBATCHES, ("warm-up",) * 3)
+    last = [replace(read, iteration=3) for read in iterations(STAGES, MICROBATCHES, ("warm-up",))]
+    assert find_bubbles([*others, *last], STAGES).iterations == 1
+
+
+def test_one_stage_has_no_bubbles():
+    assert find_bubbles(iterations(1, MICROBATCHES), 1) is None

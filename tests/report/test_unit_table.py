@@ -13,7 +13,7 @@ UNITS = 2 * MICROBATCHES
 
 
 def test_gpus_stand_by_pipeline_and_stage():
-    table = unit_table(two_pipelines(), None)
+    table = unit_table(two_pipelines(), STAGES, None)
     assert [(gpu.pipeline, gpu.stage, gpu.rank) for gpu in table.gpus] == [
         (0, 0, 0), (0, 1, 2), (0, 2, 4), (1, 0, 1), (1, 1, 3), (1, 2, 5)
     ]  # fmt: skip
@@ -25,7 +25,7 @@ def test_gpus_stand_by_pipeline_and_stage():
 
 
 def test_units_have_slack_but_for_those_of_the_critical_path():
-    table = unit_table(iterations(STAGES, MICROBATCHES), None)
+    table = unit_table(iterations(STAGES, MICROBATCHES), STAGES, None)
     columns = table.columns
     on_path = columns["critical"] == 1
     assert columns["slack_ms"][on_path] == pytest.approx(0.0, abs=1e-3)
@@ -38,7 +38,7 @@ def test_units_have_slack_but_for_those_of_the_critical_path():
 
 
 def test_joules_are_the_profiles_at_the_clock_asked_for():
-    table = unit_table(iterations(STAGES, MICROBATCHES), profile(STAGES, ROWS))
+    table = unit_table(iterations(STAGES, MICROBATCHES), STAGES, profile(STAGES, ROWS))
     columns = table.columns
     forwards = columns["kind"] == KINDS.index("forward")
     for mhz, _, joules in ROWS[:2]:
@@ -46,23 +46,24 @@ def test_joules_are_the_profiles_at_the_clock_asked_for():
         assert columns["joules"][at & forwards] == pytest.approx(joules)
         assert columns["joules"][at & ~forwards] == pytest.approx(2 * joules)
     assert columns["watts"][forwards] == pytest.approx(columns["joules"][forwards] / FORWARD_S)
-    unpriced = unit_table(iterations(STAGES, MICROBATCHES), profile(STAGES, ROWS[2:]))
+    unpriced = unit_table(iterations(STAGES, MICROBATCHES), STAGES, profile(STAGES, ROWS[2:]))
     assert np.isnan(unpriced.columns["joules"]).all()
 
 
 def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last():
     phases = ("warm-up",) * 3 + ("steady",) * 10
     table = unit_table(
-        iterations(STAGES, MICROBATCHES, phases), None, most_units=4 * STAGES * UNITS
+        iterations(STAGES, MICROBATCHES, phases), STAGES, None, most_units=4 * STAGES * UNITS
     )
     assert table.recorded == 13
     assert table.iterations == ("warm-up, 2", "steady, 4", "steady, 8", "steady, 12")
 
 
-def test_what_is_no_whole_pipeline_is_shown_without_slack():
-    recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != 1]
-    table = unit_table(recorded, None)
+@pytest.mark.parametrize("lacking", [1, STAGES - 1])
+def test_what_is_no_whole_pipeline_is_shown_without_slack(lacking):
+    recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != lacking]
+    table = unit_table(recorded, STAGES, None)
     assert np.isnan(table.columns["slack_ms"]).all()
     assert not table.columns["critical"].any()
     unclocked = [replace(read, frequency_mhz=None) for read in recorded]
-    assert not unit_table(unclocked, None).columns["mhz"].any()
+    assert not unit_table(unclocked, STAGES, None).columns["mhz"].any()

@@ -1,4 +1,4 @@
-"""What each level of EnvPipe would save in a job that was only watched.
+"""What each level of EnvPipe would save in a job, by its iterations at full clock.
 
 Where the job's own profile has other clocks' times and joules, plans are made by it. Else both are
 those of a preset's model of the GPU, from the measured times at full clock.
@@ -6,9 +6,11 @@ those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.kinds import Kind
@@ -16,6 +18,7 @@ from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.emulated.presets import GpuPreset
@@ -25,46 +28,56 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.bubbles import Bubbles
 from envpipe_megatron.report.facts import LevelFacts, Predicted
 
-#: An order with more units takes more than seconds to plan.
-_MOST_UNITS = 4_000
-#: One clock for a stage may take this much longer: without, it saves next to nothing.
-_UNIFORM_SLOWER = 1.01
+#: An order of so many units is planned within seconds.
+_MOST_UNITS = 2_000
 
 
-def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted | None:
-    """What the levels would save; None for an order that is too long, or a GPU without a model.
+def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
+    """What the levels would save; what cannot be said of them is named.
 
     Args:
         profile: the job's own, if it measured one.
         gpu: the product's name.
     """
-    if bubbles.schedule.num_units > _MOST_UNITS or bubbles.schedule.forward_only:
-        return None
-    assumed = [
+    schedule, preset = bubbles.schedule, model_for(gpu)
+    waiting_w = None if preset is None else (preset.wait_power_w,) * schedule.num_stages
+    if profile is not None and _prices(profile, schedule):
+        waiting_w = profile.sidecar.blocking_power_w or waiting_w
+        source = "those of the job's own profile"
+    elif preset is not None:
+        profile = _modelled(bubbles, preset)
+        fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
+        source = f"those of the model {preset.name} ({fitted}), from the measured times"
+    else:
+        return Predicted((), None, (), (f"there is no model of this GPU ({gpu})",))
+    if schedule.num_units > _MOST_UNITS:
+        why = f"an order of {schedule.num_units} units takes long to plan"
+        return Predicted((), waiting_w, (), (why,))
+    levels, lacking = [], []
+    conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
+    for level, plan in _plans(profile, schedule, conditions):
+        try:
+            cost, full = plan()
+        except EnvPipeError as error:
+            lacking.append(f"{level}: {error}")
+        else:
+            levels.append(LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full)))
+    assumed = (
+        f"times and joules of other clocks are {source}",
         "gradient reduction, optimizer and messages take no time",
         "clocks change at once and follow every request",
-    ]
-    if profile is not None and profile.num_stages == bubbles.schedule.num_stages:
-        waiting_w = profile.sidecar.blocking_power_w
-        assumed.insert(0, "times and joules of other clocks are those of the job's own profile")
-    else:
-        preset = model_for(gpu)
-        if preset is None:
-            return None
-        fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
-        assumed.insert(
-            0,
-            f"times and joules of other clocks are those of the model {preset.name} ({fitted}), "
-            "from the measured times",
-        )
-        profile = _modelled(bubbles, preset)
-        waiting_w = (preset.wait_power_w,) * bubbles.schedule.num_stages
-    conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
+        *(() if waiting_w else ("waiting takes no power",)),
+    )
+    return Predicted(tuple(levels), waiting_w, assumed, tuple(lacking))
+
+
+def _prices(profile: Profile, schedule: Schedule) -> bool:
+    """Whether a profile has what the units of an order take."""
     try:
-        levels = tuple(_levels(profile, bubbles.schedule, conditions))
+        profile.for_chunks(schedule.num_chunks).keys(schedule)
     except EnvPipeError:
-        return None
-    return Predicted(levels, None if waiting_w is None else tuple(waiting_w), tuple(assumed))
+        return False
+    return profile.num_stages == schedule.num_stages
 
 
 def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
@@ -95,53 +108,44 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
                     yield stage * schedule.num_chunks + chunk, kind, float(own_s.mean())
 
 
-def _levels(profile: Profile, schedule: Schedule, conditions: Conditions) -> Iterator[LevelFacts]:
-    """The levels that change clocks, against the recorded order at the highest ones."""
+def _plans(
+    profile: Profile, schedule: Schedule, conditions: Conditions
+) -> Iterator[tuple[str, Callable[[], tuple[Cost, Cost]]]]:
+    """For each level what plans it: its cost, and that of the recorded order at the highest clocks.
 
-    def request(**more: Any) -> PlanRequest:
-        return PlanRequest(
+    All in the time of that order.
+    """
+
+    def planned(**more: Any) -> Plan:
+        request = PlanRequest(
             schedule.num_microbatches,
             num_chunks=schedule.num_chunks,
             conditions=conditions,
             runnable=True,
             **more,
         )
+        return make_plan(profile, request).plan
 
-    own = make_plan(profile, request(policy="baseline", order=schedule)).plan
-    full = own.cost
-    yield _facts("uniform", _uniform(own).cost, full)
-    factor = full.iteration_time_s / own.baseline.cost.iteration_time_s
-    optimal = request(policy="optimal", order=schedule, deadline_factor=factor)
-    yield _facts("units", make_plan(profile, optimal).plan.cost, full)
-    free = request(policy="optimal", schedule="auto", deadline_factor=factor)
-    yield _facts("order", make_plan(profile, free).plan.cost, full)
+    def own() -> Plan:
+        return planned(policy="baseline", order=schedule)
+
+    def optimal(**order: Any) -> tuple[Cost, Cost]:
+        full = own()
+        factor = full.cost.iteration_time_s / full.baseline.cost.iteration_time_s
+        return planned(policy="optimal", deadline_factor=factor, **order).cost, full.cost
+
+    yield "uniform", lambda: _uniform(own())
+    yield "units", lambda: optimal(order=schedule)
+    yield "order", lambda: optimal(schedule="auto")
 
 
-def _uniform(own: Plan) -> Plan:
-    """One clock for each stage: they go down, the cheapest step first, while time allows."""
-    limit_s = _UNIFORM_SLOWER * own.cost.iteration_time_s
-    clocks = [
-        sorted(own.profile.clocks_mhz(s), reverse=True) for s in range(own.schedule.num_stages)
+def _uniform(full: Plan) -> tuple[Cost, Cost]:
+    """The clock for all units that saves the most and takes no more time."""
+    stages = range(full.schedule.num_stages)
+    clocks = set.intersection(*(set(full.profile.clocks_mhz(stage)) for stage in stages))
+    costs = [
+        replace(full, frequency_mhz=np.full_like(full.frequency_mhz, mhz)).cost for mhz in clocks
     ]
-    at = [0] * len(clocks)
-    best = own
-    while True:
-        steps = []
-        for stage, place in enumerate(at):
-            if place + 1 < len(clocks[stage]):
-                lower = best.frequency_mhz.copy()
-                lower[stage] = clocks[stage][place + 1]
-                plan = replace(best, frequency_mhz=lower)
-                if (
-                    plan.cost.iteration_time_s <= limit_s
-                    and plan.cost.energy_j < best.cost.energy_j
-                ):
-                    steps.append((plan.cost.energy_j, stage, plan))
-        if not steps:
-            return best
-        _, stage, best = min(steps, key=lambda step: step[:2])
-        at[stage] += 1
-
-
-def _facts(level: str, cost: Cost, full: Cost) -> LevelFacts:
-    return LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full))
+    limit_s = full.cost.iteration_time_s * (1 + RELATIVE_TOLERANCE)
+    as_fast = [cost for cost in (full.cost, *costs) if cost.iteration_time_s <= limit_s]
+    return min(as_fast, key=lambda cost: cost.energy_j), full.cost

@@ -30,10 +30,14 @@ _BASELINE_RUN = "baseline"
 def report_facts(folder: RunFolder) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
     facts, recorded = _metered_facts(folder), folder.timelines.iterations
-    bubbles = find_bubbles(recorded) if recorded else None
+    if not recorded:
+        return facts
+    profile = folder.profile
+    top_mhz = None if profile is None else max(profile.clocks_mhz(0))
+    bubbles = find_bubbles(recorded, folder.num_stages, top_mhz)
     if bubbles is None:
         return facts
-    predicted = predict(bubbles, folder.profile, recorded[0].labels.gpu)
+    predicted = predict(bubbles, profile, recorded[0].labels.gpu)
     return replace(facts, bubbles=bubbles, predicted=predicted)
 
 

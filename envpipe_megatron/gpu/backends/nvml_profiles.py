@@ -33,7 +33,13 @@ class WorkloadProfiles:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         # nvidia-ml-py has them since 12.570.
-        self._offered = hasattr(pynvml, "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles")
+        self._offered = all(
+            hasattr(pynvml, name)
+            for name in (
+                "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles",
+                "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t",
+            )
+        )
 
     def read(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the requested and the enforced ones; NvmlError if what is offered fails."""

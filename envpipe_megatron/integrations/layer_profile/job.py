@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,6 @@ def measure_model(
         for size in job.microbatch_sizes:
             names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
             measures = {name: _measure(pieces, name, size, gpu) for name in names}
-            if _fits(pieces, measures):
-                whole_s = []
-                for frequency_mhz in gpu.frequency_mhz:
-                    gpu.set(frequency_mhz)
-                    whole_s.append(measure_microbatch(wrapped, args, forward_step, size))
-                row = {name: pieces.row_length(name) for name in names}
-                measures[LOSS] = _with_rest(measures, row, np.array(whole_s))
             profile = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
@@ -82,8 +76,21 @@ def measure_model(
                 gpu=gpu.name,
                 source=job.source,
             )
-            if dist.get_rank() == 0:
-                replace_files({job.file(size): [layers_text(profile)]})
+            # Kept, should the script's own function want more than what it is given here.
+            _write(profile, job.file(size))
+            if _fits(pieces, measures):
+                whole_s = []
+                for frequency_mhz in gpu.frequency_mhz:
+                    gpu.set(frequency_mhz)
+                    whole_s.append(measure_microbatch(wrapped, args, forward_step, size))
+                row = {name: pieces.row_length(name) for name in names}
+                measures[LOSS] = _with_rest(measures, row, np.array(whole_s))
+                _write(profile, job.file(size))
+
+
+def _write(profile: LayerProfile, file: Path) -> None:
+    if dist.get_rank() == 0:
+        replace_files({file: [layers_text(profile)]})
 
 
 def _fits(pieces: GptPieces, measures: Mapping[str, Measure]) -> bool:

@@ -152,7 +152,7 @@ def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
 
 def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
     if folder.timelines.iterations:
-        table = unit_table(folder.timelines.iterations, folder.profile)
+        table = unit_table(folder.timelines.iterations, folder.num_stages, folder.profile)
         yield _timelines(table)
     if facts.bubbles is not None:
         yield View(

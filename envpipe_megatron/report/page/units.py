@@ -58,16 +58,19 @@ class UnitTable:
 
 
 def unit_table(
-    recorded: Sequence[RankIteration], profile: Profile | None, most_units: int = MOST_UNITS
+    recorded: Sequence[RankIteration],
+    num_stages: int,
+    profile: Profile | None,
+    most_units: int = MOST_UNITS,
 ) -> UnitTable:
-    """The units of recorded iterations, thinned to at most about `most_units`."""
+    """The units of a job's recorded iterations, thinned to at most about `most_units`."""
     iterations = by_iteration(recorded)
     gpus = gpus_of(read.labels for read in recorded)
     offsets_s = node_offsets_s(recorded)
     kept = _thinned(iterations, most_units)
     several = len({key[0] for key in kept}) > 1
     parts = [
-        _columns(number, iterations[key], gpus, offsets_s, profile)
+        _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
         for number, key in enumerate(kept)
     ]
     names = [f"{run} {phase}, {at}" if several else f"{phase}, {at}" for run, phase, at in kept]
@@ -96,6 +99,7 @@ def _columns(
     number: int,
     reads: Sequence[RankIteration],
     gpus: Sequence[Gpu],
+    num_stages: int,
     offsets_s: Mapping[tuple[str, str], float],
     profile: Profile | None,
 ) -> dict[str, NDArray[Any]]:
@@ -107,7 +111,7 @@ def _columns(
     first_s = min(begins_s)
     told = {
         read.labels.rank: one
-        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus})
+        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
         for read, one in zip(stages, _told(schedule, stages, profile), strict=True)
     }
     parts = []

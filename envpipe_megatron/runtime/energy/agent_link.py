@@ -54,9 +54,13 @@ class AgentLink:
         self.tell({"op": "window", "line": line})
 
     def clock(self, state: ClockState) -> None:
-        """Send what a look at the clock has seen; another thread than training's may call it."""
-        if self._connection.fileno() >= 0:
-            self.tell({"op": "clock", **asdict(state)})
+        """Send what a look at the clock has seen; another thread than training's may call it.
+
+        A look that is lost, or comes when training is over, is nobody's loss.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            self._connection.setblocking(False)
+            send(self._connection, {"op": "clock", **asdict(state)})
 
     def job(self, facts: Mapping[str, Any]) -> None:
         """Send the job's facts."""
