@@ -52,6 +52,7 @@ COMMANDS = {
     ("export-schedule",): [["--help"]],
     ("compare",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone
+    ("prove",): [["--help"]],  # forbids its ranks what a dry run must not do: tests/prove
     ("patch", "apply"): [["--help"]],
     ("patch", "check"): [["--help"]],
     ("patch", "revert"): [["--help"]],

@@ -7,13 +7,14 @@ import pytest
 
 def on_request(what: str) -> pytest.MarkDecorator:
     """Skip unless ENVPIPE_<what>_FULL=1 asks for it."""
-    return pytest.mark.skipif(not _asked_for(what), reason=f"takes long: set ENVPIPE_{what}_FULL=1")
+    return pytest.mark.skipif(not asked_for(what), reason=f"takes long: set ENVPIPE_{what}_FULL=1")
 
 
 def examples(count: int) -> int:
     """How many examples of a property are tried: all with ENVPIPE_CORE_FULL=1, and half else."""
-    return count if _asked_for("CORE") else (count + 1) // 2
+    return count if asked_for("CORE") else (count + 1) // 2
 
 
-def _asked_for(what: str) -> bool:
+def asked_for(what: str) -> bool:
+    """Whether ENVPIPE_<what>_FULL=1 asks for long tests."""
     return os.environ.get(f"ENVPIPE_{what}_FULL", "") not in ("", "0")

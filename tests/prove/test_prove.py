@@ -11,6 +11,7 @@ import pytest
 from changed_preset import write_changed_preset
 from click.testing import CliRunner
 from memory_folder import memory_folder
+from on_request import asked_for
 from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console
 
@@ -44,6 +45,9 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished():
+    if not asked_for("QUICKSTART"):
+        # The same command runs on the fake NVML library each time.
+        pytest.skip("takes long: set ENVPIPE_QUICKSTART_FULL=1")
     with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
         small = {"num_layers": 2, "hidden_size": 32, "sequence_length": 16, "num_microbatches": 4}

