@@ -46,7 +46,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished():
     if not asked_for("QUICKSTART"):
-        # The same command runs on the fake NVML library each time.
+        # A dry run on the fake NVML library is trained in full each time.
         pytest.skip("takes long: set ENVPIPE_QUICKSTART_FULL=1")
     with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))

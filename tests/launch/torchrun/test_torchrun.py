@@ -144,8 +144,8 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch,
         try:
             assert deaf.stdout.readline() == "ready\n"
             torchrun._end_marked("its own")
-            assert rank.poll() == -signal.SIGTERM
-            assert deaf.poll() == -signal.SIGKILL
+            assert rank.wait(30) == -signal.SIGTERM
+            assert deaf.wait(30) == -signal.SIGKILL
             assert stranger.poll() is None
             assert sorted(record.getMessage() for record in caplog.records) == sorted(
                 f"Process {process.pid} has outlived torchrun: {name}"
