@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,7 @@ def _plans(
         )
         return make_plan(profile, request).plan
 
+    @cache
     def own() -> Plan:
         return planned(policy="baseline", order=schedule)
 

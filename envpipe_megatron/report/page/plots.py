@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bokeh.models import HoverTool, WheelZoomTool
+from bokeh.models import FixedTicker, HoverTool, Range1d, WheelZoomTool
 from bokeh.models.annotations import Legend, LegendItem
 from bokeh.plotting import figure
+
+from envpipe_megatron.report.pipelines import Gpu
+
+_ROW_PX, _LEAST_ROWS, _MOST_PX, _MOST_NAMED = 22, 3, 760, 32
 
 
 def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **more: Any) -> figure:
@@ -28,6 +32,27 @@ def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **mor
     plot.toolbar.active_scroll = wheel
     plot.toolbar.logo = None
     plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def gpu_rows_plot(x_label: str, gpus: Sequence[Gpu], beside_px: int, **more: Any) -> figure:
+    """An empty plot with a row for each GPU, and so many pixels for what stands beside the rows."""
+    several = len({gpu.pipeline for gpu in gpus}) > 1
+    rows = len(gpus)
+    plot = new_plot(
+        x_label,
+        "pipeline · stage" if several else "stage",
+        min(_ROW_PX * max(rows, _LEAST_ROWS) + beside_px, _MOST_PX),
+        along_x=True,
+        y_range=Range1d(start=rows - 0.5, end=-0.5),
+        **more,
+    )
+    plot.ygrid.visible = False
+    plot.yaxis.ticker = FixedTicker(ticks=list(range(0, rows, 1 + rows // _MOST_NAMED)))
+    plot.yaxis.major_label_overrides = {
+        row: f"{gpu.pipeline} · {gpu.stage}" if several else str(gpu.stage)
+        for row, gpu in enumerate(gpus)
+    }
     return plot
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.report.drawing.style import BLUE, ORANGE, SKY, VERMILION
-from envpipe_megatron.report.page.plots import new_plot
+from envpipe_megatron.report.page.plots import gpu_rows_plot
 from envpipe_megatron.report.page.units import KINDS, UnitTable
 
 #: Of a row, by kind, which no colour vision or print can lose.
@@ -42,7 +42,6 @@ _KIND_COLOURS = {
 _PATH = "#d1116b"
 #: The outlines of more units would be all that is seen.
 _MOST_OUTLINED = 1_000
-_ROW_PX, _LEAST_PX, _MOST_PX, _MOST_NAMED = 22, 150, 720, 32
 #: What the page's script finds the two plots by.
 BEFORE, AFTER = "before", "after"
 
@@ -116,24 +115,7 @@ def _figure(
     shown: int,
     ways: list[Colouring],
 ) -> figure:
-    rows = len(table.gpus)
-    several = len({gpu.pipeline for gpu in table.gpus}) > 1
-    plot = new_plot(
-        "ms after the first unit",
-        "pipeline · stage" if several else "stage",
-        int(np.clip(_ROW_PX * rows + 90, _LEAST_PX, _MOST_PX)),
-        along_x=True,
-        name=name,
-        x_range=time,
-        y_range=Range1d(start=rows - 0.5, end=-0.5),
-    )
-    plot.ygrid.visible = False
-    ticks = range(0, rows, 1 + rows // _MOST_NAMED)
-    plot.yaxis.ticker = FixedTicker(ticks=list(ticks))
-    plot.yaxis.major_label_overrides = {
-        row: f"{gpu.pipeline} · {gpu.stage}" if several else str(gpu.stage)
-        for row, gpu in enumerate(table.gpus)
-    }
+    plot = gpu_rows_plot("ms after the first unit", table.gpus, 90, name=name, x_range=time)
     of_iteration = table.columns["iteration"] == shown
     few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
     fill = transform(ways[0].column, ways[0].mapper)
