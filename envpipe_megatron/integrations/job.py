@@ -206,7 +206,7 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
-                "level": str(_level(placement, one_clock, controlled and request.policy)),
+                "level": str(self._level(placement)),
                 "type": request.policy,
                 "scheduling": placement.order_name or request.schedule,
                 "reconfigure": request.reconfigure,
@@ -229,11 +229,10 @@ class Job:
             asked = f"the plan {options.plan_file}"
         if self._one_clock:
             asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
-        if control.backend is None:
-            asked = (
-                "measuring alone, in the framework's order and at the clocks as they are, "
-                f"not {asked}"
-            )
+        if self.session.only_measures:
+            clocks = "the clocks as they are" if control.backend is None else "the highest clock"
+            instead = "" if options.policy == "baseline" else f", not {asked}"
+            asked = f"measuring alone, in the framework's order and at {clocks}{instead}"
         lines = [
             f"EnvPipe {__version__} is active: {asked}",
             f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
@@ -248,6 +247,14 @@ class Job:
                 "between neighbours, so their extra forwards are kept close"
             )
         return "; ".join(lines)
+
+    def _level(self, placement: Placement) -> Level:
+        if self.session.only_measures:
+            return Level.OBSERVE
+        if self._one_clock:
+            return Level.UNIFORM
+        keeps_order = placement.keeps_order and not placement.reorders
+        return Level.UNITS if keeps_order else Level.ORDER
 
     def has_its_profile(self) -> bool:
         """Whether a job that only profiles may end; a JobError if it can have no profile."""
@@ -269,16 +276,6 @@ class Job:
         self.session.gather(lap)
         for line in end_of_job(self.session, self.collectives, self.options.output_dir):
             self.say(line)
-
-
-def _level(placement: Placement, one_clock: bool, policy: str | bool) -> Level:
-    """What the job changes, by its policy for clocks; False where it has none."""
-    if policy in (False, "baseline"):
-        return Level.OBSERVE
-    if one_clock:
-        return Level.UNIFORM
-    keeps_order = placement.keeps_order and not placement.reorders
-    return Level.UNITS if keeps_order else Level.ORDER
 
 
 def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:

@@ -84,8 +84,7 @@ class Decision:
             features = ", ".join(limit.feature for limit in self.to_check)
             said.append(f"if a self-check holds, for {features}")
         for above, limits in list(self.against.items())[:1]:
-            against = _text(limits) or "it was not asked for"
-            said.append(f"against {above}: {against}")
+            said.append(f"against {above}: {_text(limits)}" if limits else "no more was asked for")
         return "; ".join(said)
 
 

@@ -36,7 +36,7 @@ class IntervalReport:
     """Training since the last log line, on an average GPU of the job.
 
     Without a whole step there is no energy, and before the baseline's end no comparison; nor are
-    steps of several sizes of batches compared.
+    steps of several sizes of batches compared, or those of a job that only measures.
     """
 
     energy: IntervalEnergy | None
@@ -49,7 +49,7 @@ class IntervalReport:
         if energy is None or energy.step is None:
             return cls(energy, None)
         baseline = session.baseline_of(energy)
-        if baseline is None:
+        if baseline is None or session.only_measures:
             return cls(energy, None)
         return cls(energy, compare(energy.step, baseline.mean))
 
@@ -127,10 +127,15 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
             replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
-    return list(_bill(summary))
+    lines = list(_bill(summary, compared=not session.only_measures))
+    if session.only_measures and len(session.executed) > 1:  # not of whole iterations
+        lines.append(_time_without_units(summary))
+    if output_dir is not None:
+        lines.append(f"envpipe report {output_dir} shows where time and energy went")
+    return lines
 
 
-def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
+def _bill(summary: Mapping[str, Any], *, compared: bool) -> Iterator[str]:
     gpus = [rank["gpu"] for rank in summary["ranks"]]
     total_j = sum(gpu["total_energy_j"] for gpu in gpus)
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
@@ -141,9 +146,9 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
                 f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
                 f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
             )
-    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    for batch, comparison in compared.items():
-        if comparison is not None:
+    comparisons = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    for batch, comparison in comparisons.items():
+        if compared and comparison is not None:
             of_batch = f" of {batch}" if batch else ""
             parts = ", ".join(comparison_parts(Comparison(**comparison)))
             yield f"steady against baseline{of_batch}: {parts}"
@@ -154,3 +159,12 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
         if (followed := rank["clocks"]["followed"]) and followed["warning"]
     }
     yield from sorted(warnings)
+
+
+def _time_without_units(summary: Mapping[str, Any]) -> str:
+    phases = [phase for rank in summary["ranks"] for phase in rank["gpu"]["phases"].values()]
+    units_s, total_s = (
+        sum(phase[name] for phase in phases) for name in ("total_units_s", "total_duration_s")
+    )
+    share = 100 * (1 - units_s / total_s) if total_s else 0.0
+    return f"in {share:.1f} % of this time no forward or backward ran on a GPU"

@@ -73,6 +73,19 @@ class RunFolder:
         told = any(entry.get("backend") == "dry_run" for entry in self.clocks)
         return told or self._has_back_end("dry_run")
 
+    @property
+    def changed_nothing(self) -> bool:
+        """Whether all that was recorded of a rank ran in one order, at one clock if at any."""
+        orders: dict[tuple[int, int], set[str]] = {}
+        clocks_mhz: dict[int, set[int]] = {}
+        for read in self.timelines.iterations:
+            rank = read.labels.rank
+            orders.setdefault((rank, len(read.start_us)), set()).add(read.order)
+            if read.frequency_mhz is not None:
+                clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
+        one_order = all(len(of_rank) == 1 for of_rank in orders.values())
+        return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
+
     def _has_back_end(self, name: str) -> bool:
         return any(read.labels.clock_backend == name for read in self.timelines.iterations)
 

@@ -14,6 +14,12 @@ from envpipe_megatron.report.pictures import Picture
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.trace import TraceFacts
 
+#: Titles of the sections that tell the most.
+RESULT, BUBBLES = "Result", "Bubbles"
+LEVELS = "What each level would save: a prediction"
+#: A stage that takes this share longer than the mean one makes stages uneven.
+_EVEN = 5e-4
+
 
 @dataclass(frozen=True)
 class Section:
@@ -30,7 +36,7 @@ def sections_of(
     folder: RunFolder, facts: ReportFacts, trace: TraceFacts, pictures: Sequence[Picture]
 ) -> list[Section]:
     """All of a report."""
-    compared = comparison_section(facts)
+    compared = comparison_section(facts, changed_nothing=folder.changed_nothing)
     known = [
         compared,
         *_bubbles(facts),
@@ -45,12 +51,12 @@ def sections_of(
     return [part for part in known if part.rows or part.lines or part.pictures]
 
 
-def comparison_section(facts: ReportFacts) -> Section:
-    """The baseline beside the steady phase."""
+def comparison_section(facts: ReportFacts, *, changed_nothing: bool) -> Section:
+    """The baseline beside the steady phase; nothing is saved where nothing was changed."""
     baseline, steady = facts.baseline, facts.steady
     columns = [step for step in (baseline, steady) if step is not None]
     if not columns:
-        return Section("Result")
+        return Section(RESULT)
     rows = [
         ("iteration time (s)", *(f"{step.time_s:.4f}" for step in columns)),
         ("energy of an iteration, all GPUs (J)", *(_energy(step) for step in columns)),
@@ -58,7 +64,9 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
     line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
-    return Section("Result", ("", *(step.name for step in columns)), tuple(rows), (line,))
+    if changed_nothing:
+        line = "Neither clocks nor order were changed: what differs here is chance."
+    return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), (line,))
 
 
 def _bubbles(facts: ReportFacts) -> Iterator[Section]:
@@ -81,14 +89,14 @@ def _bubbles(facts: ReportFacts) -> Iterator[Section]:
         )
         for each in found.gpus
     )  # fmt: skip
-    yield Section("Bubbles", header, rows, tuple(_bubble_lines(found, waiting_w)))
+    yield Section(BUBBLES, header, rows, tuple(_bubble_lines(found, waiting_w)))
     if predicted is not None:
         levels = tuple(
-            (one.level, f"{one.saving_percent:.1f}", f"{one.slowdown_percent:.2f}")
+            (one.level, f"{one.saving_percent:z.1f}", f"{one.slowdown_percent:z.2f}")
             for one in predicted.levels
         )
         yield Section(
-            "What each level would save: a prediction",
+            LEVELS,
             ("level", "energy saved (%)", "slower (%)"),
             levels,
             (
@@ -109,10 +117,13 @@ def _bubble_lines(found: Bubbles, waiting_w: tuple[float, ...] | None) -> Iterat
         yield f"In them the GPUs take {joules:.1f} J an iteration, at the power of waiting."
     stage, beyond = found.slowest_stage
     sooner = 1 - found.even_s / found.pipeline_s
-    yield (
-        f"Stage {stage} is the slowest, {100 * beyond:.1f} % beyond the mean stage; with even "
-        f"stages the same order would take {100 * sooner:.1f} % less time."
-    )
+    if beyond < _EVEN:
+        yield "All stages take equally long: no other split of the layers would be faster."
+    else:
+        yield (
+            f"Stage {stage} is the slowest, {100 * beyond:.1f} % beyond the mean stage; with even "
+            f"stages the same order would take {100 * sooner:.1f} % less time."
+        )
     for gpu, share in found.stragglers:
         yield (
             f"Rank {gpu.rank} (stage {gpu.stage}, pipeline {gpu.pipeline}, node {gpu.node}) is "

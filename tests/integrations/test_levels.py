@@ -52,7 +52,7 @@ def test_below_level_order_nothing_is_checked() -> None:
     assert str(decide(both, LIMITS)) == "level units; against order: graphs (captured)"
     found = decide(asking("experts"), LIMITS, Level.UNITS)
     assert found.to_check == ()
-    assert str(found) == "level units; against order: it was not asked for"
+    assert str(found) == "level units; no more was asked for"
 
 
 def test_without_checks_what_wants_one_stands_against_level_order() -> None:
@@ -74,7 +74,7 @@ def test_less_is_granted() -> None:
         assert decide(asking("experts"), LIMITS, asked).level is asked
     found = decide(asking("graphs"), LIMITS, Level.UNIFORM)
     assert found.against == {Level.UNITS: (), Level.ORDER: (GRAPHS,)}
-    assert str(found) == "level uniform; against units: it was not asked for"
+    assert str(found) == "level uniform; no more was asked for"
 
 
 def test_more_is_an_error_that_names_what_stands_against_it() -> None:

@@ -57,6 +57,25 @@ def test_timelines_alone_tell_what_set_the_clocks(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    ("other", "nothing"),
+    [
+        ({}, True),
+        ({"frequency_mhz": [1410, 1410]}, True),
+        ({"units": "F0 F1 B0", "start_us": [0, 5, 10], "end_us": [5, 10, 20]}, True),  # a batch
+        ({"units": "B0 F0"}, False),
+        ({"frequency_mhz": [1410, 1200]}, False),
+        ({"frequency_mhz": [1200, 1200]}, False),
+    ],
+)
+def test_a_job_that_changed_nothing_is_told_from_one_that_did(tmp_path, other, nothing):
+    for stage in range(2):
+        clocks = {"frequency_mhz": [1410, 1410]} if "frequency_mhz" in other else {}
+        put_timeline(tmp_path, stage=stage, **clocks)
+        put_timeline(tmp_path, stage=stage, iteration=6, **other)
+    assert read_run_folder(tmp_path).changed_nothing is nothing
+
+
+@pytest.mark.parametrize(
     ("start_us", "end_us"),
     [([-1, 10], [5, 20]), ([0, 10], [5, 9]), ([0, 4], [5, 20]), ([0], [5]), ([0, 10], [5])],
 )

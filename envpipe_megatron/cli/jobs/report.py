@@ -33,14 +33,20 @@ def report(folder: Path, output: Path | None) -> None:
       envpipe report runs/quickstart
     """
     from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
+    from envpipe_megatron.report.summary import BUBBLES, LEVELS, RESULT
 
     written = output or folder / "report"
-    read, (result, *_) = report_on(folder, written)
+    read, sections = report_on(folder, written)
     console = Console()
-    if result.rows:
-        console.print(table_of(folder.resolve().name, result.header, result.rows))
-    for line in (*result.lines, *(f"Missing: {lack}" for lack in read.missing)):
-        say(console, line)
+    for section in sections:
+        if section.title not in (RESULT, BUBBLES, LEVELS):
+            continue
+        if section.rows and section.title != BUBBLES:  # these have a row for each GPU
+            console.print(table_of(section.title, section.header, section.rows))
+        for line in section.lines:
+            say(console, line)
+    for lack in read.missing:
+        say(console, f"Missing: {lack}")
     say(console, f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")
 
 

@@ -267,9 +267,12 @@ class Bill:
         )
 
     def comparison(self) -> Comparison | None:
-        """Steady steps against the baseline that the job measured; None if one is not known."""
+        """Steady steps against the baseline that the job measured; None if one is not known.
+
+        None, too, of a job that only measures.
+        """
         steady = self.steps(Phase.STEADY.value)
-        if steady is None:
+        if steady is None or self.facts.get("level") == "observe":
             return None
         try:
             return compare(steady, StepEnergy(**self.facts.get("baseline", {})))

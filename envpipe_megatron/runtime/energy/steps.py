@@ -211,5 +211,5 @@ def percent(value: float | None, standard_uncertainty: float | None) -> str:
     if value is None:
         return "not known"
     if standard_uncertainty is None:
-        return f"{value:.2f} %"
-    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"
+        return f"{value:z.2f} %"
+    return f"{value:z.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"

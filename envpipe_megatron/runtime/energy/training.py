@@ -315,8 +315,9 @@ class TrainingEnergy:
             `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step) and
                 `comparison` of the steady phase with the baseline, None if not known, and likewise
                 `other_batches`, by batch, of those of another size than the full one; `gpu` and
-                each of its phases have `total_energy_j` and `total_duration_s` too, and its phase
-                `plan` no step. `baseline`, the mean step of all GPUs, or None.
+                each of its phases have `total_energy_j` and `total_duration_s` too, its phases
+                `total_units_s`, and its phase `plan` no step. `baseline`, the mean step of all
+                GPUs, or None.
         """
         totals = self.log.totals
         own: dict[str, StepEnergy | None] = {
@@ -337,6 +338,7 @@ class TrainingEnergy:
             phase = facts["phases"].setdefault(name, {"iterations": 0})
             phase["total_energy_j"] = total.energy_j
             phase["total_duration_s"] = total.duration_s
+            phase["total_units_s"] = total.compute_s
         return {
             "gpu": {
                 "total_energy_j": sum(total.energy_j for total in totals.values()),

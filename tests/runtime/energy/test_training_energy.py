@@ -206,11 +206,16 @@ def test_all_that_is_told_of_one_job(rank):
     def told(step: StepEnergy) -> dict[str, object]:
         return {**asdict(step), "power_w": step.power_w}
 
-    def of_gpu(step: StepEnergy, total_s: float) -> dict[str, object]:
-        whole = {"total_energy_j": 128 * total_s, "total_duration_s": total_s}
+    def of_gpu(name: str, step: StepEnergy) -> dict[str, object]:
+        whole = {
+            "total_energy_j": 128 * times_s[name],
+            "total_duration_s": times_s[name],
+            "total_units_s": units_s[name],
+        }
         return {**told(step), **whole}
 
     times_s = {"framework": 0.5, "warm-up": 3.75, "steady": 1.75}
+    units_s = {name: energy.log.totals[name].compute_s for name in times_s}
     own = {
         name: StepEnergy(
             steps,
@@ -231,8 +236,13 @@ def test_all_that_is_told_of_one_job(rank):
             "total_energy_j": 128 * 7.5,
             "total_duration_s": 7.5,
             "phases": {
-                **{name: of_gpu(step, times_s[name]) for name, step in own.items()},
-                "plan": {"iterations": 0, "total_energy_j": 192.0, "total_duration_s": 1.5},
+                **{name: of_gpu(name, step) for name, step in own.items()},
+                "plan": {
+                    "iterations": 0,
+                    "total_energy_j": 192.0,
+                    "total_duration_s": 1.5,
+                    "total_units_s": 0.0,
+                },
             },
             "comparison": summary["gpu"]["comparison"],
             "other_batches": {},
