@@ -15,7 +15,8 @@ on a real GPU each time it was read, in the first hour:
 
 ```json
 {"format": "envpipe-clock/1", "node": "n1", "gpu_uid": "GPU-1a2b…", "rank": 0,
- "time_s": [812.5, 813.0], "requested_mhz": [1260, null], "observed_mhz": [1260, 1410]}
+ "time_s": [812.5, 813.0], "requested_mhz": [1260, null], "observed_mhz": [1260, 1410],
+ "throttle_reasons": ["", "idle"]}
 ```
 
 A writer may add fields, such as the name of a `run`, and `clock_backend`: what set the clocks, of
@@ -109,13 +110,15 @@ class RankIteration:
 class ClockSamples:
     """What the clock of one GPU was at some instants, on the time base of its meter.
 
-    One entry for each sample; `requested_mhz` is None if the clock was not locked.
+    One entry for each sample; `requested_mhz` is None if the clock was not locked, and
+    `throttle_reasons` are what the GPU says holds its clock back, with commas between them.
     """
 
     labels: GpuLabels
     time_s: tuple[float, ...]
     requested_mhz: tuple[int | None, ...]
     observed_mhz: tuple[int, ...]
+    throttle_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,10 @@ def _clock_samples(data: dict[str, Any]) -> ClockSamples:
         raise ValueError
     if any(type(mhz) is not int for mhz in (*observed, *(m for m in requested if m is not None))):
         raise TypeError
-    return ClockSamples(_labels(data), times, requested, observed)
+    reasons = tuple(map(str, data.get("throttle_reasons", ())))
+    if reasons and len(reasons) != len(times):
+        raise ValueError
+    return ClockSamples(_labels(data), times, requested, observed, reasons)
 
 
 def _labels(data: dict[str, Any]) -> GpuLabels:

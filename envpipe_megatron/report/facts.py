@@ -90,6 +90,7 @@ class ReportFacts:
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
+        changed_nothing: whether the run only measured, so that nothing was saved.
     """
 
     phases: tuple[StepFacts, ...] = ()
@@ -101,3 +102,4 @@ class ReportFacts:
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None
     predicted: Predicted | None = None
+    changed_nothing: bool = False

@@ -36,7 +36,7 @@ def sections_of(
     folder: RunFolder, facts: ReportFacts, trace: TraceFacts, pictures: Sequence[Picture]
 ) -> list[Section]:
     """All of a report."""
-    compared = comparison_section(facts, changed_nothing=folder.changed_nothing)
+    compared = comparison_section(facts)
     known = [
         compared,
         *_bubbles(facts),
@@ -51,7 +51,7 @@ def sections_of(
     return [part for part in known if part.rows or part.lines or part.pictures]
 
 
-def comparison_section(facts: ReportFacts, *, changed_nothing: bool) -> Section:
+def comparison_section(facts: ReportFacts) -> Section:
     """The baseline beside the steady phase; nothing is saved where nothing was changed."""
     baseline, steady = facts.baseline, facts.steady
     columns = [step for step in (baseline, steady) if step is not None]
@@ -64,7 +64,7 @@ def comparison_section(facts: ReportFacts, *, changed_nothing: bool) -> Section:
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
     line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
-    if changed_nothing:
+    if facts.changed_nothing:
         line = "Neither clocks nor order were changed: what differs here is chance."
     return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), (line,))
 

@@ -18,7 +18,7 @@ ITERATION = LABELS | {
 }  # fmt: skip
 CLOCKS = LABELS | {
     "format": "envpipe-clock/1", "time_s": [812.5, 813], "requested_mhz": [1260, None],
-    "observed_mhz": [1260, 1410],
+    "observed_mhz": [1260, 1410], "throttle_reasons": ["", "idle"],
 }  # fmt: skip
 
 
@@ -34,7 +34,9 @@ def test_both_kinds_of_lines_are_read(tmp_path):
     logs = read(tmp_path, CLOCKS, "\n", ITERATION, '{"torn', "\n", ITERATION)
     assert logs.unreadable == (f"{tmp_path / 'timeline.jsonl'}:4",)
     labels = GpuLabels("n1", "NVIDIA A100", "GPU-1a2b", 3, 1, "first", "nvml")
-    assert logs.clocks == (ClockSamples(labels, (812.5, 813.0), (1260, None), (1260, 1410)),)
+    assert logs.clocks == (
+        ClockSamples(labels, (812.5, 813.0), (1260, None), (1260, 1410), ("", "idle")),
+    )
     one, two = logs.iterations
     assert one.labels == two.labels == labels
     assert (one.phase, one.iteration, one.begin_s, one.iteration_time_s) == (

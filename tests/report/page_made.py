@@ -42,7 +42,13 @@ def plan() -> Plan:
 def folder(path: Path) -> RunFolder:
     recorded = two_pipelines(("warm-up", "profile", "steady"))
     clocks = [
-        ClockSamples(read.labels, (100.0, 100.5, 101.0), (1200, None, 900), (1200, 1410, 915))
+        ClockSamples(
+            read.labels,
+            (100.0, 100.5, 101.0),
+            (1200, None, 900),
+            (1200, 1410, 915),
+            ("sw power cap", "sw power cap, hw thermal slowdown", "idle"),
+        )
         for read in recorded[: 2 * STAGES]
     ]
     made = plan()

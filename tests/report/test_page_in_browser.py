@@ -219,4 +219,13 @@ def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
     lines = (
         "return Array.from(Bokeh.documents[0].get_model_by_name('clock lines').view.filter.indices)"
     )
-    assert page.ask(lines) == [6, 7]
+    assert page.ask(lines) == [8, 9]
+
+
+def test_what_held_clocks_back_has_a_row_for_each_gpu(page):
+    """Two reasons of each of six GPUs, and none while they were idle."""
+    boxes = (
+        "const drawn = Bokeh.documents[0].get_model_by_name('held back').renderers;"
+        "return drawn.map((one) => Array.from(one.data_source.data.end))"
+    )
+    assert page.ask(boxes) == [[0.5] * 6, [1.0] * 6]

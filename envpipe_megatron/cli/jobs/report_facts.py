@@ -29,7 +29,8 @@ _BASELINE_RUN = "baseline"
 
 def report_facts(folder: RunFolder) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
-    facts, recorded = _metered_facts(folder), folder.timelines.iterations
+    facts = replace(_metered_facts(folder), changed_nothing=folder.changed_nothing)
+    recorded = folder.timelines.iterations
     if not recorded:
         return facts
     profile = folder.profile

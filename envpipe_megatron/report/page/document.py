@@ -21,13 +21,9 @@ from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.metered import power_series, step_series
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.bubbles import bubbles_figure
+from envpipe_megatron.report.page.clocks import clock_figures, ranks_of
 from envpipe_megatron.report.page.plans import frontier_figure, frontier_of, valley_figure
-from envpipe_megatron.report.page.series import (
-    clocks_figure,
-    power_figure,
-    ranks_of,
-    steps_figures,
-)
+from envpipe_megatron.report.page.series import power_figure, steps_figures
 from envpipe_megatron.report.page.timelines import (
     AFTER,
     BEFORE,
@@ -140,9 +136,15 @@ def _rendered(**parts: object) -> str:
 
 
 def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
+    if facts.changed_nothing and facts.bubbles is not None:
+        yield "in bubbles", f"{100 * facts.bubbles.share:.1f} % of the time"
+        levels = () if facts.predicted is None else facts.predicted.levels
+        if levels:
+            most = max(levels, key=lambda one: one.saving_percent)
+            yield "predicted to save", f"{most.saving_percent:z.1f} % at level {most.level}"
     if facts.steady is None:
         return
-    if facts.baseline is not None:
+    if facts.baseline is not None and not facts.changed_nothing:
         yield "energy saved", facts.saved
         yield "slower", facts.slower
     for step in filter(None, (facts.baseline, facts.steady)):
@@ -188,14 +190,17 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
     if folder.timelines.clocks:
         ranks = ranks_of(folder.timelines.clocks)
-        plot = _called(clocks_figure(folder.timelines.clocks, offsets_s), "clocks")
+        clocks, held_back = clock_figures(folder.timelines.clocks, offsets_s)
+        parts = [Part(_called(clocks, "clocks"))]
+        if held_back is not None:
+            parts.append(Part(_called(held_back, "held back"), "held back by"))
         options = [(str(rank), name) for rank, name in ranks.items()]
         yield View(
             "clocks",
             "Clocks asked for, and seen",
-            "Each look at a GPU's clock, in the first hour; at most 800 of them are shown. Why "
-            "clocks were throttled stands in the table of clocks.",
-            [Part(plot)],
+            "Each look at a GPU's clock, in the first hour; at most 800 of them are shown. Below, "
+            "what GPUs said held their clocks back, if they were not idle.",
+            parts,
             [Choice("clock-rank", "Clock of", options)],
         )
     if folder.profile is not None:

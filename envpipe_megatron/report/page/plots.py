@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bokeh.models import FixedTicker, HoverTool, Range1d, WheelZoomTool
+import numpy as np
+from bokeh.models import DataRange1d, FixedTicker, HoverTool, Range1d, WheelZoomTool
 from bokeh.models.annotations import Legend, LegendItem
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from envpipe_megatron.report.pipelines import Gpu
 
 _ROW_PX, _LEAST_ROWS, _MOST_PX, _MOST_NAMED = 22, 3, 760, 32
+_OVER_TIME_PX = 260
+#: Of each line: more than a screen has pixels would not be seen.
+_MOST_POINTS = 800
 
 
 def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **more: Any) -> figure:
@@ -33,6 +38,17 @@ def new_plot(x_label: str, y_label: str, height_px: int, *, along_x: bool, **mor
     plot.toolbar.logo = None
     plot.axis.minor_tick_line_color = None
     return plot
+
+
+def over_time_plot(x_label: str, y_label: str, x_range: Range1d) -> figure:
+    """An empty plot of what is measured as the job goes on, whose y axis begins at 0."""
+    y_range = DataRange1d(start=0, only_visible=True)
+    return new_plot(x_label, y_label, _OVER_TIME_PX, along_x=True, x_range=x_range, y_range=y_range)
+
+
+def thinned(count: int) -> NDArray[np.intp]:
+    """Places of at most so many points of a line, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.intp))
 
 
 def gpu_rows_plot(x_label: str, gpus: Sequence[Gpu], beside_px: int, **more: Any) -> figure:

@@ -83,7 +83,7 @@ def first_shown(table: UnitTable) -> tuple[int, int]:
 
 
 def colourings(table: UnitTable) -> list[Colouring]:
-    """All ways to colour these units, the most telling first."""
+    """All ways to colour these units, the most telling first: one clock for all tells nothing."""
     columns = table.columns
     known = [
         Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
@@ -98,7 +98,8 @@ def colourings(table: UnitTable) -> list[Colouring]:
     steps = LinearColorMapper(palette=colours, low=-0.5, high=len(KINDS) - 0.5)
     ticker = FixedTicker(ticks=list(range(len(KINDS))))
     by_kind = Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
-    return [*known[:1], by_kind, *known[1:]]
+    one_clock = np.ptp(columns["mhz"]) == 0
+    return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
 
 
 def _scale(values: NDArray[Any]) -> LinearColorMapper:

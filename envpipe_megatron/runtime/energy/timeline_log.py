@@ -44,7 +44,7 @@ class TimelineLog:
         self._labels = dict(labels)
         self._seen: Counter[str] = Counter()
         self._left_out = 0
-        self._samples: list[tuple[float, int | None, int]] = []
+        self._samples: list[tuple[float, int | None, int, str]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
         #: None follows the last line. Its lock cannot stay taken when a signal handler raises.
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -75,22 +75,16 @@ class TimelineLog:
         if self._append is None or not self._samples_left:
             return
         self._samples_left -= 1
-        self._samples.append((round(time_s, 3), state.requested_mhz, state.observed_mhz))
+        reasons = ", ".join(state.throttle_reasons)
+        self._samples.append((round(time_s, 3), state.requested_mhz, state.observed_mhz, reasons))
         if len(self._samples) == _SAMPLES_A_LINE:
             self._put_samples()
 
     def _put_samples(self) -> None:
-        times_s, requested, observed = (list(column) for column in zip(*self._samples, strict=True))
+        names = "time_s", "requested_mhz", "observed_mhz", "throttle_reasons"
+        columns = zip(names, map(list, zip(*self._samples, strict=True)), strict=True)
         self._samples = []
-        self._put(
-            {
-                "format": CLOCK_FORMAT,
-                **self._labels,
-                "time_s": times_s,
-                "requested_mhz": requested,
-                "observed_mhz": observed,
-            }
-        )
+        self._put({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._lines.qsize() < _MOST_WAITING:

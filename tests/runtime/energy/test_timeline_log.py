@@ -81,8 +81,9 @@ def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
 def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
     lines = []
     log = TimelineLog(lines.append, LABELS)
+    state = ClockState(1200, 1185, ("sw power cap", "hw slowdown"))
     for half_seconds in range(3 * 7200):
-        log.add_clock(0.5 * half_seconds + 1e-4, ClockState(1200, 1185))
+        log.add_clock(0.5 * half_seconds + 1e-4, state)
     log.close()
     assert sum(len(line["time_s"]) for line in lines) == 7200
     assert lines[0] == {
@@ -91,6 +92,7 @@ def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
         "time_s": [0.5 * half_seconds for half_seconds in range(120)],
         "requested_mhz": [1200] * 120,
         "observed_mhz": [1185] * 120,
+        "throttle_reasons": ["sw power cap, hw slowdown"] * 120,
     }
 
 
