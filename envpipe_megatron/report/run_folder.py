@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ class RunFolder:
         energy: None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
+        loop: what a closed loop predicted, and said, from which iteration on (`loop.jsonl`).
         summary: summary of a job or quickstart, as `summary.json` has it.
         job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
@@ -51,6 +53,7 @@ class RunFolder:
     job: dict[str, Any] | None
     bill: dict[str, Any] | None
     missing: tuple[str, ...]
+    loop: tuple[dict[str, Any], ...] = ()
 
     @property
     def windows(self) -> tuple[EnergyWindow, ...]:
@@ -123,6 +126,7 @@ def read_run_folder(path: Path) -> RunFolder:
         job and _with_measured_baseline(job, missing),
         _object(path / "bill.json", "", missing),
         (),
+        tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
     )
     folder = _of_present_job(whole)
     if others := _num_lines(whole) - _num_lines(folder):
@@ -202,18 +206,26 @@ def _plan(path: Path, profile: Profile | None, missing: list[str]) -> Plan | Non
 
 
 def _clocks(path: Path, missing: list[str]) -> tuple[dict[str, Any], ...]:
-    found = []
-    for file in sorted(path.glob("clocks*.jsonl")):
-        for line in file.read_bytes().splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:  # torn
-                continue
-            if isinstance(entry, dict):
-                found.append(entry)
+    found = tuple(_objects(path, "clocks*.jsonl"))
     if not found:
         missing.append("clocks.jsonl: whether clocks followed is not known")
-    return tuple(found)
+    return found
+
+
+def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects of all lines; torn ones are passed over."""
+    for file in sorted(path.glob(files)):
+        for line in file.read_bytes().splitlines():
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    yield entry
+
+
+def _is_of_loop(entry: dict[str, Any]) -> bool:
+    costs = entry.get("time_s"), entry.get("energy_j")
+    known = all(isinstance(cost, (int, float)) for cost in costs) or costs == (None, None)
+    return known and type(entry.get("iteration")) is int and isinstance(entry.get("note"), str)
 
 
 def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | None:
@@ -290,8 +302,11 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
             for line in lines
         )
         energy = replace(energy, lines=tuple(renamed))
-    clocks = tuple(entry for entry in folder.clocks if own(str(entry.get("run", ""))))
-    return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+    clocks, loop = (
+        tuple(entry for entry in entries if own(str(entry.get("run", ""))))
+        for entries in (folder.clocks, folder.loop)
+    )
+    return replace(folder, timelines=timelines, energy=energy, clocks=clocks, loop=loop)
 
 
 def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

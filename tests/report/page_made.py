@@ -59,6 +59,10 @@ def folder(path: Path) -> RunFolder:
         made.profile,
         made,
         (), None, None, None, (),
+        (
+            {"iteration": 1, "note": "", "time_s": 0.2, "energy_j": 40.0},
+            {"iteration": 2, "note": "drift", "time_s": None, "energy_j": None},
+        ),
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from envpipe_megatron import __version__
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.metered import power_series, step_series
 from envpipe_megatron.report.facts import ReportFacts
@@ -166,13 +165,13 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
     series = step_series(folder.windows)
     if series:
-        names, predicted = ("time", "energy"), _predicted(folder.plan, facts)
+        names, predicted = ("time", "energy"), list(_predicted(folder, facts))
         yield View(
             "steps",
             "Iterations of the job",
             "Time and energy of each iteration; a metered window of several stands for their mean. "
-            "The phases of the job are shaded; the dashed lines are what the last plan predicts, "
-            "without what lies outside of its units.",
+            "The phases of the job are shaded; the dashed lines are what each plan that ran "
+            "predicted, without what lies outside of its units.",
             [
                 Part(_called(plot, f"steps {name}"), name)
                 for name, plot in zip(names, steps_figures(series, predicted), strict=True)
@@ -220,12 +219,26 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
 
 
-def _predicted(plan: Plan | None, facts: ReportFacts) -> tuple[float, float] | None:
-    """Time and energy of an iteration on all GPUs by the last plan."""
-    if plan is None or facts.steady is None:
-        return None
-    pipelines = facts.steady.num_gpus / plan.schedule.num_stages
-    return plan.cost.iteration_time_s, pipelines * plan.cost.energy_j
+def _predicted(
+    folder: RunFolder, facts: ReportFacts
+) -> Iterator[tuple[int, tuple[float, float], str]]:
+    """From which iteration on, both of all GPUs by the plan that ran, and what the job said.
+
+    Of batches of full size; where no closed loop told of its plans, of the last plan alone.
+    """
+    steps, plan = facts.steady or facts.baseline, folder.plan
+    if steps is None or not folder.num_stages:
+        return
+    pipelines = steps.num_gpus / folder.num_stages
+    told = [own for own in folder.loop if not own.get("batch")]
+    both = None
+    for own in told:
+        if own["time_s"] is not None:
+            both = own["time_s"], pipelines * own["energy_j"]
+        if both is not None:
+            yield own["iteration"], both, own["note"]
+    if not told and plan is not None:
+        yield 0, (plan.cost.iteration_time_s, pipelines * plan.cost.energy_j), "the plan of the job"
 
 
 def _timelines(table: UnitTable) -> View:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
-from bokeh.models.annotations import BoxAnnotation, Span
+from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from envpipe_megatron.formats.energy import split_phase
@@ -15,10 +15,12 @@ from envpipe_megatron.report.drawing.style import GREY, SERIES, VERMILION
 from envpipe_megatron.report.page.plots import add_legend, add_tips, over_time_plot, thinned
 
 
-def steps_figures(series: Sequence[StepSeries], predicted: Sequence[float] | None) -> list[figure]:
+def steps_figures(
+    series: Sequence[StepSeries], predicted: Sequence[tuple[int, tuple[float, float], str]]
+) -> list[figure]:
     """Time and energy of each iteration, one plot each, on one axis of iterations.
 
-    `predicted` are those of the plan that ran last.
+    `predicted` are both by the plan that ran, each from an iteration on, and what the job said.
     """
     last = max(int(run.iteration[-1]) for run in series)
     shared = Range1d(start=-0.5, end=last + 0.5, bounds=(-0.5, last + 0.5))
@@ -48,10 +50,9 @@ def steps_figures(series: Sequence[StepSeries], predicted: Sequence[float] | Non
                 (label, "@value{0.0000}"),
                 ("phase", "@phase"),
             )
-        if predicted is not None:
-            span = Span(location=predicted[place], dimension="width", line_dash="dashed")
-            span.line_color = VERMILION
-            plot.add_layout(span)
+        if predicted:
+            plans = [(begin, both[place], said) for begin, both, said in predicted]
+            _draw_predicted(plot, plans, last)
         if len(series) > 1:
             add_legend(plot, items)
         else:
@@ -64,6 +65,25 @@ def steps_figures(series: Sequence[StepSeries], predicted: Sequence[float] | Non
                 )  # fmt: skip
         figures.append(plot)
     return figures
+
+
+def _draw_predicted(plot: figure, plans: Sequence[tuple[int, float, str]], last: int) -> None:
+    """A step for each plan, up to the next one's begin."""
+    source = ColumnDataSource(
+        {
+            "begin": [begin for begin, _, _ in plans],
+            "end": [*(begin for begin, _, _ in plans[1:]), last + 1],
+            "value": [value for _, value, _ in plans],
+            "why": [why for _, _, why in plans],
+        }
+    )
+    steps = plot.segment(
+        "begin", "value", "end", "value", source=source, color=VERMILION, line_dash="dashed",
+        line_width=1.5, name="predicted",
+    )  # fmt: skip
+    add_tips(
+        plot, steps, ("from iteration", "@begin"), ("predicted", "@value{0.0000}"), ("", "@why")
+    )
 
 
 def _phase_at(run: StepSeries, iteration: int) -> str:

@@ -94,6 +94,8 @@ def run_online(
         order = replace(order, phase=command.phase)
         if command.note:
             job.say(command.note)
+        if job.collectives.is_planner and (command.note or command.plan is not None):
+            job.folder.append("loop", _told(job, command))
         if command.billed:
             kept = [note for note in job.state.notes if note != billed]
             billed = f"{job.batch}: {command.billed}" if job.batch else command.billed
@@ -147,6 +149,19 @@ def _adopt(job: PhaseParts, plan: Plan) -> None:
     job.state.plan, job.state.profile = plan, plan.profile
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
     job.folder.keep_plan(plan, 0, None, job.batch)
+
+
+def _told(job: PhaseParts, command: Command) -> dict[str, object]:
+    """What the loop says and predicts from this iteration on, of one pipeline."""
+    cost = None if command.plan is None else command.plan.cost
+    return {
+        "run": job.folder.started,
+        "batch": job.batch,
+        "iteration": job.state.iteration,
+        "note": command.note,
+        "time_s": cost and cost.iteration_time_s,
+        "energy_j": cost and cost.energy_j,
+    }
 
 
 def _replica(job: PhaseParts) -> int:

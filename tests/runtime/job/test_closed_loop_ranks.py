@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import batch_ranks
@@ -37,6 +38,11 @@ def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(thre
         assert told["steps"][-1][1] == tuple(plan.frequency_mhz[stage].tolist())
         assert told["profile"].to_csv() == profile.to_csv()
     assert any("looking at" in text for text in ranks[0]["said"])
+    loop = [json.loads(line) for line in (tmp_path / "output/loop.jsonl").read_text().splitlines()]
+    assert any("looking at" in entry["note"] for entry in loop)
+    last = [entry for entry in loop if entry["time_s"] is not None][-1]
+    assert last["time_s"] == pytest.approx(plan.cost.iteration_time_s)
+    assert last["energy_j"] == pytest.approx(plan.cost.energy_j)
 
     again = three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 12, {}, LOOP)
     phases = [phase for phase, _ in again[0]["steps"]]
