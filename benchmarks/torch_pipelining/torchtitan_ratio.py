@@ -137,7 +137,7 @@ def _of_envpipe(
         return ()
     output = f"--envpipe-output={folder / 'envpipe'}"
     if arm == "observe":
-        return ("--envpipe-level=observe", output)
+        return ("--envpipe-level=observe", "--envpipe-gpu-control", control, output)
     if arm == "order":
         made = stepped_order(ranks, microbatches, None), envelope
     else:

@@ -41,6 +41,8 @@ from envpipe_megatron.formats.energy import Phase, read_amount, read_text, split
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
 
+#: What a GPU without work says holds its clock back.
+IDLE = "idle"
 #: The first iterations of the steady phase, all of which are recorded.
 FIRST_STEADY = 10
 #: After these, every n-th is recorded: a job of weeks leaves megabytes per rank.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import pynvml
 
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 
-#: Throttle reason of a GPU that does nothing.
-IDLE = "idle"
 #: What a GPU may be busy with that only answers those who read its meters.
 _MOST_BUSY_PERCENT = 5
 

@@ -23,7 +23,7 @@ from envpipe_megatron.quickstart.settings import VOCABULARY, Settings
 def build_model(settings: Settings) -> GPTModel:
     """This stage's part of the model; the same weights in every run."""
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = _working_type()
     config = TransformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -52,7 +52,12 @@ def build_model(settings: Settings) -> GPTModel:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
-    return model.to(current_device())
+    # Megatron makes norms and embeddings of positions in float32, whatever `params_dtype` says.
+    return model.to(current_device(), dtype)
+
+
+def _working_type() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def train_step(

@@ -36,7 +36,7 @@ from envpipe_megatron.quickstart.settings import (
 #: All that a quickstart leaves in its folder; the first marks the folder as its own.
 _FILES = (
     "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
-    "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
+    "profile.csv", "profile.json", "plan.json", "loop.jsonl", "results.csv", "summary.json",
 )  # fmt: skip
 _EMULATED = "emulated"
 #: Folders that may be beside them: the emulated GPUs, and what `envpipe report` makes.

@@ -18,6 +18,7 @@ from envpipe_megatron.formats.energy import (
     parse_line,
     read_amount,
 )
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS
 from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
@@ -34,8 +35,6 @@ _JITTER_J = 50.0
 _SOON_S = 5.0
 #: A rank looks at its clock twice a second; what it saw this long ago tells nothing of now.
 _STALE_LOOK_S = 3.0
-#: The reason of a GPU that does nothing, whose clock nothing holds back.
-_IDLE = "idle"
 
 
 class Reading(NamedTuple):
@@ -126,7 +125,7 @@ class GpuLedger:
         )
         now_s = time.monotonic()
         if self._look is not None and now_s - self._look[0] <= _STALE_LOOK_S:
-            for reason in set(reasons) - {_IDLE}:
+            for reason in set(reasons) - {IDLE}:
                 self.throttled_s[reason] += now_s - self._look[0]
         self._look = now_s, state
 

@@ -13,8 +13,7 @@ from bokeh.models import CDSView, ColumnDataSource, IndexFilter, Range1d
 from bokeh.plotting import figure
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.timeline import ClockSamples
-from envpipe_megatron.gpu.activity import IDLE
+from envpipe_megatron.formats.timeline import IDLE, ClockSamples
 from envpipe_megatron.report.drawing.style import BLUE, GREY, ORANGE, SERIES
 from envpipe_megatron.report.page.plots import (
     add_legend,

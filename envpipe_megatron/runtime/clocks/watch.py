@@ -16,12 +16,11 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
 TOLERANCE_MHZ = 15
-#: Throttle reason of a GPU that does nothing, whose clock says nothing.
-IDLE = "idle"
 #: The least share of samples, and the least number, with which clocks are said not to have
 #: followed.
 WARN_SHARE = 0.05

@@ -210,7 +210,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
         # With the loss comes what the training script does beside the model.
         loss = made.at(Sizes(1, size))["loss"]
-        assert loss.forward_s[0] > 0.9 * (DATA_S + LOSS_S) > 10 * loss.backward_s[0]
+        assert loss.forward_s[0] > 0.5 * (DATA_S + LOSS_S) > 5 * loss.backward_s[0]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)
