@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from on_request import on_request
 
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
@@ -109,6 +110,7 @@ def test_a_microbatch_has_the_same_data_whenever_it_is_drawn(name):
 # --- how long it takes ---------------------------------------------------------------------------
 
 
+@on_request("FIGURES")
 def test_operations_by_hand():
     """A backward computes the layers' forward again, and not that of Megatron's head."""
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from on_request import on_request
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "launch" / "collector.py"
 
 
+@on_request("FIGURES")
 def test_a_few_agents_are_added_up():
     command = [sys.executable, str(SCRIPT), "--agents", "4", "--gpus", "2", "--json"]
     command += ["--seconds", "1", "--interval-s", "0.1"]

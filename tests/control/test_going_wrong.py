@@ -48,6 +48,7 @@ def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
     assert ran.slower(55, 110) < 0.005
 
 
+@on_request("CONTROL")
 def test_the_bill_has_one_line_of_all_steps_that_were_too_slow():
     """A GPU is slow now and then: after each time, plans for a slow one are too slow."""
     ran = run(115, lambda at: {(0, 1): slower(1.1)} if at // 25 % 2 else {})
@@ -64,6 +65,7 @@ def test_time_that_is_allowed_is_no_harm():
     assert ran.saved(40, 60) > run(60, lambda at: {}).saved(40, 60) + 0.02
 
 
+@on_request("CONTROL")
 def test_what_all_units_of_an_iteration_share_is_no_drift():
     common = 1 + 0.02 * np.random.default_rng(3).standard_normal(160)
     ran = run(160, lambda at: {(0, s): slower(float(common[at])) for s in range(STAGES)})

@@ -112,8 +112,10 @@ def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypa
     "what",
     [
         {"wait_follows": 0.0},
-        {"change_s": 0.04},  # as long as a wait may be, for all that units tell
-        {"forward_s": (0.03, 0.03, 0.03)},  # what is left of waits is too short
+        # As long as a wait may be, for all that units tell.
+        pytest.param({"change_s": 0.04}, marks=on_request("CONTROL")),
+        # What is left of waits is too short.
+        pytest.param({"forward_s": (0.03, 0.03, 0.03)}, marks=on_request("CONTROL")),
     ],
     ids=str,
 )
@@ -123,6 +125,7 @@ def test_nothing_is_parked_where_it_does_not_pay_or_changes_are_slow(what):
     assert plan.park_mhz is None
 
 
+@on_request("CONTROL")
 def test_waits_that_become_much_shorter_are_parked_in_for_less_long():
     """Sequences shrink: until that is seen, units find the clock of their wait."""
     shrunk = dict.fromkeys([(0, stage) for stage in range(3)], slower(0.6))

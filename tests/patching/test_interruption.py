@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from memory_folder import memory_folder
+from on_request import examples
 from patch_project import in_child, snapshot
 
 import envpipe_megatron.patching
@@ -109,7 +110,7 @@ def test_killed_anywhere_then_completed_or_taken_back(trees, catalog, copies, do
     assert states == {TreeState.STOCK, TreeState.HALF_PATCHED, TreeState.PATCHED}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_killed_again_while_completing(trees, catalog, copies, seed):
     sources, wanted = trees
     chance = random.Random(seed)
@@ -218,7 +219,7 @@ def answer(results):
 
 
 @pytest.mark.parametrize("others", [[apply_patch] * 3, [apply_patch, revert_patch] * 2])
-@pytest.mark.parametrize("round_", range(5))
+@pytest.mark.parametrize("round_", range(examples(5)))
 def test_concurrent_changes_come_one_after_the_other(trees, catalog, others, round_):
     sources, wanted = trees
     root = sources[apply_patch]

@@ -207,6 +207,7 @@ def test_a_whole_proof_on_the_fake_library(proofs):
     assert list_leases() == []
 
 
+@on_request("GPU")
 def test_a_dry_run_reads_all_and_changes_nothing(proofs):
     before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
     for uid in proofs.nvml.uuids:

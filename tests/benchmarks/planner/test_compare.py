@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from core_cases import uniform_profile
+from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
@@ -178,6 +179,7 @@ def test_published_plans_are_brought_to_the_scale_of_the_profile(data_dir):
     assert unknown.perseus is unknown.perseus_file is None
 
 
+@on_request("FIGURES")
 def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(outputs, "PERSEUS_DATA", data_dir)
     some = [w for w in read_workloads(data_dir) if w.num_microbatches < 24]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import attached_ranks
@@ -19,17 +20,19 @@ from envpipe_megatron.core.kinds import parse_unit
 pytestmark = pytest.mark.xdist_group("pipeline")
 
 ORDER, UNITS = "order", "units"
-#: Enough for a plan to run.
-PLANNED = 34
+#: Enough for a plan to run, on GPUs of four clocks.
+PLANNED = 20
+FEW_CLOCKS = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
 
 
 @pytest.fixture
-def trained(pool: RankPool) -> Callable[..., tuple[list[Any], list[Any]]]:
+def trained(pool: RankPool, tmp_path: Path) -> Callable[..., tuple[list[Any], list[Any]]]:
     """What a case comes to by torch alone, and with EnvPipe attached."""
 
-    def run(case: Case, preset: str = "a100-sxm") -> tuple[list[Any], list[Any]]:
+    def run(case: Case, preset: str | None = None) -> tuple[list[Any], list[Any]]:
+        few = write_changed_preset(tmp_path / "few.toml", FEW_CLOCKS)
         with memory_folder() as folder:
-            ours = pool.run(attached_ranks.train, case, folder, preset)
+            ours = pool.run(attached_ranks.train, case, folder, preset or str(few))
         alone = pool.run(attached_ranks.train, case, None)
         for own, with_envpipe in zip(alone, ours, strict=True):
             assert own["weights"] == with_envpipe["weights"]
@@ -87,7 +90,7 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
         assert rank["phases"][-1] in ("reconfigure", "steady")
         assert rank["executed"] == plan.labels()[stage]
         assert rank["released"], "the schedule is torch's alone again"
-    assert len(ours[0]["clocks"]) > 3
+    assert len(ours[0]["clocks"]) > 2
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
 
 def test_a_job_saves_as_its_plan_says(trained):
     """Within a point of saving, and no slower than half a percent."""
-    case = Case("Schedule1F1B", steps=120, forward_s=(0.03, 0.03, 0.03, 0.05))
-    _, ours = trained(case)
+    case = Case("Schedule1F1B", steps=75, forward_s=(0.03, 0.03, 0.03, 0.05))
+    _, ours = trained(case, "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     cost, baseline = ours[0]["predicted"]
     assert cost.saving_percent(baseline) > 8
@@ -125,9 +128,7 @@ def test_a_job_saves_as_its_plan_says(trained):
 
 
 @on_request("PIPELINE")
-def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained, tmp_path):
-    changes = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
-    preset = str(write_changed_preset(tmp_path / "few.toml", changes))
+def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained):
     settings = {
         "type": "envelope",
         "reconfigure": "default",
@@ -135,7 +136,7 @@ def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained, tmp_path):
         "profile_steps": 1,
         "max_in_flight": 6,
     }
-    _, ours = trained(Case("Schedule1F1B", steps=45, settings=settings), preset)
+    _, ours = trained(Case("Schedule1F1B", steps=45, settings=settings))
     assert ours[0]["plan"].name == "envpipe"
     assert any(ours[0]["plan"].extra_forwards)
 
@@ -210,7 +211,7 @@ def test_what_is_no_schedule_is_refused():
 def test_long_runs_save_and_keep_their_bits(trained, name):
     count = 16
     evaluated = () if name in attached_ranks.V_SHAPED else (3,)
-    _, ours = trained(Case(name, count, chunks=2, steps=120, evaluated=evaluated))
+    _, ours = trained(Case(name, count, chunks=2, steps=120, evaluated=evaluated), "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     assert compared["saving_percent"] > -0.5
     assert compared["slowdown_percent"] < 0.5

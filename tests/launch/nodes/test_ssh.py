@@ -234,7 +234,7 @@ def test_nodes_end_with_a_launcher_that_is_killed(witness):
 
 def test_nodes_end_when_nobody_reads_their_output(witness):
     # One never looks at its standard input, and has to be killed.
-    talks = witness.holding("while echo more; do :; done")
+    talks = witness.holding("while echo more; do sleep 0.1; done")
     with Launcher({"one": talks, "two": witness.holding(WAITS)}) as launcher:
         launcher.wait_for("[one] more", "[two] ready")
         launcher.close_output()
