@@ -63,8 +63,7 @@ OPTIMAL = Arm(
     own_plan=True,
     from_profile=True,
 )
-#: In the order of a round. A power profile of the vendor would be one more: an arm without a plan,
-#: around whose turns `turns.Trainer.train` sets the profile and takes it back.
+#: In the order of a round. A power profile of the vendor is no arm: EnvPipe never changes one.
 ARMS = (STOCK, RELOCK, CONSTANT, ENVELOPE, OPTIMAL)
 
 

@@ -110,6 +110,16 @@ def check_quiet(activity: tuple[GpuActivity, ...], load: float) -> None:
         )
 
 
+def newcomers(machine: Machine) -> list[str]:
+    """In words, the real GPUs that more computes on than the one rank of the proof."""
+    now = [read_activity(before.uid) for before in machine.activity]
+    return [
+        f"{len(one.processes)} processes on GPU {one.index}"
+        for one in now
+        if len(one.processes) > 1
+    ]
+
+
 def _versions() -> dict[str, str]:
     known = {"envpipe-megatron": __version__}
     for package in _PACKAGES:

@@ -94,7 +94,7 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
             looks += [one.get("throttle_reasons", ()) for one in followed]
             reasons = dict.fromkeys(reason for look in looks for reason in look)
             errors = [turn["failure"], *(stage["clocks"]["error"] for stage in stages)]
-            errors += [one.get("warning") for one in followed]
+            errors += [one.get("warning") for one in followed] + turn.get("newcomers", [])
             yield (
                 f"{turn['round']} {turn['arm']}",
                 str(step.get("iterations", "")),

@@ -12,7 +12,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.prove.arms import ARMS
 from envpipe_megatron.prove.claims import Claim, claims_of
-from envpipe_megatron.prove.machine import Machine
+from envpipe_megatron.prove.machine import Machine, newcomers
 from envpipe_megatron.prove.page import line_to_paste, sections_of
 from envpipe_megatron.prove.settings import ProveSettings
 from envpipe_megatron.report.page.document import tables_page
@@ -69,9 +69,10 @@ class Proof:
             case "planned":
                 self.predicted = event["predicted"]
             case "turn":
-                self.turns.append(dict(event))
+                turn = {**event, "newcomers": newcomers(self.machine)}
+                self.turns.append(turn)
                 with (self.settings.output / "turns.jsonl").open("a") as file:
-                    file.write(json.dumps(event) + "\n")
+                    file.write(json.dumps(turn) + "\n")
                 self.write()
 
     def write(self) -> list[Claim]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from changed_preset import write_changed_preset
@@ -20,6 +21,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.activity import GpuActivity
 from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
 from envpipe_megatron.prove.arms import ARMS
@@ -276,15 +278,19 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prove_run, "_train", train)
+    quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
+    beside = replace(quiet, processes=(11, 4711))  # the rank, and another one that came later
+    monkeypatch.setattr(prove_machine, "read_activity", lambda uid: beside)
     screen = io.StringIO()
-    machine = emulated_machine(job.preset, 2, dry_run=True)
+    machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
         run_prove(
             ProveSettings(job, True, True, 1, 3), machine, CHECKS, Console(file=screen, width=400)
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()
     output = tmp_path / "out"
-    assert "| 0 stock | 3 | 1.0000 | 18.0 |  | power cap |" in (output / "summary.md").read_text()
+    row = "| 0 stock | 3 | 1.0000 | 18.0 |  | power cap | 0 | 2 processes on GPU 0 |"
+    assert row in (output / "summary.md").read_text()
     assert json.loads((output / "claims.json").read_text())["complete"] is False
     assert not (output / "text.bin").exists()
 
