@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from on_request import on_request
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.kinds import Kind
@@ -39,6 +40,7 @@ def of(rows, ablation, start=Start.FULL):
     return {row.setting: row for row in rows if (row.ablation, row.start) == (ablation, start)}
 
 
+@on_request("FIGURES")
 def test_the_full_configuration_is_in_every_ablation_and_the_same(rows):
     full = of(rows, Ablation.ORDER)["auto"].plan
     for ablation, setting in (

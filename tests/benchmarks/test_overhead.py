@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from on_request import on_request
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
@@ -69,6 +70,7 @@ def test_a_plan_of_each_order_is_timed():
     assert all(measure.median > 0 for measure in found)
 
 
+@on_request("FIGURES")
 def test_rows_picture_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measured", lambda *_: iter(reversed(MEASURES)))
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])

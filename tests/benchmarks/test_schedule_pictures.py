@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from on_request import on_request
 
 pytest.importorskip("matplotlib")
 from benchmarks import outputs
@@ -29,6 +30,7 @@ def test_the_table_of_the_page_is_that_of_the_simulator(cases):
         assert numbers(said) == pytest.approx(numbers(line), rel=2e-3, abs=0.11)
 
 
+@on_request("FIGURES")
 def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
     few = [case for case in cases if case.picture in ("1f1b", "no_pipelining")]
     schedule_pictures.draw(few, tmp_path)
@@ -40,6 +42,7 @@ def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
             assert (PAGE.parent / "pictures" / f"{case.picture}.png").is_file()
 
 
+@on_request("FIGURES")
 @pytest.mark.skipif(not outputs.PERSEUS_DATA.is_dir(), reason="needs ../shared/data")
 def test_the_page_has_what_families_of_orders_save():
     """Of the workload with the fewest microbatches, which is the first of each four figures."""

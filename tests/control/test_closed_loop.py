@@ -133,6 +133,7 @@ def test_a_job_that_changes_again_and_again_goes_on_saving():
     assert ran.slower(BEGIN + FOUND_OUT, 220) < 0.005
 
 
+@on_request("CONTROL")
 @pytest.mark.parametrize(
     ("replicas", "hiccups"), [(2, 0.01), pytest.param(8, 0.05, marks=on_request("CONTROL"))]
 )
@@ -143,6 +144,7 @@ def test_hiccups_raise_no_alarm_and_are_not_followed(calm, replicas, hiccups):
     assert [text for at, text in ran.said if at >= 60] == []
 
 
+@on_request("CONTROL")
 @pytest.mark.parametrize("scatter", [pytest.param(0.01, marks=on_request("CONTROL")), 0.02])
 def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(calm, scatter):
     ran = run(scatter=scatter)
@@ -175,6 +177,7 @@ def test_a_profile_of_other_gpus_is_refused(tmp_path):
         job.run(10)
 
 
+@on_request("CONTROL")
 def test_a_clock_that_follows_no_request_is_left_alone_until_it_follows_again(monkeypatch):
     """Low clocks that save nothing would be slow as soon as they are followed again."""
     monkeypatch.setattr(controller, "BASELINE_EVERY", 60)

@@ -26,6 +26,7 @@ def run(iterations: int, faults: Any, **asked: Any) -> Ran:
     return run_job(config, preset, forward_s, iterations=iterations, faults=faults)
 
 
+@on_request("CONTROL")
 def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
     inner, failures = online.plan_online, iter(range(3))
     begun = []

@@ -222,6 +222,7 @@ def test_a_broken_plan_is_found_when_it_is_asked_for(stored_path, plans, line):
     assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
 
 
+@on_request("CORE")
 @pytest.mark.parametrize(
     ("schedule", "wish"),
     [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, write_profile
 from click.testing import CliRunner
+from on_request import on_request
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.core.orders import builders
@@ -171,6 +172,7 @@ def test_either_log_alone_makes_a_report(folder, tmp_path, kept):
     assert ("power" in pictures(tmp_path / "out")) == (kept == "energy.jsonl")
 
 
+@on_request("CLI")
 def test_runs_in_one_folder_are_compared_with_each_other(tmp_path):
     write_run(tmp_path, run="envpipe", begin_s=200.0, power_w=dict.fromkeys(PHASES, 150.0))
     write_run(tmp_path, run="baseline", power_w=dict.fromkeys(PHASES, 200.0))

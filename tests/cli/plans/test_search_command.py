@@ -6,6 +6,7 @@ import re
 
 import pytest
 from cli_helpers import run_badly, run_well
+from on_request import on_request
 from whole_layers import whole_layers
 
 from envpipe_megatron.core.plan import read_plan
@@ -128,6 +129,7 @@ def test_a_job_that_fits_nowhere_is_named(layers_path):
     assert "No stages keep" in run_badly("search", "--profile", layers_path, *by_stage)
 
 
+@on_request("CLI")
 def test_links_that_were_not_measured_are_named(layers_path, caplog):
     alone = ("search", "--profile", layers_path, "--global-batch", 8, "--gpus")
     run_well(*alone, 2, "--gpus-per-node", 2)

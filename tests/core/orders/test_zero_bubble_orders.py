@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from core_cases import parse_stages
+from on_request import on_request
 
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders.builders import breadth_first
@@ -73,6 +74,7 @@ def test_zb_v_has_no_bubble_with_the_memory_of_1f1b():
         assert timeline.iteration_time_s == 6 * microbatches + stages - 1
 
 
+@on_request("CORE")
 def test_any_number_of_microbatches_and_any_memory_gives_an_order():
     for stages, microbatches in itertools.product((1, 2, 3, 5), (1, 2, 3, 5, 7)):
         for most in range(stages, 2 * stages + 1):

@@ -96,7 +96,7 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks):
 @pytest.mark.parametrize(
     ("how", "name", "chunks"),
     [
-        ("fsdp", "ScheduleInterleaved1F1B", 2),
+        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, marks=on_request("PIPELINE")),
         pytest.param("ddp", "Schedule1F1B", 1, marks=on_request("PIPELINE")),
     ],
 )
@@ -115,7 +115,7 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
 
 def test_a_job_saves_as_its_plan_says(trained):
     """Within a point of saving, and no slower than half a percent."""
-    case = Case("Schedule1F1B", steps=75, forward_s=(0.03, 0.03, 0.03, 0.05))
+    case = Case("Schedule1F1B", steps=100, forward_s=(0.03, 0.03, 0.03, 0.05))
     _, ours = trained(case, "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     cost, baseline = ours[0]["predicted"]

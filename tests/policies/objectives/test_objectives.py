@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from core_cases import uniform_profile
+from on_request import on_request
 from planning_cases import random_conditions, random_profile, try_everything
 
 from envpipe_megatron.core.conditions import Conditions
@@ -95,6 +96,7 @@ def test_plans_keep_their_limits_and_stand_near_the_best_of_all():
     assert not np.isinf([above[name] for name in ("power", "edp", "cost")]).any()
 
 
+@on_request("CORE")
 def test_windows_of_power_are_kept_and_near_the_best_of_all():
     above = []
     for seed in range(16):
@@ -169,6 +171,7 @@ def test_late_and_parked_clocks_are_in_the_power_too():
     assert sum(of_stages) == pytest.approx(plan.cost.mean_power_w)
 
 
+@on_request("CORE")
 @pytest.mark.parametrize("window_s", [None, 0.5, 20.0])
 def test_a_tighter_cap_takes_more_time_and_never_breaks(window_s):
     full = FREE.baseline

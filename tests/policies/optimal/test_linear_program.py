@@ -9,7 +9,7 @@ import pytest
 from core_cases import B, F, needs, profile_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import examples
+from on_request import examples, on_request
 from planning_cases import Job, random_profile
 from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import linprog
@@ -182,6 +182,7 @@ def wild_job(rng, max_microbatches):
     return Job(profile_of(table), rng.randint(1, max_microbatches), conditions)
 
 
+@on_request("CORE")
 def test_the_interior_point_method_forced_on_125_programs_never_ends_wrong():
     """However badly conditioned: one is late, one needs a second try, two need the simplex."""
     for seed in range(125):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from core_cases import for_chunks, profile_of, uniform_profile
+from on_request import on_request
 from planning_cases import random_conditions, random_profile
 
 from envpipe_megatron.core.kinds import Kind
@@ -207,6 +208,7 @@ def test_limits_of_one_chunk_are_refused_with_more(schedule, limit):
     make_plan(profile, PlanRequest(8, schedule, policy, **limit))
 
 
+@on_request("CORE")
 def test_what_the_page_says_of_gpt3():
     """In chunks the rule saves less than Megatron's order does, and `auto` more than both."""
     path = GPT3 / "gpt3-175b_a100_sxm.csv"

@@ -8,7 +8,7 @@ import pytest
 from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import examples
+from on_request import examples, on_request
 from planning_cases import Job, random_job
 
 from envpipe_megatron.core.channel_model import completes
@@ -113,6 +113,7 @@ def test_1f1b_is_planned_too_where_the_best_orders_round_badly():
     assert plan.cost.energy_j == energy_j[own]
 
 
+@on_request("CORE")
 @settings(max_examples=16, deadline=None, derandomize=True)
 @given(SEEDS, st.sampled_from(["extra", "in flight"]))
 def test_more_memory_never_costs_energy(seed, limited):
@@ -138,6 +139,7 @@ def test_more_memory_never_costs_energy(seed, limited):
     assert all(b <= a * 1.02 for a, b in pairwise(plan_j))
 
 
+@on_request("CORE")
 def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forwards():
     """It moves one stage, a front part or a rear part at a time: it is not exhaustive.
 

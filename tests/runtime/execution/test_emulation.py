@@ -8,6 +8,7 @@ from pathlib import Path
 import emulation_ranks
 import numpy as np
 import pytest
+from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
@@ -150,6 +151,7 @@ def test_one_unit_of_a_hundred_may_overrun():
     assert not Fidelity(units=100, overruns=2).trusted
 
 
+@on_request("PIPELINE")
 def test_profiler_finds_the_model(three_ranks, tmp_path):
     """The sweep starts at the top, passes the valley, and measures what the model says."""
     times_s = (0.2, 0.4)  # several refreshes of the counter a unit

@@ -10,6 +10,7 @@ import batch_ranks
 import numpy as np
 import pytest
 import step_ranks
+from on_request import on_request
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
@@ -119,6 +120,7 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
     assert folder.plan.schedule.num_microbatches == 4
 
 
+@on_request("PIPELINE")
 def test_the_closed_loop_goes_on_where_it_was_left(three_ranks, tmp_path):
     options = {"policy": "envelope", "reconfigure": "balanced"}
     counts = [4] * (WARMUP + PROFILE) + [2] * (WARMUP + 1)

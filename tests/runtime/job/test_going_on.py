@@ -10,6 +10,7 @@ import going_on_ranks
 import memory_ranks
 import pytest
 from going_on_ranks import Fault
+from on_request import on_request
 from preset_profile import preset_profile
 from rank_pool import RankFailedError
 
@@ -60,6 +61,7 @@ def test_what_fails_leaves_the_frameworks_order(three_ranks, tmp_path, fault):
     assert not (tmp_path / "plan.json").exists()
 
 
+@on_request("PIPELINE")
 def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
     faults = (
         Fault("core.plan:Plan.write"),
@@ -96,6 +98,7 @@ def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
     assert stored(tmp_path)["plan"]
 
 
+@on_request("PIPELINE")
 def test_a_kept_plan_that_memory_does_not_hold_any_more_is_made_anew(three_ranks, tmp_path):
     plenty, less = (10**9,) * 3, (78_000, 75_000, 72_000)
     run = three_ranks.run

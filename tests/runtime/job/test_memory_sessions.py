@@ -9,6 +9,7 @@ from dataclasses import replace
 import memory_ranks
 import pytest
 from fake_memory import Sizes
+from on_request import on_request
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.profile import read_profile
@@ -72,6 +73,7 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["peak_in_flight"] == [5, 3, 1]
 
 
+@on_request("PIPELINE")
 def test_memory_limits_a_job_that_says_nothing_of_it(three_ranks, tmp_path):
     told = train(three_ranks, tmp_path, capacities(4, 2, 1), ENVELOPE)
     assert told[0].peak_in_flight == (4, 2, 1)

@@ -40,6 +40,7 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
 
 
+@on_request("CORE")
 def test_late_clocks_make_no_online_plan_slow():
     """GPT-3 175B in 1F1B: a plan that knows nothing of changes of clock is 1.35 % too slow."""
     path = PUBLISHED / "gpt3-175b_a100_sxm.csv"
@@ -394,6 +395,7 @@ def test_any_job_in_chunks_gets_a_plan_that_it_runs(seed):
         assert np.array_equal(again.frequency_mhz, plan.frequency_mhz)
 
 
+@on_request("CORE")
 def test_many_jobs_in_chunks_get_another_order_than_megatrons():
     plans = [planned_online(seed) for seed in range(12)]
     assert sum(plan.schedule.stages != plan.baseline.schedule.stages for plan in plans) >= 4

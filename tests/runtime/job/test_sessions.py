@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import session_ranks
+from on_request import on_request
 from preset_profile import preset_profile
 from rank_pool import RankPool
 
@@ -113,6 +114,7 @@ def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
     assert facts.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.3)
 
 
+@on_request("PIPELINE")
 def test_energies_of_units_say_how_sure_they_are(three_ranks, tmp_path):
     run = functools.partial(session_ranks.measure_a_job, slow=False)
     profile = three_ranks.run(run, tmp_path, (0.0, 0.0, 0.0))[0]

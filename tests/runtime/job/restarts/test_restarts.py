@@ -116,6 +116,7 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
     assert set(starts) <= set(job["starts"])
 
 
+@on_request("PIPELINE")
 @pytest.mark.usefixtures("finished")
 def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
     output = tmp_path / "output"
@@ -164,6 +165,7 @@ def test_another_request_is_planned_with_what_is_known(three_ranks, finished, tm
     assert stored["phases_done"] == ["warm-up", "profile", "plan"]
 
 
+@on_request("PIPELINE")
 def test_a_larger_batch_is_planned_with_the_same_profile(three_ranks, finished, tmp_path):
     output = tmp_path / "output"
     before = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
