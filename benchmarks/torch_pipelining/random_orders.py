@@ -103,6 +103,8 @@ def main(iterations: int, microbatches: int, chunks: int, delay_ms: float) -> No
         found = step(order)
         if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
             raise SystemExit(f"rank {rank}: other bits in iteration {number}")
+        if rank == 0 and number % 50 == 49:  # where a run that is ended had come to
+            print(f"{number + 1} of {iterations}", flush=True)
     dist.barrier()
     if rank == 0:
         print(

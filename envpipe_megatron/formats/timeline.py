@@ -199,9 +199,11 @@ def _clock_samples(data: dict[str, Any]) -> ClockSamples:
         raise ValueError
     if any(type(mhz) is not int for mhz in (*observed, *(m for m in requested if m is not None))):
         raise TypeError
-    reasons = tuple(map(str, data.get("throttle_reasons", ())))
+    reasons = tuple(data.get("throttle_reasons", ()))
     if reasons and len(reasons) != len(times):
         raise ValueError
+    if any(type(reason) is not str for reason in reasons):
+        raise TypeError
     return ClockSamples(_labels(data), times, requested, observed, reasons)
 
 

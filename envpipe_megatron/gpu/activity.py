@@ -48,10 +48,6 @@ def read_activity(uid: str) -> GpuActivity:
     """Look at a GPU, by its UUID; NvmlError if it cannot be read."""
     gpu = NvmlGpu(uid)
     try:
-        running = call_gpu(uid, "list the processes", pynvml.nvmlDeviceGetComputeRunningProcesses)
-    except NvmlError:
-        running = []
-    try:
         busy = call_gpu(uid, "read the use", pynvml.nvmlDeviceGetUtilizationRates).gpu
     except NvmlError:
         busy = None
@@ -59,11 +55,20 @@ def read_activity(uid: str) -> GpuActivity:
         gpu.index,
         uid,
         gpu.name,
-        tuple(process.pid for process in running),
+        read_processes(uid),
         busy,
         read_temperature_c(uid),
         gpu.clock_state().throttle_reasons,
     )
+
+
+def read_processes(uid: str) -> tuple[int, ...]:
+    """What computes on a GPU, by its UUID and the node's numbers; () if it does not tell."""
+    read = pynvml.nvmlDeviceGetComputeRunningProcesses
+    try:
+        return tuple(process.pid for process in call_gpu(uid, "list the processes", read))
+    except NvmlError:
+        return ()
 
 
 def read_temperature_c(uid: str) -> int | None:

@@ -298,11 +298,11 @@ class InstrumentedPipeline:
         }
         kept_order = orders[pipeline]
         group = own_gloo_group(placement.pipeline_group, placement.timeout)
-        placement = replace(placement, pipeline_group=group)
+        placement = replace(placement, pipeline_group=group, order_name=kept_order.name)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         job = Job(
-            replace(self._options, scheduling=kept_order.name),
+            replace(self._options, scheduling="1f1b"),  # for that which is kept
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,

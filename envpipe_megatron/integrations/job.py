@@ -230,7 +230,8 @@ class Job:
         if self._one_clock:
             asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
         if self.session.only_measures:
-            clocks = "the clocks as they are" if control.backend is None else "the highest clock"
+            locked = control.backend is not None and self.device.gpu.changes_clock
+            clocks = "the highest clock" if locked else "the clocks as they are"
             instead = "" if options.policy == "baseline" else f", not {asked}"
             asked = f"measuring alone, in the framework's order and at {clocks}{instead}"
         lines = [

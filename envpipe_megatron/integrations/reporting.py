@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, compare, percent
 from envpipe_megatron.runtime.job.session import Session
@@ -112,12 +113,15 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
     by_stage = collectives.all_to_planner(own)
     if not collectives.is_planner:
         return []
-    memory = session.memory
+    memory, job = session.memory, own["job"]
+    if session.only_measures:  # what differs is chance
+        job |= {"comparison": None, "other_batches": {}}
     summary = {
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
+        "only_measures": session.only_measures,
         "baseline": own["baseline"],
-        "job": own["job"],
+        "job": job,
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": [rank for replicas in by_stage for rank in replicas],
     }
@@ -127,15 +131,14 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
             replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
-    lines = list(_bill(summary, compared=not session.only_measures))
-    if session.only_measures and len(session.executed) > 1:  # not of whole iterations
-        lines.append(_time_without_units(summary))
+    whole_iterations = len(session.executed) == 1
+    lines = list(_bill(summary, shares=session.only_measures and not whole_iterations))
     if output_dir is not None:
         lines.append(f"envpipe report {output_dir} shows where time and energy went")
     return lines
 
 
-def _bill(summary: Mapping[str, Any], *, compared: bool) -> Iterator[str]:
+def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
     gpus = [rank["gpu"] for rank in summary["ranks"]]
     total_j = sum(gpu["total_energy_j"] for gpu in gpus)
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
@@ -146,9 +149,11 @@ def _bill(summary: Mapping[str, Any], *, compared: bool) -> Iterator[str]:
                 f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
                 f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
             )
-    comparisons = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    for batch, comparison in comparisons.items():
-        if compared and comparison is not None:
+    if shares:
+        yield from _time_without_units(gpus)
+    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    for batch, comparison in compared.items():
+        if comparison is not None:
             of_batch = f" of {batch}" if batch else ""
             parts = ", ".join(comparison_parts(Comparison(**comparison)))
             yield f"steady against baseline{of_batch}: {parts}"
@@ -161,10 +166,16 @@ def _bill(summary: Mapping[str, Any], *, compared: bool) -> Iterator[str]:
     yield from sorted(warnings)
 
 
-def _time_without_units(summary: Mapping[str, Any]) -> str:
-    phases = [phase for rank in summary["ranks"] for phase in rank["gpu"]["phases"].values()]
+def _time_without_units(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    steady = [
+        phase
+        for gpu in gpus
+        for name, phase in gpu["phases"].items()
+        if split_phase(name)[0] == Phase.STEADY
+    ]
     units_s, total_s = (
-        sum(phase[name] for phase in phases) for name in ("total_units_s", "total_duration_s")
+        sum(phase[name] for phase in steady) for name in ("total_units_s", "total_duration_s")
     )
-    share = 100 * (1 - units_s / total_s) if total_s else 0.0
-    return f"in {share:.1f} % of this time no forward or backward ran on a GPU"
+    if total_s:
+        share = 100 * (1 - units_s / total_s)
+        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pynvml
 
 from envpipe_megatron import __version__
-from envpipe_megatron.gpu.activity import GpuActivity, read_activity
+from envpipe_megatron.gpu.activity import GpuActivity, read_activity, read_processes
 from envpipe_megatron.gpu.backends.nvml_library import call_library
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -112,12 +112,8 @@ def check_quiet(activity: tuple[GpuActivity, ...], load: float) -> None:
 
 def newcomers(machine: Machine) -> list[str]:
     """In words, the real GPUs that more computes on than the one rank of the proof."""
-    now = [read_activity(before.uid) for before in machine.activity]
-    return [
-        f"{len(one.processes)} processes on GPU {one.index}"
-        for one in now
-        if len(one.processes) > 1
-    ]
+    now = {before.index: len(read_processes(before.uid)) for before in machine.activity}
+    return [f"{count} processes on GPU {index}" for index, count in now.items() if count > 1]
 
 
 def _versions() -> dict[str, str]:

@@ -49,11 +49,11 @@ class RunFolder:
     profile: Profile | None
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
+    loop: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
     job: dict[str, Any] | None
     bill: dict[str, Any] | None
     missing: tuple[str, ...]
-    loop: tuple[dict[str, Any], ...] = ()
 
     @property
     def windows(self) -> tuple[EnergyWindow, ...]:
@@ -78,7 +78,10 @@ class RunFolder:
 
     @property
     def changed_nothing(self) -> bool:
-        """Whether all that was recorded of a rank ran in one order, at one clock if at any."""
+        """Whether the job says so; if it was killed, whether a rank ran one order at one clock."""
+        told = (self.summary or {}).get("only_measures")
+        if told is not None:
+            return told is True
         orders: dict[tuple[int, int], set[str]] = {}
         clocks_mhz: dict[int, set[int]] = {}
         for read in self.timelines.iterations:
@@ -122,11 +125,11 @@ def read_run_folder(path: Path) -> RunFolder:
         profile,
         plan,
         _clocks(path, missing),
+        tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
         summary and _with_step(summary, "baseline", "summary.json", missing),
         job and _with_measured_baseline(job, missing),
         _object(path / "bill.json", "", missing),
         (),
-        tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
     )
     folder = _of_present_job(whole)
     if others := _num_lines(whole) - _num_lines(folder):
@@ -225,7 +228,8 @@ def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
 def _is_of_loop(entry: dict[str, Any]) -> bool:
     costs = entry.get("time_s"), entry.get("energy_j")
     known = all(isinstance(cost, (int, float)) for cost in costs) or costs == (None, None)
-    return known and type(entry.get("iteration")) is int and isinstance(entry.get("note"), str)
+    texts = all(isinstance(entry.get(name), str) for name in ("note", "phase"))
+    return known and texts and type(entry.get("iteration")) is int
 
 
 def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | None:
@@ -266,7 +270,7 @@ def _with_measured_baseline(job: dict[str, Any], missing: list[str]) -> dict[str
 def _num_lines(folder: RunFolder) -> int:
     """How many lines ranks appended to the folder's files, without agents' notes."""
     timelines = folder.timelines
-    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
+    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks, folder.loop)
     return sum(map(len, lines))
 
 

@@ -63,10 +63,12 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("power of a GPU (W)", *(_power(step) for step in columns)),
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
-    line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
+    said = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
     if facts.changed_nothing:
-        line = "Neither clocks nor order were changed: what differs here is chance."
-    return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), (line,))
+        said = "Neither clocks nor order were changed: what differs here is chance."
+    alone = facts.changed_nothing and len(columns) == 1
+    lines = () if alone else (said,)
+    return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), lines)
 
 
 def _bubbles(facts: ReportFacts) -> Iterator[Section]:

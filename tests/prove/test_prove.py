@@ -20,12 +20,13 @@ from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu import activity, control
 from envpipe_megatron.gpu.activity import GpuActivity
+from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
 from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
 from envpipe_megatron.prove.arms import ARMS
-from envpipe_megatron.prove.machine import emulated_machine, real_machine
+from envpipe_megatron.prove.machine import emulated_machine, newcomers, real_machine
 from envpipe_megatron.prove.run import run_prove
 from envpipe_megatron.prove.settings import ProveSettings
 
@@ -279,8 +280,8 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prove_run, "_train", train)
     quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
-    beside = replace(quiet, processes=(11, 4711))  # the rank, and another one that came later
-    monkeypatch.setattr(prove_machine, "read_activity", lambda uid: beside)
+    # The rank, and another one that came later.
+    monkeypatch.setattr(prove_machine, "read_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
@@ -316,3 +317,19 @@ def test_arms_that_train_differently_are_no_success(tmp_path, monkeypatch):
         run_prove(
             ProveSettings(job, True, False, 1, 3), machine, CHECKS, Console(file=io.StringIO())
         )
+
+
+def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch):
+    def fails(*_):
+        raise NvmlError("The GPU is lost")
+
+    machine = real_machine(dry_run=True)
+    monkeypatch.setattr(activity, "call_gpu", fails)
+    assert newcomers(machine) == []
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, dry_run):
+    settings = ProveSettings(short_settings(tmp_path), False, dry_run, 1, 3)
+    environment = prove_run._environment(settings, tmp_path)
+    assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)

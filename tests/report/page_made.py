@@ -39,6 +39,12 @@ def plan() -> Plan:
     return made.plan
 
 
+LOOP = (
+    {"iteration": 1, "note": "", "phase": "reconfigure", "time_s": 0.2, "energy_j": 40.0},
+    {"iteration": 2, "note": "drift", "phase": "steady", "time_s": None, "energy_j": None},
+)
+
+
 def folder(path: Path) -> RunFolder:
     recorded = two_pipelines(("warm-up", "profile", "steady"))
     clocks = [
@@ -58,11 +64,7 @@ def folder(path: Path) -> RunFolder:
         EnergyLogs(tuple(windows(recorded)), 0, ()),
         made.profile,
         made,
-        (), None, None, None, (),
-        (
-            {"iteration": 1, "note": "", "time_s": 0.2, "energy_j": 40.0},
-            {"iteration": 2, "note": "drift", "time_s": None, "energy_j": None},
-        ),
+        (), LOOP, None, None, None, (),
     )  # fmt: skip
 
 

@@ -224,11 +224,9 @@ def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
 
 def test_what_plans_predicted_goes_from_one_to_the_next(page):
     """Of two pipelines: from iteration 1 on by a plan, from 2 on by the same, with a word on it."""
-    steps = (
-        "return Bokeh.documents[0].get_model_by_name('steps {}').renderers.at(-1).data_source.data"
-    )
-    time, energy = page.ask(steps.format("time")), page.ask(steps.format("energy"))
-    assert (time["begin"], time["end"], time["why"]) == ([1, 2], [2, 3], ["", "drift"])
+    source = "return Bokeh.documents[0].get_model_by_name('predicted {}').data_source.data"
+    time, energy = (page.ask(source.format(column)) for column in ("time_s", "energy_j"))
+    assert (time["begin"], time["end"], time["said"]) == ([1, 2], [2, 3], ["", "drift"])
     assert (time["value"], energy["value"]) == ([0.2, 0.2], [80.0, 80.0])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pynvml
 
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.backends.nvml_errors import (
     GpuLostError,
@@ -33,7 +34,7 @@ from envpipe_megatron.gpu.overrides import override_for
 _LOG = logging.getLogger(__name__)
 
 THROTTLE_REASONS = {
-    pynvml.nvmlClocksThrottleReasonGpuIdle: "idle",
+    pynvml.nvmlClocksThrottleReasonGpuIdle: IDLE,
     pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting: "application clocks",
     pynvml.nvmlClocksThrottleReasonSwPowerCap: "power cap",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ _MOST_REASONS = 4
 
 @dataclass(frozen=True)
 class _Looks:
-    """The looks at a GPU's clock in their order; NaN where none was asked for."""
+    """Some looks at a GPU's clock in their order; NaN where none was asked for."""
 
     gpu: Gpu
     time_s: FloatArray
@@ -72,6 +72,7 @@ def _looks(gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[Any, fl
             strict=True,
         )
     )
+    rows = [rows[place] for place in thinned(len(rows))]
     time_s, requested, observed = np.array([row[:3] for row in rows], dtype=float).T
     return _Looks(gpu, time_s, requested, observed, tuple(row[3] for row in rows))
 
@@ -79,14 +80,13 @@ def _looks(gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[Any, fl
 def _clocks(looks: Sequence[_Looks], first_s: float, shared: Range1d) -> figure:
     columns: dict[str, list[Any]] = {"x": [], "y": [], "rank": [], "what": [], "colour": []}
     for own in looks:
-        keep = thinned(len(own.time_s))
         for what, values, colour in (
             ("seen", own.observed_mhz, BLUE),
             ("asked for", own.requested_mhz, ORANGE),
         ):
             # Each look's clock up to the next look.
-            columns["x"].append(np.repeat(own.time_s[keep] - first_s, 2)[1:].astype(np.float32))
-            columns["y"].append(np.repeat(values[keep], 2)[:-1].astype(np.float32))
+            columns["x"].append(np.repeat(own.time_s - first_s, 2)[1:].astype(np.float32))
+            columns["y"].append(np.repeat(values, 2)[:-1].astype(np.float32))
             columns["rank"].append(own.gpu.rank)
             columns["what"].append(what)
             columns["colour"].append(colour)
@@ -103,16 +103,33 @@ def _clocks(looks: Sequence[_Looks], first_s: float, shared: Range1d) -> figure:
     return plot
 
 
+def _unbroken(
+    places: list[int], times_s: Sequence[float], most_s: float
+) -> Iterator[tuple[int, int]]:
+    """First and last of neighbouring looks, without longer gaps than that."""
+    first = places[0]
+    for one, after in pairwise(places):
+        if times_s[after] - times_s[one] > most_s:
+            yield first, one
+            first = after
+    yield first, places[-1]
+
+
 def _held_back(looks: Sequence[_Looks], first_s: float, shared: Range1d) -> figure | None:
-    """A row for each GPU, with a box as long as it gave a reason: up to the next look."""
+    """A row for each GPU, with a box as long as it gave a reason: up to the next look.
+
+    Nobody looks after a start's first hour: a box goes on for no longer than looks usually do.
+    """
     boxes: dict[str, list[tuple[int, float, float]]] = {}
     for row, own in enumerate(looks):
         times_s = (own.time_s - first_s).tolist()
+        usual_s = float(np.median(np.diff(own.time_s))) if len(times_s) > 1 else 0.0
         for reasons, group in groupby(range(len(times_s)), key=own.reasons.__getitem__):
-            places = list(group)
             if reasons and IDLE not in reasons.split(", "):
-                end = min(places[-1] + 1, len(times_s) - 1)
-                boxes.setdefault(reasons, []).append((row, times_s[places[0]], times_s[end]))
+                boxes.setdefault(reasons, []).extend(
+                    (row, times_s[first], times_s[last] + usual_s)
+                    for first, last in _unbroken(list(group), times_s, 2 * usual_s)
+                )
     if not boxes:
         return None
     plot = gpu_rows_plot("s after the first look", [own.gpu for own in looks], 160, x_range=shared)

@@ -22,6 +22,7 @@ from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.bubbles import bubbles_figure
 from envpipe_megatron.report.page.clocks import clock_figures, ranks_of
 from envpipe_megatron.report.page.plans import frontier_figure, frontier_of, valley_figure
+from envpipe_megatron.report.page.predictions import predictions_of
 from envpipe_megatron.report.page.series import power_figure, steps_figures
 from envpipe_megatron.report.page.timelines import (
     AFTER,
@@ -165,7 +166,7 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
     series = step_series(folder.windows)
     if series:
-        names, predicted = ("time", "energy"), list(_predicted(folder, facts))
+        names, predicted = ("time", "energy"), predictions_of(folder, facts)
         yield View(
             "steps",
             "Iterations of the job",
@@ -197,7 +198,7 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         yield View(
             "clocks",
             "Clocks asked for, and seen",
-            "Each look at a GPU's clock, in the first hour; at most 800 of them are shown. Below, "
+            "Looks at a GPU's clock, in the first hour; at most 800 are shown. Below, "
             "what GPUs said held their clocks back, if they were not idle.",
             parts,
             [Choice("clock-rank", "Clock of", options)],
@@ -217,28 +218,6 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "Plans of this order of which no other is both faster and cheaper, by the profile.",
             [Part(_called(frontier_figure(plans, folder.plan), "frontier"))],
         )
-
-
-def _predicted(
-    folder: RunFolder, facts: ReportFacts
-) -> Iterator[tuple[int, tuple[float, float], str]]:
-    """From which iteration on, both of all GPUs by the plan that ran, and what the job said.
-
-    Of batches of full size; where no closed loop told of its plans, of the last plan alone.
-    """
-    steps, plan = facts.steady or facts.baseline, folder.plan
-    if steps is None or not folder.num_stages:
-        return
-    pipelines = steps.num_gpus / folder.num_stages
-    told = [own for own in folder.loop if not own.get("batch")]
-    both = None
-    for own in told:
-        if own["time_s"] is not None:
-            both = own["time_s"], pipelines * own["energy_j"]
-        if both is not None:
-            yield own["iteration"], both, own["note"]
-    if not told and plan is not None:
-        yield 0, (plan.cost.iteration_time_s, pipelines * plan.cost.energy_j), "the plan of the job"
 
 
 def _timelines(table: UnitTable) -> View:

@@ -13,20 +13,16 @@ from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.report.drawing.metered import PHASE_COLOURS, PowerSeries, StepSeries
 from envpipe_megatron.report.drawing.style import GREY, SERIES, VERMILION
 from envpipe_megatron.report.page.plots import add_legend, add_tips, over_time_plot, thinned
+from envpipe_megatron.report.page.predictions import Prediction
 
 
-def steps_figures(
-    series: Sequence[StepSeries], predicted: Sequence[tuple[int, tuple[float, float], str]]
-) -> list[figure]:
-    """Time and energy of each iteration, one plot each, on one axis of iterations.
-
-    `predicted` are both by the plan that ran, each from an iteration on, and what the job said.
-    """
+def steps_figures(series: Sequence[StepSeries], predicted: Sequence[Prediction]) -> list[figure]:
+    """Time and energy of each iteration, one plot each, on one axis of iterations."""
     last = max(int(run.iteration[-1]) for run in series)
     shared = Range1d(start=-0.5, end=last + 0.5, bounds=(-0.5, last + 0.5))
     figures = []
     measures = ("iteration time (s)", "time_s"), ("energy of all GPUs (J)", "energy_j")
-    for place, (label, column) in enumerate(measures):
+    for label, column in measures:
         plot, items = over_time_plot("iteration", label, shared), []
         for number, run in enumerate(series):
             keep = thinned(len(run.iteration))
@@ -51,8 +47,7 @@ def steps_figures(
                 ("phase", "@phase"),
             )
         if predicted:
-            plans = [(begin, both[place], said) for begin, both, said in predicted]
-            _draw_predicted(plot, plans, last)
+            _draw_predicted(plot, predicted, column, last)
         if len(series) > 1:
             add_legend(plot, items)
         else:
@@ -67,23 +62,21 @@ def steps_figures(
     return figures
 
 
-def _draw_predicted(plot: figure, plans: Sequence[tuple[int, float, str]], last: int) -> None:
-    """A step for each plan, up to the next one's begin."""
+def _draw_predicted(plot: figure, predicted: Sequence[Prediction], column: str, last: int) -> None:
     source = ColumnDataSource(
         {
-            "begin": [begin for begin, _, _ in plans],
-            "end": [*(begin for begin, _, _ in plans[1:]), last + 1],
-            "value": [value for _, value, _ in plans],
-            "why": [why for _, _, why in plans],
+            "begin": [one.begin for one in predicted],
+            "end": [last + 1 if one.end is None else one.end for one in predicted],
+            "value": [getattr(one, column) for one in predicted],
+            "said": [one.said for one in predicted],
         }
     )
     steps = plot.segment(
         "begin", "value", "end", "value", source=source, color=VERMILION, line_dash="dashed",
-        line_width=1.5, name="predicted",
+        line_width=1.5, name=f"predicted {column}",
     )  # fmt: skip
-    add_tips(
-        plot, steps, ("from iteration", "@begin"), ("predicted", "@value{0.0000}"), ("", "@why")
-    )
+    tips = ("from iteration", "@begin"), ("predicted", "@value{0.0000}"), ("", "@said")
+    add_tips(plot, steps, *tips)
 
 
 def _phase_at(run: StepSeries, iteration: int) -> str:

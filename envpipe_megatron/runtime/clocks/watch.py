@@ -191,7 +191,7 @@ class ClockWatch:
         if state.power_limit_w is not None:
             self._power_limits_w.add(state.power_limit_w)
         if IDLE in state.throttle_reasons:
-            self._not_judged["idle"] += 1
+            self._not_judged[IDLE] += 1
             return
         self._reasons.update(state.throttle_reasons)
         if state.requested_mhz is None:

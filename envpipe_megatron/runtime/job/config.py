@@ -95,6 +95,14 @@ class SessionConfig:
                 remedy="What is measured in the first does not count.",
             )
 
+    def measures_alone(self, *own_orders: str) -> bool:
+        """Whether the job keeps the framework's order at the highest clocks, or at what there is.
+
+        That order has one of these names, or one of Megatron's.
+        """
+        known = self.request.schedule in ("1f1b", "interleaved", *own_orders)
+        return self.request.policy == "baseline" and known and self.plan_file is None
+
     def without_control(self) -> SessionConfig:
         """The same job by the framework's own order, at whatever clocks there are."""
         chunks = self.request.num_chunks

@@ -155,9 +155,10 @@ def _told(job: PhaseParts, command: Command) -> dict[str, object]:
     """What the loop says and predicts from this iteration on, of one pipeline."""
     cost = None if command.plan is None else command.plan.cost
     return {
-        "run": job.folder.started,
+        **job.folder.run_label(job.config.labels),
         "batch": job.batch,
         "iteration": job.state.iteration,
+        "phase": command.phase,
         "note": command.note,
         "time_s": cost and cost.iteration_time_s,
         "energy_j": cost and cost.energy_j,

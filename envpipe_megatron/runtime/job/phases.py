@@ -19,7 +19,7 @@ from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, on_every_rank
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.online import run_online
@@ -59,7 +59,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
             order = constant_order(Phase.STEADY, schedule, clock, clock)
         elif config.closed_loop:
             yield from _closed_loop(job, schedule, records[1:])
-        elif not _is_baseline(config, schedule):
+        elif not config.measures_alone(schedule.name):
             order = yield from _save_energy(job, schedule, records[1:])
             own_order = False
     except GoesOnError as error:
@@ -171,12 +171,6 @@ def _framework_schedule(job: PhaseParts) -> Schedule:
         return job.own_order
     request = replace(job.config.request, num_microbatches=job.num_microbatches)
     return framework_order(job.num_stages, request)
-
-
-def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
-    """Whether nothing needs to be known: the framework's own order at maximum clock."""
-    own_order = config.request.schedule in ("1f1b", "interleaved", schedule.name)
-    return config.request.policy == "baseline" and own_order and config.plan_file is None
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:

@@ -184,9 +184,7 @@ class Session:
     @property
     def only_measures(self) -> bool:
         """Whether the job keeps the framework's order at baseline clocks, from begin to end."""
-        asked, own = self._config.request, self._config.without_control().request
-        in_own_order = asked.schedule in ("1f1b", own.schedule)
-        return asked.policy == own.policy and in_own_order and self._config.plan_file is None
+        return self._config.measures_alone()
 
     def baseline_of(self, interval: IntervalEnergy) -> BaselineEnergy | None:
         """The baseline of the batches of an interval; None if it is not known, or not one size."""

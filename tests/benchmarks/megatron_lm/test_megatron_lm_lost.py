@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from fake_checkout import no_limits, processes_of
-from on_request import on_request
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import lost
@@ -50,7 +49,7 @@ def pretrain(arguments):
 @pytest.mark.parametrize(
     ("left_loss", "outcome"),
     [
-        pytest.param((), "ok", marks=on_request("FIGURES")),
+        ((), "ok"),
         (("-1.0",), "ranks [0] made a step without the lost rank; ranks [0] made other steps"),
     ],
 )

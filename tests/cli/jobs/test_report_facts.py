@@ -25,7 +25,7 @@ def window(rank, first, last, *, energy_j, phase="steady", run=FIRST):
 def folder(*lines, **more):
     known = dict.fromkeys(("profile", "plan", "summary", "job", "bill")) | more
     logs = EnergyLogs(lines, 0, ())
-    return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), missing=(), **known)
+    return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), loop=(), missing=(), **known)
 
 
 def test_a_job_that_was_killed_before_its_steady_phase_has_its_baseline():

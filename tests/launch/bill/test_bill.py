@@ -252,6 +252,7 @@ def test_a_single_step_tells_a_saving_and_not_how_sure_it_is():
         [window(), job(baseline=[1, 2])],
         [window(phase="warm-up"), job(baseline=BASELINE)],
         [window(0), window(1, None), job(baseline=BASELINE)],  # one GPU does not tell its steps
+        [window(), job(baseline=BASELINE, level="observe")],  # what differs is chance
     ],
 )
 def test_no_saving_is_told_where_one_side_is_not_known(entries):

@@ -265,6 +265,25 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     ]
 
 
+@pytest.mark.parametrize(
+    ("asked", "alone"),
+    [
+        ({}, True),
+        ({"schedule": "interleaved", "num_chunks": 2}, True),
+        ({"schedule": "interleaved"}, True),  # of a framework that keeps it
+        ({"schedule": "envpipe"}, False),
+        ({"policy": "envelope"}, False),
+        ({"policy": "uniform"}, False),
+    ],
+)
+def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
+    config = SessionConfig(PlanRequest(2, **asked))
+    assert config.measures_alone() is alone
+    files = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
+    assert not replace(config, **files).measures_alone()
+    assert config.without_control().measures_alone()
+
+
 def test_one_rank_alone_talks(world):
     world.pipeline.leads = False
     world.pipeline.broadcast = lambda own: True if own is None or own is False else own
