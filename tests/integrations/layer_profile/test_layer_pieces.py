@@ -37,7 +37,7 @@ ARGS = Namespace(
 )
 DENSE_THEN_EXPERTS = (0, 1, 1)
 #: That a training script takes for each microbatch.
-DATA_S, LOSS_S = 0.02, 0.03
+DATA_S, LOSS_S = 0.04, 0.06
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -210,7 +210,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
         # With the loss comes what the training script does beside the model.
         loss = made.at(Sizes(1, size))["loss"]
-        assert loss.forward_s[0] > 0.5 * (DATA_S + LOSS_S) > 5 * loss.backward_s[0]
+        assert loss.forward_s[0] > 0.9 * (DATA_S + LOSS_S) > 10 * loss.backward_s[0]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)
@@ -245,7 +245,7 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made.has_energy
     layer = made.at(Sizes())["layer"]
     assert (layer.forward_j > 0).all()
-    assert layer.host_s > 0
+    assert layer.host_s == pytest.approx(layer.forward_s[0] + layer.backward_s[0], rel=0.9)
     assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
 
 
