@@ -20,12 +20,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.megatron_lm.running.entry import Turns, die_with_parent
-from envpipe_megatron.integrations import job as jobs
 from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.job import session
@@ -59,17 +56,11 @@ def main() -> None:
 
 def _leave_out(part: str) -> None:
     """Let EnvPipe run without a part of it, to see what that costs."""
-    if part == "channel":  # a plan by file has nothing measured over it
-        patch.object(jobs, "make_channel", _no_channel).start()
-    elif part == "meter":
+    if part == "meter":
         seldom = functools.partial(EnergyMeter, poll_s=1e6)
         patch.object(session, "EnergyMeter", seldom).start()
     elif part == "interrupts":
         executor.BLOCKING_EVENTS = False
-
-
-def _no_channel(group: Any, collectives: Any, **how: Any) -> P2PChannel:
-    return P2PChannel(dist.get_process_group_ranks(group), collectives.stage, {})
 
 
 def _add_flavors() -> None:

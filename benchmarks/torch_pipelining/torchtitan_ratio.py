@@ -8,8 +8,8 @@ clock asked for at every unit; `order`, EnvPipe's order. They are started togeth
 turns, as in benchmarks/megatron_lm. No clock is ever changed.
 
 To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
-has no clocks; and `units` without a part of it, the communicators of its own (`no-channel`), reads
-of the energy counter (`no-meter`), or events that wake threads by an interrupt (`no-interrupts`).
+has no clocks; and `units` without a part of it, reads of the energy counter (`no-meter`), or events
+that wake threads by an interrupt (`no-interrupts`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from envpipe_megatron.policies.frequencies import envelope
 
 _WARMUP = 3  # of EnvPipe's own, within the first turn
 _ARMS = ("units", "order")
-_PARTS = ("no-channel", "no-meter", "no-interrupts", "observe", "again")
+_PARTS = ("no-meter", "no-interrupts", "observe", "again")
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))

@@ -157,10 +157,10 @@ class Job:
                 placement.pipeline_group,
                 self.collectives,
                 timeout=placement.timeout,
-                # The framework's waits are NCCL's, which take more power than one-sided ones.
-                carrier="receives" if placement.keeps_order else options.channel,
+                carrier=options.channel,
                 num_chunks=placement.num_chunks,
                 vary=placement.messages_vary,
+                between_iterations=placement.keeps_order,
             )
         request = replace(
             options.request(num_microbatches),

@@ -36,6 +36,9 @@ class TransferCarrier:
             itself (NCCL, whose `wait` would block the host if it were given a time).
         hosts: host group of the pipeline's stages in order, for headers.
         ahead: whether receives are posted ahead, where messages do not vary.
+
+    Where both groups are one of NCCL's, it is the framework's, whose communicator of all its ranks
+    carries what is called a batch; others would make one for each pair of ranks.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class TransferCarrier:
     ) -> None:
         self._peers = peers
         self._receives_over, self._sends_over = groups
+        self._shared = timeout is None and groups[0] is groups[1]
         self._hosts = hosts
         self._timeout = timeout
         self._ahead = ahead
@@ -153,10 +157,12 @@ class TransferCarrier:
         tensors: Sequence[torch.Tensor],
     ) -> list[dist.Work]:
         """Start sending or receiving a message."""
-        started = [
-            transfer(part, self._peers.rank, group=group, tag=_tag(kind))
-            for part in _carried(tensors)
-        ]
+        parts, peer, tag = _carried(tensors), self._peers.rank, _tag(kind)
+        if self._shared:
+            return dist.batch_isend_irecv(
+                [dist.P2POp(transfer, part, peer, group, tag) for part in parts]
+            )
+        started = [transfer(part, peer, group=group, tag=tag) for part in parts]
         works = [work for work in started if work is not None]
         if self._timeout is None:
             self._outcomes += [

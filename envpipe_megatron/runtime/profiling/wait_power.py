@@ -61,10 +61,10 @@ def measure_wait_power(
     meter failed: all ranks decide together.
     """
     receives, sends = (Kind.FORWARD, []) if stage else (Kind.BACKWARD, [])
-    if stage + 1 < num_stages:
-        sends.append(Kind.FORWARD)
     if stage == 1:
         sends.append(Kind.BACKWARD)
+    if stage + 1 < num_stages:
+        sends.append(Kind.FORWARD)
     # Before the receive: a kernel that is loaded while one spins can hang both.
     payloads = {kind: specs.sends[kind].make(torch.zeros) for kind in sends}
     clock.request(frequency_mhz, Done())
@@ -75,9 +75,13 @@ def measure_wait_power(
     executor.idle(METER_MARGIN_S)  # the clock settles too
     meter.catch_up()
     executor.idle(_HOLD_S)  # the neighbour's GPU waits meanwhile
+    # From the first stage on: where one communicator carries all, each transfer waits for the last.
+    if stage:
+        channel.receive(unit(receives, 0))
     for kind in sends:
         channel.send(unit(kind, 0), payloads[kind])
-    channel.receive(unit(receives, 0))
+    if not stage:
+        channel.receive(unit(receives, 0))
     executor.wait_for_messages()
     channel.end_step()
     meter.catch_up()

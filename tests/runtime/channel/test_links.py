@@ -73,6 +73,7 @@ class MadeUpJob:
             "new_group": self._new_group,
             "send": lambda probe, peer, group: self._exchange("send", probe, peer, group),
             "recv": lambda probe, peer, group: self._exchange("recv", probe, peer, group),
+            "all_reduce": self._all_reduce,
         }
         for name, function in made_up.items():
             monkeypatch.setattr(dist, name, function, raising=False)
@@ -139,6 +140,11 @@ class MadeUpJob:
         made.append((tuple(pair), timeout, config.max_ctas, config.min_ctas, group_desc))
         return (len(made), *made[-1])
 
+    def _all_reduce(self, probe: Any, group: Any) -> None:
+        assert probe == (1, 7)
+        self.turns.gather(list(group), None, f"brings {list(group)} up")
+        self.exchanges[self.turns.rank].append(group)
+
     def _exchange(self, name: str, probe: Any, peer: int, group: Any) -> None:
         """Blocks both hosts, as the first of NCCL's communicators does."""
         assert probe == (1, 7)
@@ -182,6 +188,18 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
         for carrier in channel._carriers.values():
             assert (carrier._timeout, carrier._ahead) == (SECONDS, True)
             assert carrier._hosts == f"hosts of {list(range(stages))}"
+    assert not job.groups
+
+
+def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch):
+    """All stages bring it up together, in case the framework has not."""
+    job = MadeUpJob(monkeypatch, 3, pipelines=2)
+    for rank, channel in enumerate(job.channels(carrier="posted", between_iterations=True)):
+        pipeline = job.pipelines[rank % 2]
+        assert set(groups_of(channel).values()) == {pipeline}
+        assert job.exchanges[rank] == [pipeline]
+        assert (channel.capacity, channel.posts_ahead, channel.lets_go) == (None, False, False)
+        assert all(carrier._shared for carrier in channel._carriers.values())
     assert not job.groups
 
 
@@ -318,7 +336,8 @@ def test_transfers_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     job.channels(carrier="receives")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(ChannelError, match="CUDA_LAUNCH_BLOCKING"):
-        job.channels(carrier="receives")
+    for options in ({"carrier": "receives"}, {"between_iterations": True}):
+        with pytest.raises(ChannelError, match="CUDA_LAUNCH_BLOCKING"):
+            job.channels(**options)
     with pytest.raises(ChannelError, match="'ucc'"):
         MadeUpJob(monkeypatch, 2, backend="ucc").channels()

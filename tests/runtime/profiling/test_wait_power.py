@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.runtime.energy.meter import MeterError
+from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
 
@@ -35,7 +37,7 @@ def test_power_between_clocks_lies_on_a_line():
     ("stage", "receives", "sends"),
     [
         (0, Kind.BACKWARD, [Kind.FORWARD]),
-        (1, Kind.FORWARD, [Kind.FORWARD, Kind.BACKWARD]),
+        (1, Kind.FORWARD, [Kind.BACKWARD, Kind.FORWARD]),
         (2, Kind.FORWARD, [Kind.FORWARD]),
         (3, Kind.FORWARD, []),
     ],
@@ -71,6 +73,7 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
     )
     power_w = measure_wait_power(1200, stage, 4, channel, specs, executor, clock, meter)
     assert power_w == pytest.approx(100) if seen else math.isnan(power_w)
+    messages = [*(("send", unit(kind, 0), kind) for kind in sends), ("receive", unit(receives, 0))]
     assert done == [
         ("clock", 1200, True),
         ("expect", {receives: 1}),
@@ -79,10 +82,53 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
         ("idle", 0.2),
         ("look",),
         ("idle", 1.5),
-        *(("send", unit(kind, 0), kind) for kind in sends),
-        ("receive", unit(receives, 0)),
+        *(messages if stage == 0 else [messages[-1], *messages[:-1]]),
         ("wait",),
         ("end",),
         ("look",),
         ("meter", 10.2, 11.5),
     ]
+
+
+@pytest.mark.parametrize("measure", ["waits", "hops"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_no_transfer_waits_for_one_behind_it_on_a_single_communicator(measure, stages):
+    """As if a host stood still in each until its neighbour came to the same."""
+    left = [transfers_of(measure, stage, stages) for stage in range(stages)]
+    while any(left):
+        first = {stage: transfers[0] for stage, transfers in enumerate(left) if transfers}
+        pairs = [
+            (stage, peer)
+            for stage, (way, peer, kind) in first.items()
+            if way == "send" and first.get(peer) == ("receive", stage, kind)
+        ]
+        assert pairs, first
+        for stage in pairs[0]:
+            del left[stage][0]
+
+
+def transfers_of(measure: str, stage: int, stages: int) -> list[tuple[str, int, Kind]]:
+    """What a stage sends and receives, with which neighbour, in its order."""
+    done: list[tuple[str, int, Kind]] = []
+    back = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
+    channel: Any = SimpleNamespace(
+        expect=lambda counts, specs: None,
+        send=lambda unit, _: done.append(("send", stage - back[unit.kind], unit.kind)),
+        receive=lambda unit: done.append(("receive", stage + back[unit.kind], unit.kind)),
+        end_step=lambda: None,
+    )
+    executor: Any = SimpleNamespace(
+        meet=lambda: 0.0,
+        now_s=lambda: 0.0,
+        idle=lambda time_s: None,
+        wait_for_messages=lambda: None,
+    )
+    spec = SimpleNamespace(make=lambda zeros: None)
+    specs: Any = SimpleNamespace(sends=dict.fromkeys(WHOLE, spec))
+    if measure == "hops":
+        measure_p2p_latency_s(stage, stages, channel, specs, executor)
+    else:
+        clock: Any = SimpleNamespace(request=lambda mhz, after: None)
+        meter: Any = SimpleNamespace(catch_up=lambda: None, energy_j=lambda start_s, end_s: 1.0)
+        measure_wait_power(1200, stage, stages, channel, specs, executor, clock, meter)
+    return done
