@@ -20,17 +20,19 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
         marks.append("clocks were not changed")
     shown = {claim.name: claim for claim in claims}
     parts = []
-    for arm in (OPTIMAL, ENVELOPE, CONSTANT):
+    for arm in () if machine.missing else (OPTIMAL, ENVELOPE, CONSTANT):
         saving, slowdown = (shown[f"{arm.name}_{what}"].shown for what in ("saving", "slowdown"))
         parts.append(f"{arm.name} saves {saving} at {slowdown} more time")
-    parts.append(f"{RELOCK.name} costs {shown['relock_slowdown'].shown} time")
+    if not machine.missing:
+        parts.append(f"{RELOCK.name} costs {shown['relock_slowdown'].shown} time")
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     holds = shown["losses_equal"].holds
     parts.append("losses not compared" if holds is None else equal[holds])
     rounds = len({turn["round"] for turn in turns})
     mark = f"[{', '.join(marks)}] " if marks else ""
     gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
-    return f"{mark}envpipe prove {__version__}, {gpus}, {rounds} rounds: {'; '.join(parts)}"
+    plural = "" if rounds == 1 else "s"
+    return f"{mark}envpipe prove {__version__}, {gpus}, {rounds} round{plural}: {'; '.join(parts)}"
 
 
 def sections_of(
@@ -50,7 +52,7 @@ def sections_of(
     known = [
         Section("To paste", lines=(line,)),
         _claims(claims),
-        _arms(turns, predicted),
+        _arms(() if machine.missing else turns, predicted),
         _turns(turns, len(machine.gpu_names)),
         _latency(latency or ()),
         *(() if profile is None else (_units(profile), _waits(profile))),

@@ -95,6 +95,7 @@ class Proof:
         title = "EnvPipe: a proof" + (" (emulated)" if machine.emulated else "")
         if not self.complete:
             title += ", not complete"
+        marks = (line, f"No clock was changed: {machine.missing}") if machine.missing else (line,)
         document = {
             "format": CLAIMS_FORMAT,
             "complete": self.complete,
@@ -109,7 +110,7 @@ class Proof:
         replace_files(
             {
                 output / "summary.md": [to_markdown(title, sections, "prove")],
-                output / "index.html": [tables_page(title, (line,), sections, "prove")],
+                output / "index.html": [tables_page(title, marks, sections, "prove")],
             }
         )
         return claims

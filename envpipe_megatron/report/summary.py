@@ -19,6 +19,8 @@ RESULT, BUBBLES = "Result", "Bubbles"
 LEVELS = "What each level would save: a prediction"
 #: A stage that takes this share longer than the mean one makes stages uneven.
 _EVEN = 5e-4
+#: Letters of a cell that goes over several lines if it has more.
+_LONGEST_LINE = 40
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,13 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     lines: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
+
+    @property
+    def wordy(self) -> tuple[bool, ...]:
+        """Of each column, whether it holds sentences, which go over several lines."""
+        return tuple(
+            max(map(len, column)) > _LONGEST_LINE for column in zip(*self.rows, strict=True)
+        )
 
 
 def sections_of(

@@ -107,8 +107,8 @@ def test_a_dry_run_shows_no_claim_on_clocks_and_says_what_is_missing():
     for name, claim in found.items():
         if not name.endswith("_equal"):
             assert claim.holds is None, name
-            assert claim.says.startswith("not shown: clocks were not changed")
-            assert "CAP_SYS_ADMIN" in claim.says
+            assert claim.says == "not shown: clocks were not changed"
+            assert claim.shown == "not known"  # what differs at equal clocks is chance
 
 
 @pytest.mark.parametrize(("count", "says"), [(0, "two metered rounds"), (1, "two metered rounds")])
@@ -150,7 +150,7 @@ def test_the_line_says_what_is_emulated_and_what_a_dry_run():
         line = line_to_paste(found, machine, turns)
         assert line.startswith(mark)
         assert "2 x A100, 3 rounds" in line
-        assert "optimal saves 15.00 +- 0.00 %" in line
+        assert ("optimal saves 15.00 +- 0.00 %" in line) is not bool(missing)
         assert "losses equal to the last bit" in line
 
 

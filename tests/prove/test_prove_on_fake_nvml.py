@@ -225,7 +225,7 @@ def test_a_dry_run_reads_all_and_changes_nothing(proofs):
             assert claim["holds"] is True
         else:
             assert claim["holds"] is None
-            assert claim["says"] == "not shown: clocks were not changed (the right of a test)"
+            assert claim["says"] == "not shown: clocks were not changed"
     assert "the right of a test" in (output / "summary.md").read_text()
     turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
     assert len(turns) == 5
