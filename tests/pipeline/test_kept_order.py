@@ -45,7 +45,7 @@ JOBS = {
     "1f1b": Job(4, 6),
     "few microbatches": Job(4, 2, tied=True),
     "no pipeline": Job(1, 3),
-    "two chunks": Job(2, 6, chunks=2),
+    "two chunks, groups of three, a last one of two": Job(2, 5, chunks=2, group=3),
     "four chunks": Job(2, 4, chunks=4),
     "overlapped experts": Job(2, 5, chunks=2, group=3, combined=True, evaluate_after=1),
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
