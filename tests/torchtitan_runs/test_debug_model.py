@@ -35,7 +35,7 @@ Train = Callable[..., Ended]
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Trains on four ranks, with EnvPipe where it has options; skips where torchtitan cannot run."""
+    """Trains on four ranks, with EnvPipe where it has options; skips where torchtitan is not."""
     named = os.environ.get(VARIABLE)
     if not named:
         pytest.skip(f"no checkout of torchtitan ({VARIABLE})")
