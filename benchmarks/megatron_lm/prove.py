@@ -67,7 +67,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
 @click.option("--channel", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
-@click.option("--jobs", "concurrency", default=6, show_default=True, help="At the same time.")
+@click.option("--jobs", "concurrency", default=3, show_default=True, help="At the same time.")
 @click.option("--slots", default=1, show_default=True, help="Jobs of `equality` that compute.")
 @click.option("--start-s", default=240.0, show_default=True, help="Until a job's first turn.")
 @click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
