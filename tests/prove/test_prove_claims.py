@@ -14,6 +14,8 @@ from envpipe_megatron.prove.arms import ARMS, constant_plan, order_of_round
 from envpipe_megatron.prove.claims import claims_of, difference
 from envpipe_megatron.prove.machine import Machine
 from envpipe_megatron.prove.page import line_to_paste
+from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.summary import Section
 
 #: Time and energy of each arm over those of stock in the same round.
 RATIOS = {
@@ -151,7 +153,15 @@ def test_the_line_says_what_is_emulated_and_what_a_dry_run():
         assert line.startswith(mark)
         assert "2 x A100, 3 rounds" in line
         assert ("optimal saves 15.00 +- 0.00 %" in line) is not bool(missing)
+        assert ("relock costs" in line) is not bool(missing)
         assert "losses equal to the last bit" in line
+
+
+def test_sentences_of_a_table_are_broken_into_lines_and_figures_are_not():
+    section = Section("Claims", ("", "value", "claim"), (("a", "1", "b" * 50), ("c", "2", "d")))
+    page = tables_page("A page", (), (section,), "prove")
+    assert page.count('<td class="words">') == 2
+    assert page.count('<th class="words">claim</th>') == page.count('class="words"') - 2 == 1
 
 
 def test_every_other_round_goes_backwards():

@@ -104,7 +104,9 @@ def test_it_computes_the_same(train: Train, tmp_path: Path, level: str) -> None:
         "--envpipe-gpu=h200",
         f"--envpipe-output={tmp_path / 'out'}",
     )
-    assert computed(ended) == computed(train(12, 0.002))
+    alone = computed(train(12, 0.002))
+    assert computed(ended) == alone
+    assert [len(of_rank) for of_rank in alone] == [13] * STAGES
     assert f"steady: {made[0].name}" in "\n".join(ended.outputs)
 
 

@@ -57,23 +57,23 @@ def make_channel(
         carrier: one of `channel_model.CARRIERS`; gloo has its own.
         vary: whether messages may carry another shape each time.
         between_iterations: whether it carries messages only then, when the framework has none under
-            way. It makes no communicators: those of its own, idle, took 2 % of an iteration from
-            torchtitan's pipeline of four H200s (benchmarks/torch_pipelining/torchtitan_ratio.py).
+            way. They go over the group's own communicator: idle ones beside it took 2 % of an
+            iteration from torchtitan's pipeline of four H200s (docs/torchtitan.md).
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
         CollectivesError: a rank is gone or silent.
     """
     backend = dist.get_backend(pipeline_group)
-    wraps = num_chunks > 1 or backend == "gloo"  # which has no communicators to bring up
+    # gloo has no communicators to bring up. Nothing is measured from the last stage to the first.
+    wraps = (num_chunks > 1 and not between_iterations) or backend == "gloo"
     maker = _Maker(pipeline_group, collectives, timeout, wraps)
     if backend == "gloo":
-        return maker.over(pipeline_group, timeout=timeout, ahead=True)
+        return maker.over(pipeline_group, timeout=timeout)
     if backend == "nccl" and between_iterations:
         _refuse_blocking_launches()
-        # Else what first goes over it would have to involve all stages at once.
-        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=pipeline_group)
-        return maker.over(pipeline_group, timeout=None, ahead=False)
+        maker.connect(pipeline_group)
+        return maker.over(pipeline_group, timeout=None)
     if backend == "nccl":
         vary = vary and carrier == "auto"
         return maker.between_gpus(
@@ -102,10 +102,12 @@ class _Maker:
         #: Those of this stage, in an order in which all stages may meet their neighbours.
         self._own = sorted({before, stage} & set(self._boundaries)) if len(self._ranks) > 1 else []
 
-    def over(
-        self, group: dist.ProcessGroup, *, timeout: timedelta | None, ahead: bool
-    ) -> P2PChannel:
-        """The pipeline's own group carries both kinds: gloo by tags, NCCL one after another."""
+    def over(self, group: dist.ProcessGroup, *, timeout: timedelta | None) -> P2PChannel:
+        """The pipeline's own group carries both kinds: gloo by tags, NCCL one after another.
+
+        NCCL, which gets no time-out, also gets no receive ahead, and each message as a batch: any
+        other would go over a communicator of its two ranks.
+        """
         carriers: dict[Kind, Carrier] = {}
         for boundary in self._own:
             peers = self._peers(boundary)
@@ -114,9 +116,28 @@ class _Maker:
                 (group, group),
                 self._collectives.pipeline,
                 timeout=timeout,
-                ahead=ahead,
+                ahead=timeout is not None,
+                batched=timeout is None,
             )
         return P2PChannel(self._ranks, self._stage, carriers)
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Bring up what a group's communicator needs for both directions between neighbours.
+
+        A communicator's first transfer with a peer blocks the host until the peer comes to it, and
+        the first batch of a group is one of all its ranks: so all stages exchange a word at once.
+        """
+        device = torch.cuda.current_device()
+        transfers = [
+            dist.P2POp(transfer, torch.zeros(1, device=device), self._peers(boundary).rank, group)
+            for boundary in self._own
+            for transfer in (dist.isend, dist.irecv)
+        ]
+        if not transfers:  # a single stage
+            return
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        torch.cuda.synchronize()
 
     def between_gpus(self, carrier: str, why: str) -> P2PChannel:
         """One-sided copies where both sides can, else NCCL; `why` not, with another carrier."""

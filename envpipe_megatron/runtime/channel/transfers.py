@@ -36,9 +36,7 @@ class TransferCarrier:
             itself (NCCL, whose `wait` would block the host if it were given a time).
         hosts: host group of the pipeline's stages in order, for headers.
         ahead: whether receives are posted ahead, where messages do not vary.
-
-    Where both groups are one of NCCL's, it is the framework's, whose communicator of all its ranks
-    carries what is called a batch; others would make one for each pair of ranks.
+        batched: whether NCCL is to carry a message over the communicator of all ranks of its group.
     """
 
     def __init__(
@@ -49,13 +47,14 @@ class TransferCarrier:
         *,
         timeout: timedelta | None,
         ahead: bool,
+        batched: bool = False,
     ) -> None:
         self._peers = peers
         self._receives_over, self._sends_over = groups
-        self._shared = timeout is None and groups[0] is groups[1]
         self._hosts = hosts
         self._timeout = timeout
         self._ahead = ahead
+        self._batched = batched
         self._posted: _Receive | None = None
         self._sent: deque[_Send] = deque()
         #: How each transfer of the step ends; kept in place of the transfers, which would keep
@@ -158,7 +157,7 @@ class TransferCarrier:
     ) -> list[dist.Work]:
         """Start sending or receiving a message."""
         parts, peer, tag = _carried(tensors), self._peers.rank, _tag(kind)
-        if self._shared:
+        if self._batched:  # between two iterations: what is given up ends the next collective
             return dist.batch_isend_irecv(
                 [dist.P2POp(transfer, part, peer, group, tag) for part in parts]
             )

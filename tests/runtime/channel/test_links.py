@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +73,10 @@ class MadeUpJob:
             "new_group": self._new_group,
             "send": lambda probe, peer, group: self._exchange("send", probe, peer, group),
             "recv": lambda probe, peer, group: self._exchange("recv", probe, peer, group),
-            "all_reduce": self._all_reduce,
+            "P2POp": lambda *of: of,
+            "isend": "isend",
+            "irecv": "irecv",
+            "batch_isend_irecv": self._batch,
         }
         for name, function in made_up.items():
             monkeypatch.setattr(dist, name, function, raising=False)
@@ -140,10 +143,16 @@ class MadeUpJob:
         made.append((tuple(pair), timeout, config.max_ctas, config.min_ctas, group_desc))
         return (len(made), *made[-1])
 
-    def _all_reduce(self, probe: Any, group: Any) -> None:
-        assert probe == (1, 7)
-        self.turns.gather(list(group), None, f"brings {list(group)} up")
-        self.exchanges[self.turns.rank].append(group)
+    def _batch(self, transfers: Any) -> list[Any]:
+        """Blocks its host until all ranks of the group have come to theirs, as a first one does."""
+        (group,) = {transfer[3] for transfer in transfers}
+        own = [(name, peer) for name, _, peer, _ in transfers]
+        everyone = dict(zip(group, self.turns.gather(list(group), own, "batch"), strict=True))
+        for name, peer in own:
+            other = "irecv" if name == "isend" else "isend"
+            assert (other, self.turns.rank) in everyone[peer]
+        self.exchanges[self.turns.rank] += [peer for _, peer in own]
+        return [SimpleNamespace(wait=lambda: None)]
 
     def _exchange(self, name: str, probe: Any, peer: int, group: Any) -> None:
         """Blocks both hosts, as the first of NCCL's communicators does."""
@@ -192,14 +201,18 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
 
 
 def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch):
-    """All stages bring it up together, in case the framework has not."""
+    """All stages bring it up together, for a first transfer waits for its peer's host."""
     job = MadeUpJob(monkeypatch, 3, pipelines=2)
-    for rank, channel in enumerate(job.channels(carrier="posted", between_iterations=True)):
+    options: dict[str, Any] = {"carrier": "posted", "num_chunks": 2, "between_iterations": True}
+    for rank, channel in enumerate(job.channels(**options)):
         pipeline = job.pipelines[rank % 2]
         assert set(groups_of(channel).values()) == {pipeline}
-        assert job.exchanges[rank] == [pipeline]
+        stage = pipeline.index(rank)
+        neighbours = [pipeline[at] for at in (stage - 1, stage + 1) if 0 <= at < 3]
+        assert Counter(job.exchanges[rank]) == dict.fromkeys(neighbours, 2)
+        assert rank in job.synchronized
         assert (channel.capacity, channel.posts_ahead, channel.lets_go) == (None, False, False)
-        assert all(carrier._shared for carrier in channel._carriers.values())
+        assert all(carrier._batched for carrier in channel._carriers.values())
     assert not job.groups
 
 

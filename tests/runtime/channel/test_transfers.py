@@ -157,7 +157,7 @@ def test_over_the_frameworks_own_communicator_a_message_is_a_batch(monkeypatch):
     spec = TensorSpec.of_one_type(((1,), (2,)), torch.float32, torch.device("cpu"))
     hosts: Any = SimpleNamespace(send=lambda *_: [], receive=lambda *_: spec)
     peers = Peers(0, 1, 11, Kind.BACKWARD)
-    carrier = TransferCarrier(peers, (group, group), hosts, timeout=None, ahead=False)
+    carrier = TransferCarrier(peers, (group, group), hosts, timeout=None, ahead=False, batched=True)
     made = P2PChannel([10, 11], 0, {Kind.BACKWARD: carrier})
     made.expect({Kind.BACKWARD: 1}, StageSpecs.alike(spec))
     payload = [torch.zeros(1), torch.zeros(2)]
