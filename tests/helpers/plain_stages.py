@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.emulated import store as emulated_store
+from envpipe_megatron.gpu.emulated import state
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.state import EmulatedState, parse_state
+from envpipe_megatron.gpu.emulated.state import EmulatedState
+from envpipe_megatron.gpu.emulated.store import StateFile
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
@@ -98,42 +100,45 @@ class FastTime:
         jumping = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)
         emulated_executor.time = jumping  # type: ignore[assignment]
         gpu._monotonic_s = self.monotonic
-        emulated_store.parse_state = _remembered_state
-        EmulatedState.to_json = _remembered_text  # type: ignore[method-assign]
+        StateFile.read = _remembered  # type: ignore[method-assign]
+        StateFile._write = _remembering  # type: ignore[method-assign]
+        # Its meter looks at each refresh before the next: a long past would only be written anew.
+        state.KEPT_TICKS = 16
 
 
-#: States by the text of their file: of the last ones that this process has read or written.
-_known_states: dict[bytes, EmulatedState] = {}
-_to_json = EmulatedState.to_json
+#: The state of each file that this process has read or written last, and what tells that file from
+#: the next of its name.
+_known_states: dict[Path, tuple[tuple[int, ...], EmulatedState]] = {}
+_read, _write = StateFile.read, StateFile._write
 
 
-def _copy(state: EmulatedState) -> EmulatedState:
-    return replace(state, ticks=[*state.ticks], segments=[*state.segments])
+def _copy(of: EmulatedState) -> EmulatedState:
+    made = EmulatedState(**vars(of))
+    made.ticks, made.segments = [*of.ticks], [*of.segments]
+    return made
 
 
-def _know(text: bytes, state: EmulatedState) -> None:
-    _known_states[text] = state
-    for oldest in list(_known_states)[:-4]:
-        _known_states.pop(oldest, None)  # a meter's thread may have been faster
+def _version(file: StateFile) -> tuple[int, ...]:
+    found = file.path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _remembered_text(state: EmulatedState) -> bytes:
-    """What `to_json` returns, for this process to read it again as it was."""
-    text = _to_json(state)
-    _know(text, _copy(state))
-    return text
-
-
-def _remembered_state(text: bytes) -> EmulatedState:
-    """What `parse_state` returns, which looks at every number of a text that is read ten times.
+def _remembered(file: StateFile) -> EmulatedState:
+    """What `read` returns, which looks at every number of a file that is read ten times.
 
     Without sleeps the emulated GPUs' files would else be most of what a rank computes.
     """
-    state = _known_states.get(text)
-    if state is None:
-        state = parse_state(text)
-        _know(text, state)
-    return _copy(state)
+    known = _known_states.get(file.path)
+    with suppress(FileNotFoundError):  # `read` says what is wrong
+        if known is not None and known[0] == _version(file):
+            return _copy(known[1])
+    return _read(file)
+
+
+def _remembering(file: StateFile, new: EmulatedState) -> None:
+    """What `_write` does, for this process to read it again as it was."""
+    _write(file, new)
+    _known_states[file.path] = _version(file), _copy(new)
 
 
 def channel(timeout_s: float, collectives: Collectives | None = None) -> P2PChannel:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import plain_stages
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
@@ -91,6 +93,15 @@ class FastJob(Job):
         fast_time.meanwhile = self.session.meter._try_sample
 
 
+_start = Background.start
+
+
+def _start_and_wait(self: Background[Any], make: Callable[[], Any]) -> None:
+    _start(self, make)
+    assert self._thread is not None
+    self._thread.join()
+
+
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
     """A schedule of small stages, and their layers."""
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -156,7 +167,15 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
 
 
 def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") -> dict[str, Any]:
-    """Train with EnvPipe attached, or by torch alone where there is no `root`."""
+    """Train with EnvPipe attached, or by torch alone where there is no `root`.
+
+    Training waits for its plans: they come at the same step however busy the host is.
+    """
+    with patch.object(Background, "start", _start_and_wait):
+        return _train(rank, case, root, preset)
+
+
+def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, Any]:
     ranks = dist.get_world_size()
     schedule, layers = make(case, rank, ranks)
     mine = case.virtual(rank, ranks)
