@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 CLOCKS_MHZ = (1410, 1305, 1200, 1095, 990)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock(pool: RankPool) -> Callable[[Job], list[Result]]:
     """Results of megatron-core's own function; each job is trained once."""
 

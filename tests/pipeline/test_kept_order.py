@@ -69,15 +69,15 @@ JOBS |= SLOW
     "name", [pytest.param(n, marks=on_request("PIPELINE") if n in SLOW else ()) for n in JOBS]
 )
 def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path, name):
-    job = replace(JOBS[name], steps=4, deallocate=JOBS[name].chunks == 1)
+    job = replace(JOBS[name], deallocate=JOBS[name].chunks == 1)
     schedule = kept(job)
     how = by_plan(tmp_path, schedule)
     results = ours(job, replace(how, kept_orders=(schedule,)))
     assert_same_bits(results, stock(job))
     for result in results:
         # The first iteration is Megatron's, and the next the warm-up.
-        assert result.phases == ["warm-up", *["steady"] * 2]
-        assert result.executed == [schedule.labels()[result.stage]] * 3
+        assert result.phases == ["warm-up", "steady"]
+        assert result.executed == [schedule.labels()[result.stage]] * 2
     assert_locked(results, read_plan(how.plan_file, read_profile(how.profile_file)).frequency_mhz)
 
 

@@ -36,7 +36,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
-from torch.overrides import TorchFunctionMode
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
@@ -57,15 +56,15 @@ from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
 
 
-class _CudaOnCpu(TorchFunctionMode):
-    """Creates on the CPU what asks for `device="cuda"`, and keeps `.cuda()` there."""
+def _on_cpu(create: Any) -> Any:
+    """A function that creates a tensor, which creates on the CPU what asks for CUDA."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs:  # as with most of the hundred calls of a layer
-            return args[0] if func is torch.Tensor.cuda else func(*args)
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}
-        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
+    def created(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        on = "cpu" if str(device).startswith("cuda") else device
+        tensor: torch.Tensor = create(*args, device=on, **kwargs)
+        return tensor
+
+    return created
 
 
 @contextlib.contextmanager
@@ -83,7 +82,10 @@ def cuda_on_cpu() -> Iterator[None]:
         patch("torch.cuda.random.get_rng_state", lambda *a, **k: torch.zeros(1, dtype=torch.uint8)),
         patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *a, **k: None),
         patch.object(torch.Tensor, "type", type_),
-        _CudaOnCpu(),
+        # By name, since a torch function mode would be called at every operation.
+        patch.object(torch.Tensor, "cuda", lambda self, *a, **k: self),
+        patch("torch.tensor", _on_cpu(torch.tensor)),
+        patch("torch.zeros", _on_cpu(torch.zeros)),
     ):
         yield
 

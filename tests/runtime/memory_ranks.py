@@ -94,7 +94,7 @@ def train(
         say=told.said.append,
         memory=device if capacities else None,
     )
-    gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::20]  # a short sweep
+    gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::40]  # a short sweep
     try:
         steady = 0
         while steady < 5:

@@ -126,7 +126,7 @@ def framework(
 
 def with_few_clocks(gpu: EmulatedGpu) -> EmulatedGpu:
     """A profile of few iterations."""
-    gpu.supported_frequencies_mhz = (1410, 1305, 1200, 1095)
+    gpu.supported_frequencies_mhz = (1410, 1200, 1095)
     return gpu
 
 
