@@ -110,7 +110,7 @@ def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(ki
         assert len(too_slow) == (kind in ("slow", "capped"))
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=on_request("CONTROL")), 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=on_request("CONTROL"))])
 def test_replicas_follow_the_slowest_and_come_back(replicas):
     faults = scripted("replica", BEGIN, END, STAGES, replicas)
     ran = run(replicas=replicas, faults=faults)

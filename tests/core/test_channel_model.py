@@ -95,8 +95,11 @@ def test_asynchronous_sends_carry_every_small_order(num_stages: int) -> None:
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches"),
     [
-        *((p, m) for p, most in ((1, 4), (2, 8), (3, 4), (4, 2)) for m in range(1, most + 1)),
-        *(pytest.param(*size, marks=on_request("CORE")) for size in ((3, 5), (4, 3))),
+        *((p, m) for p, most in ((1, 4), (2, 6), (3, 3), (4, 2)) for m in range(1, most + 1)),
+        *(
+            pytest.param(*size, marks=on_request("CORE"))
+            for size in ((2, 7), (2, 8), (3, 4), (3, 5), (4, 3))
+        ),
     ],
 )
 def test_all_interleavings_end_where_the_one_simulation_ends(

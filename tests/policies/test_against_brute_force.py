@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import uniform_profile
+from on_request import examples
 from planning_cases import (
     every_mixture,
     every_schedule,
@@ -61,13 +62,13 @@ def test_brute_force_prices_as_the_evaluator_does():
 
 
 def test_plans_stand_between_the_optimum_and_a_few_percent_above():
-    """300 jobs; how far above the optimum is printed with `-s`.
+    """Many jobs; how far above the optimum is printed with `-s`.
 
     In 86 % of them the plan is the optimum. The rest shows how coarse such jobs are: one clock of
     one unit is a tenth of all that there is to choose.
     """
     above, bound_below = [], []
-    for seed in range(300):
+    for seed in range(examples(300)):
         rng, schedule, profile, conditions = tiny_job(seed)
         optimizer = Optimizer(schedule, profile, conditions)
         wanted_s = all_maximum_s(schedule, profile, conditions) * rng.choice([1, 1, 1.05, 1.3])
@@ -110,7 +111,7 @@ def test_order_and_frequencies_against_all_orders(stages, microbatches, jobs):
     }
     assert {order.stages for order in orders} >= built
     above = []
-    for seed in range(jobs):
+    for seed in range(examples(jobs)):
         rng = random.Random(seed)
         profile = random_profile(rng, stages, 2)
         conditions = random_conditions(rng, profile)
@@ -153,7 +154,7 @@ def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, 
         for order in every_schedule(2, microbatches, chunks, split=split, placement=placement)
     ]
     above = []
-    for seed in range(jobs):
+    for seed in range(examples(jobs)):
         rng = random.Random(seed)
         profile = random_profile(rng, 2, 2)
         conditions = random_conditions(rng, profile)
@@ -186,7 +187,7 @@ def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, micr
     wholes = {sum(order.combined.sum(axis=1)) for order in orders}
     assert wholes == set(range(stages * microbatches + 1))
     below = []
-    for seed in range(jobs):
+    for seed in range(examples(jobs)):
         rng = random.Random(seed)
         profile = random_split_profile(rng, stages)
         conditions = random_conditions(rng, profile)

@@ -95,7 +95,7 @@ def test_bert_without_other_inputs_sees_all_as_one_segment():
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_ten_steps_in_one_process(name):
+def test_steps_in_one_process_equal_those_of_the_whole_model(name):
     """Stages that are chained by hand, each with its own backward, as a pipeline has them."""
     config = tiny.config_of(name)
     model = split_model(config)

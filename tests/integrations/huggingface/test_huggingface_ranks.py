@@ -1,6 +1,6 @@
 """Two ranks train split models as one process trains the whole: torch's pipelines, DeepSpeed's.
 
-CI trains a Llama and a GPT-2; with ENVPIPE_HUGGINGFACE_FULL=1 every model.
+CI trains a Llama and a GPT-2 for some steps; with ENVPIPE_HUGGINGFACE_FULL=1 every model for ten.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", IN_CI)
-def test_ten_steps_equal_those_of_the_whole_model(ranks, name):
+def test_steps_equal_those_of_the_whole_model(ranks, name):
     check(ranks, name)
 
 
@@ -103,7 +103,7 @@ def test_layers_can_be_profiled_for_a_cut(name, tmp_path):
 
 
 @on_request("HUGGINGFACE")
-def test_ten_steps_of_every_other_model(tmp_path):
+def test_steps_of_every_other_model(tmp_path):
     found = train_ranks(tmp_path, ON_REQUEST)
     for name in ON_REQUEST:
         check(found, name)

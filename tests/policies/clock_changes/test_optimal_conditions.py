@@ -8,7 +8,7 @@ import pytest
 from core_cases import random_orders, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import examples, on_request
+from on_request import asked_for, examples, on_request
 from planning_cases import random_job
 
 from envpipe_megatron.core.conditions import Conditions
@@ -262,7 +262,7 @@ def test_any_conditions():
     this was written. A change that makes it better lowers the figures here.
     """
     above = []
-    for seed in range(64):
+    for seed in range(examples(64)):
         optimizer, deadline_s, dwell_s = any_conditions(seed)
         refused = ""
         try:
@@ -277,8 +277,9 @@ def test_any_conditions():
         assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9), seed
         assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9), seed
         above.append(100 * (plan.cost.energy_j / plan.energy_lower_bound_j - 1))
-    assert len(above) >= 59
-    assert np.mean(above) < 7.007
+    fewest, most = (59, 7.007) if asked_for("CORE") else (15, 8.417)
+    assert len(above) >= fewest
+    assert np.mean(above) < most
 
 
 @settings(max_examples=examples(20), deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 from core_cases import uniform_profile
-from on_request import on_request
+from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile, try_everything
 
 from envpipe_megatron.core.conditions import Conditions
@@ -70,9 +70,9 @@ def objectives(rng, everything, gpus):
 
 
 def test_plans_keep_their_limits_and_stand_near_the_best_of_all():
-    """30 tiny jobs; how far above the best is printed with `-s`: one clock of one unit is much."""
+    """Tiny jobs; how far above the best is printed with `-s`: one clock of one unit is much."""
     above = {}
-    for seed in range(30):
+    for seed in range(examples(48)):
         rng, optimizer = tiny_optimizer(seed)
         conditions = optimizer.conditions
         everything = try_everything(optimizer.schedule, optimizer.profile, conditions)

@@ -220,7 +220,7 @@ def test_large_jobs_are_searched_with_few_linear_programs():
     assert judged[2].optimizer.schedule.stages == own.stages
 
 
-@pytest.mark.parametrize("slow_stage", [0, 3, 7])
+@pytest.mark.parametrize("slow_stage", [pytest.param(0, marks=on_request("CORE")), 3, 7])
 def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
     """Rear stages have room for more than one extra forward then, and using it costs energy."""
     profile = uniform_profile(8, CURVE, slowness=[1 + 0.1 * (s == slow_stage) for s in range(8)])
