@@ -18,12 +18,15 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: install
 	$(BIN)/envpipe quickstart $(ARGS)
 
+# What tests import is compiled once: three workers that begin at once would each compile all of it.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m compileall -q envpipe_megatron benchmarks tests  # once, not in each child
-	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 3 --dist loadgroup $(ARGS); tests=$$?; \
+	$(BIN)/mypy & types=$$!; \
+		test -e $(VENV)/.compiled || $(BIN)/pytest --collect-only -qq > /dev/null; touch $(VENV)/.compiled; \
+		$(BIN)/pytest -n 3 --dist loadgroup $(ARGS); tests=$$?; \
 		wait $$types && exit $$tests
 
 install: $(VENV)/.installed
