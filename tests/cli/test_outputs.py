@@ -69,7 +69,7 @@ def test_a_frontier_overwrites_nothing_but_an_earlier_one(
 ):
     def plan():
         return run(
-            "plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80,
+            "plan", "--profile", profile_path, "--num-microbatches", 2, "--blocking-power", 80,
             "--schedule", "auto", "--policy", "optimal", "--output", "plan.json", option, name,
         )  # fmt: skip
 

@@ -125,12 +125,36 @@ class RankPool:
         self.close()
 
 
+def share_one_device() -> None:
+    """Let all gloo groups of this process have one device.
+
+    Each device has a thread that wakes a hundred times a second. A rank that has seen many tests
+    has dozens of groups: waiting for the next one, it would take a thirtieth of a core.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    gloo = c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class OfGloo(type):
+        def __instancecheck__(cls, group: object) -> bool:
+            return isinstance(group, gloo)
+
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            return gloo(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OfGloo("ProcessGroupGloo", (), {})  # type: ignore[misc,assignment]
+
+
 def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    share_one_device()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, size),

@@ -243,7 +243,11 @@ def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy
 
 
 @pytest.mark.parametrize(
-    "job", [Job(4, 12, chunks=2), Job(2, 8, chunks=2, group=4)], ids=["p4", "groups"]
+    "job",
+    [
+        pytest.param(Job(4, 12, chunks=2), marks=on_request("PIPELINE"), id="p4"),
+        pytest.param(Job(2, 8, chunks=2, group=4), id="groups"),
+    ],
 )
 def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
     """Forwards of two chunks come otherwise than in Megatron's order."""

@@ -48,7 +48,6 @@ JOBS = {
     "two chunks, groups of three, a last one of two": Job(2, 5, chunks=2, group=3),
     "four chunks": Job(2, 4, chunks=4),
     "overlapped experts": Job(2, 5, chunks=2, group=3, combined=True, evaluate_after=1),
-    "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
     "recompute": Job(2, 4, chunks=2, recompute=True),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
@@ -60,6 +59,7 @@ JOBS = {
 SLOW = {
     "four stages": Job(4, 8, chunks=2),
     "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
+    "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, four chunks": Job(2, 8, chunks=4, group=3, combined=True, tied=True),
 }
 JOBS |= SLOW

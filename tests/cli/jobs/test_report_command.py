@@ -18,6 +18,9 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.quickstart import run
 
+# One worker makes what they share.
+pytestmark = pytest.mark.xdist_group("report")
+
 STAGES, MICROBATCHES = 2, 4
 #: (first, last) iteration of each phase.
 PHASES = {"warm-up": (0, 2), "profile": (3, 5), "steady": (6, 9)}
