@@ -12,7 +12,7 @@ import pytest
 from attached_ranks import Case
 from changed_preset import write_changed_preset
 from memory_folder import memory_folder
-from on_request import on_request
+from on_request import asked_for, on_request
 from rank_pool import RankFailedError, RankPool
 
 from envpipe_megatron.core.kinds import parse_unit
@@ -60,14 +60,15 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_orders_that_are_kept_train_as_by_torch_alone(trained, two_ranks, name):
+def test_orders_that_are_kept_train_as_by_torch_alone(trained, pool, two_ranks, name):
     """Splits, Vs and backwards in reverse get clocks in their own order, at any clock."""
-    count = 6 if name == "ScheduleDualPipeV" else 4
+    count, ranks = (8, pool) if asked_for("PIPELINE") else (4, two_ranks)
+    count += count // 2 if name == "ScheduleDualPipeV" else 0
     # Torch's own evaluation hangs where stages lie in a V.
     evaluated = () if name in attached_ranks.V_SHAPED else (3,)
     settings = {"baseline_steps": 4}
     case = Case(name, count, chunks=2, steps=10, settings=settings, evaluated=evaluated)
-    _, ours = trained(case, ranks=two_ranks)
+    _, ours = trained(case, ranks=ranks)
     for rank in ours:
         assert rank["level"] == UNITS
         assert rank["phases"][-1] in ("profile", "reconfigure")
