@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from late import Late
 
-Late("transformers")  # or they skip
-configs = Late("benchmarks.models.configs")
-split = Late("envpipe_megatron.integrations.huggingface")
-torch_stages = Late("envpipe_megatron.integrations.huggingface.torch_stages")
+pytest.importorskip("transformers")
+import torch
+
+from benchmarks.models.configs import NAMES, batches, config_of, length_of
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.torch_stages import Stage
 
 pytestmark = pytest.mark.xdist_group("launch")
 
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.xdist_group("launch")
     ],
 )
 def test_models_have_the_size_of_their_name(name, millions):
-    model = split.split_model(configs.config_of(name, tiny=False))
+    model = split_model(config_of(name, tiny=False))
     tied = model.num_parameters[0] if model.is_tied(0) else 0
     assert sum(model.num_parameters) - tied == pytest.approx(millions * 1e6, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", ["bert-336m", "gpt-125m", "resnet-152", "llama-1b"])
 def test_tiny_ones_take_their_batches(name):
-    config = configs.config_of(name, tiny=True)
-    model = split.split_model(config)
-    stage = torch_stages.Stage(model, model.parts(1), 0)
-    inputs, labels = next(configs.batches(config, 2, configs.length_of(name, tiny=True)))
+    config = config_of(name, tiny=True)
+    model = split_model(config)
+    stage = Stage(model, model.parts(1), 0)
+    inputs, labels = next(batches(config, 2, length_of(name, tiny=True)))
     if isinstance(inputs, tuple):
         inputs, segments, is_token = inputs
         logits = stage(inputs, token_type_ids=segments, attention_mask=is_token)
@@ -45,4 +45,4 @@ def test_tiny_ones_take_their_batches(name):
         logits = stage(inputs)
     assert torch.isfinite(model.loss(logits, labels))
     assert sum(model.num_parameters) < 1e6
-    assert name in configs.NAMES
+    assert name in NAMES

@@ -7,16 +7,26 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("transformers")
 import tiny_models as tiny
 import torch
-from late import Late
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.pipelining import PipelineStage
 
 from envpipe_megatron.errors import EnvPipeError
-
-transformers, safetensors = Late("transformers"), Late("safetensors.torch")
-split = Late("envpipe_megatron.integrations.huggingface")
-torch_stages = Late("envpipe_megatron.integrations.huggingface.torch_stages")
-pipelining = Late("torch.distributed.pipelining")
+from envpipe_megatron.integrations.huggingface import (
+    ModelError,
+    WeightsError,
+    split_model,
+    weights_of,
+)
+from envpipe_megatron.integrations.huggingface.torch_stages import (
+    Stage,
+    pipeline_stage,
+    reduce_tied_gradients,
+)
 
 pytestmark = pytest.mark.xdist_group("launch")
 
@@ -36,11 +46,11 @@ def one_thread():
 
 def stages_of(model, num_stages=2, cut="parameters"):
     parts = model.parts(num_stages, cut)
-    return [torch_stages.Stage(model, parts, index) for index in range(num_stages)]
+    return [Stage(model, parts, index) for index in range(num_stages)]
 
 
 def weights(stages):
-    return {name: weight for stage in stages for name, weight in split.weights_of(stage).items()}
+    return {name: weight for stage in stages for name, weight in weights_of(stage).items()}
 
 
 @torch.no_grad()
@@ -61,7 +71,7 @@ def chained(stages, hidden, **extras):
 @pytest.mark.parametrize(("name", "attention"), ATTENTION)
 def test_logits_are_those_of_the_whole_model(name, attention):
     config = tiny.config_of(name, attention)
-    model = split.split_model(config)
+    model = split_model(config)
     stages = [stage.eval() for stage in stages_of(model, 3)]
     for stage in stages:
         disturb(stage)
@@ -77,7 +87,7 @@ def test_logits_are_those_of_the_whole_model(name, attention):
 
 def test_bert_without_other_inputs_sees_all_as_one_segment():
     config = tiny.config_of("bert")
-    stages = stages_of(split.split_model(config))
+    stages = stages_of(split_model(config))
     whole = tiny.whole_with(config, weights(stages)).eval()
     inputs = tiny.microbatches("bert")[0][0]
     logits = chained([stage.eval() for stage in stages], inputs)
@@ -88,7 +98,7 @@ def test_bert_without_other_inputs_sees_all_as_one_segment():
 def test_steps_in_one_process_equal_those_of_the_whole_model(name):
     """Stages that are chained by hand, each with its own backward, as a pipeline has them."""
     config = tiny.config_of(name)
-    model = split.split_model(config)
+    model = split_model(config)
     stages = stages_of(model)
     whole = tiny.whole_with(config, weights(stages))
     expected = tiny.train_whole(whole, name)
@@ -107,7 +117,7 @@ def test_steps_in_one_process_equal_those_of_the_whole_model(name):
             loss.backward()
             sent.backward(received.grad)
             total += loss.item()
-        torch_stages.reduce_tied_gradients(stages)
+        reduce_tied_gradients(stages)
         for optimizer in optimizers:
             optimizer.step()
         losses.append(total)
@@ -121,18 +131,18 @@ def test_steps_in_one_process_equal_those_of_the_whole_model(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deep resnet"])
 def test_weights_do_not_depend_on_the_cut_or_on_the_rank(name):
-    model = split.split_model(tiny.config_of(name))
+    model = split_model(tiny.config_of(name))
     state = torch.get_rng_state()
     whole = weights(stages_of(model, 1))
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers go on"
     torch.manual_seed(99)
     for index in reversed(range(3)):
-        alone = torch_stages.Stage(model, model.parts(3), index)
-        for weight, found in split.weights_of(alone).items():
+        alone = Stage(model, model.parts(3), index)
+        for weight, found in weights_of(alone).items():
             assert torch.equal(found, whole[weight]), weight
     unsplit = model._skeleton.model
     assert all(tensor.is_meta for tensor in unsplit.parameters()), "nobody holds the whole"
-    other = weights(stages_of(split.split_model(tiny.config_of(name), seed=1)))
+    other = weights(stages_of(split_model(tiny.config_of(name), seed=1)))
     assert any(not torch.equal(whole[weight], other[weight]) for weight in whole)
 
 
@@ -143,7 +153,7 @@ def test_weights_from_files(name, shard_size, tmp_path):
     saved = tiny.whole_model(config)
     saved.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
-    model = split.split_model(config, weights=tmp_path)
+    model = split_model(config, weights=tmp_path)
     stages = [stage.eval() for stage in stages_of(model)]
     state = saved.state_dict()
     for weight, found in weights(stages).items():
@@ -156,19 +166,17 @@ def test_a_stage_reads_only_the_files_that_it_needs(tmp_path):
     config = tiny.config_of("llama")
     tiny.whole_model(config).save_pretrained(tmp_path, max_shard_size="8KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    model = split.split_model(config, weights=tmp_path)
+    model = split_model(config, weights=tmp_path)
     parts = model.parts(2)
-    needed = split.weights_of(torch_stages.Stage(model, parts, 1))
+    needed = weights_of(Stage(model, parts, 1))
     files = {index["weight_map"][weight] for weight in needed}
     assert files < set(index["weight_map"].values())
     for file in set(index["weight_map"].values()) - files:
         (tmp_path / file).unlink()
-    again = split.weights_of(
-        torch_stages.Stage(split.split_model(config, weights=tmp_path), parts, 1)
-    )
+    again = weights_of(Stage(split_model(config, weights=tmp_path), parts, 1))
     assert all(torch.equal(again[weight], needed[weight]) for weight in needed)
-    with pytest.raises(split.WeightsError, match=r"cannot be read.*Fetch"):
-        torch_stages.Stage(model, parts, 0)
+    with pytest.raises(WeightsError, match=r"cannot be read.*Fetch"):
+        Stage(model, parts, 0)
 
 
 def test_old_names_of_files(tmp_path):
@@ -180,8 +188,8 @@ def test_old_names_of_files(tmp_path):
         for name, weight in whole.state_dict().items()
         if name != "lm_head.weight"
     }
-    safetensors.save_file({**old, "h.0.attn.bias": torch.ones(1)}, tmp_path / "gpt2.safetensors")
-    found = weights(stages_of(split.split_model(config, weights=tmp_path / "gpt2.safetensors")))
+    save_file({**old, "h.0.attn.bias": torch.ones(1)}, tmp_path / "gpt2.safetensors")
+    found = weights(stages_of(split_model(config, weights=tmp_path / "gpt2.safetensors")))
     assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in found.items())
 
     config = tiny.config_of("bert")
@@ -192,8 +200,8 @@ def test_old_names_of_files(tmp_path):
         for now, then in renamed.items():
             name = name.replace(now, then)
         old[name] = weight.clone()
-    safetensors.save_file(old, tmp_path / "bert.safetensors")
-    found = weights(stages_of(split.split_model(config, weights=tmp_path / "bert.safetensors")))
+    save_file(old, tmp_path / "bert.safetensors")
+    found = weights(stages_of(split_model(config, weights=tmp_path / "bert.safetensors")))
     assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in found.items())
 
 
@@ -201,9 +209,9 @@ def changed(tmp_path, change):
     config = tiny.config_of("llama")
     tiny.whole_model(config).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    tensors = safetensors.load_file(path)
+    tensors = load_file(path)
     change(tensors)
-    safetensors.save_file(tensors, path)
+    save_file(tensors, path)
     return config
 
 
@@ -218,48 +226,48 @@ def test_files_of_another_model(tmp_path):
         tensors["lm_head.weight"] = torch.ones(tiny.WORDS, 16)
 
     for change, words in ((without_norm, "lacks 1"), (with_more, "model.norm.bias")):
-        with pytest.raises(split.WeightsError, match=words):
-            split.split_model(changed(tmp_path, change), weights=tmp_path)
-    model = split.split_model(changed(tmp_path, narrow), weights=tmp_path)
-    torch_stages.Stage(model, model.parts(2), 0)
-    with pytest.raises(split.WeightsError, match=r"lm_head.weight .* another shape .*\(61, 32\)"):
-        torch_stages.Stage(model, model.parts(2), 1)
+        with pytest.raises(WeightsError, match=words):
+            split_model(changed(tmp_path, change), weights=tmp_path)
+    model = split_model(changed(tmp_path, narrow), weights=tmp_path)
+    Stage(model, model.parts(2), 0)
+    with pytest.raises(WeightsError, match=r"lm_head.weight .* another shape .*\(61, 32\)"):
+        Stage(model, model.parts(2), 1)
     tied = tiny.config_of("tied llama")
-    with pytest.raises(split.WeightsError, match=r"neither model\.safetensors nor"):
-        split.split_model(tied, weights=tmp_path / "..")
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
+        split_model(tied, weights=tmp_path / "..")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
-    with pytest.raises(split.WeightsError, match="no weights in safetensors"):
-        split.split_model(tied, weights=tmp_path / "bad.safetensors")
+    with pytest.raises(WeightsError, match="no weights in safetensors"):
+        split_model(tied, weights=tmp_path / "bad.safetensors")
 
 
 def test_models_that_are_not_split():
-    with pytest.raises(split.ModelError, match=r"got 't5'.*llama, .*resnet"):
-        split.split_model(transformers.T5Config())
-    with pytest.raises(split.ModelError, match="got 'str'"):
-        split.split_model("llama")
-    with pytest.raises(split.ModelError, match="is_decoder to false"):
-        split.split_model(transformers.BertConfig(is_decoder=True))
-    with pytest.raises(split.ModelError, match="sdpa or eager"):
-        split.split_model(tiny.config_of("llama", "flex_attention"))
+    with pytest.raises(ModelError, match=r"got 't5'.*llama, .*resnet"):
+        split_model(transformers.T5Config())
+    with pytest.raises(ModelError, match="got 'str'"):
+        split_model("llama")
+    with pytest.raises(ModelError, match="is_decoder to false"):
+        split_model(transformers.BertConfig(is_decoder=True))
+    with pytest.raises(ModelError, match="sdpa or eager"):
+        split_model(tiny.config_of("llama", "flex_attention"))
 
 
 def test_versions_that_were_not_tried(monkeypatch):
     from envpipe_megatron.integrations.huggingface import skeleton
 
     monkeypatch.setattr(skeleton, "transformers", SimpleNamespace(__version__="4.57.0"))
-    with pytest.raises(split.ModelError, match=r"got '4\.57\.0'.*transformers>="):
-        split.split_model(tiny.config_of("llama"))
+    with pytest.raises(ModelError, match=r"got '4\.57\.0'.*transformers>="):
+        split_model(tiny.config_of("llama"))
 
 
 def test_a_causal_model_takes_no_mask():
-    stages = stages_of(split.split_model(tiny.config_of("llama")))
+    stages = stages_of(split_model(tiny.config_of("llama")))
     inputs = tiny.microbatches("llama")[0][0]
     with pytest.raises(EnvPipeError, match=r"attention_mask.*Pad at the end"):
         stages[0](inputs, attention_mask=torch.ones_like(inputs))
 
 
 def test_cuts(tmp_path):
-    model = split.split_model(tiny.config_of("gpt2"))
+    model = split_model(tiny.config_of("gpt2"))
     count = len(model.entries)
     total = sum(model.num_parameters)
     whole = tiny.whole_model(tiny.config_of("gpt2"))
@@ -295,7 +303,7 @@ def test_cuts(tmp_path):
 
 def test_half_precision_leaves_rotary_angles_whole():
     """Frequencies in bfloat16 would be wrong by percents at far positions."""
-    stages = [stage.bfloat16() for stage in stages_of(split.split_model(tiny.config_of("llama")))]
+    stages = [stage.bfloat16() for stage in stages_of(split_model(tiny.config_of("llama")))]
     rotary = stages[0].layers[1].attention._rotary
     assert rotary.inv_freq.dtype == torch.float32
     cosines, _ = stages[0].layers[1].attention.angles(torch.empty(1, 12, 32, dtype=torch.bfloat16))
@@ -312,7 +320,7 @@ def test_weights_have_the_default_type(name, tmp_path):
     whole = type(saved).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        stages = [stage.eval() for stage in stages_of(split.split_model(config, weights=tmp_path))]
+        stages = [stage.eval() for stage in stages_of(split_model(config, weights=tmp_path))]
     finally:
         torch.set_default_dtype(torch.float32)
     inputs, extras, _ = tiny.microbatches(name)[0]
@@ -326,19 +334,17 @@ def test_weights_have_the_default_type(name, tmp_path):
 
 def test_messages_are_known_without_a_forward(monkeypatch):
     """Torch would run one, on whatever is in memory: a ResNet's running means would change."""
-    monkeypatch.setattr(
-        pipelining.PipelineStage, "__init__", lambda stage, *given, **named: record(named)
-    )
+    monkeypatch.setattr(PipelineStage, "__init__", lambda stage, *given, **named: record(named))
     found = []
 
     def record(named):
         found.append((named["input_args"][0], named["output_args"][0]))
 
-    model = split.split_model(tiny.config_of("resnet"))
+    model = split_model(tiny.config_of("resnet"))
     images = tiny.microbatches("resnet")[0][0]
     parts, hidden = model.parts(3), images
     for index, stage in enumerate(stages_of(model, 3)):
-        torch_stages.pipeline_stage(model, parts, index, images, torch.device("cpu"))
+        pipeline_stage(model, parts, index, images, torch.device("cpu"))
         given, got = found[-1]
         assert given.shape == hidden.shape
         hidden = stage(hidden)
@@ -348,10 +354,10 @@ def test_messages_are_known_without_a_forward(monkeypatch):
 
 
 def test_shared_weights_need_their_gradients():
-    stages = stages_of(split.split_model(tiny.config_of("gpt2")))
+    stages = stages_of(split_model(tiny.config_of("gpt2")))
     with pytest.raises(EnvPipeError, match=r"after schedule\.step"):
-        torch_stages.reduce_tied_gradients(stages)
-    torch_stages.reduce_tied_gradients(stages_of(split.split_model(tiny.config_of("llama"))))
-    (one,) = stages_of(split.split_model(tiny.config_of("gpt2")), 1)
+        reduce_tied_gradients(stages)
+    reduce_tied_gradients(stages_of(split_model(tiny.config_of("llama"))))
+    (one,) = stages_of(split_model(tiny.config_of("gpt2")), 1)
     assert one.tied_weight is None
     assert one.layers[0].embedding is one.layers[-1].embedding

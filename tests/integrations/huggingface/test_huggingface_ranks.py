@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models as tiny
+
+pytest.importorskip("transformers")
+pytest.importorskip("deepspeed")
 import torch
-from late import Late
 from on_request import on_request
 
-Late("deepspeed")  # or they skip
-layer_profile = Late("envpipe_megatron.integrations.deepspeed.layer_profile")
-split = Late("envpipe_megatron.integrations.huggingface")
-deepspeed_stages = Late("envpipe_megatron.integrations.huggingface.deepspeed_stages")
+from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
 
 pytestmark = pytest.mark.xdist_group("launch")
 
@@ -89,12 +89,14 @@ class Counting:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_layers_can_be_profiled_for_a_cut(name, tmp_path):
-    model = split.split_model(tiny.config_of(name))
+    import tiny_models as tiny
+
+    model = split_model(tiny.config_of(name))
     inputs, extras, labels = tiny.microbatches(name)[0]
     batch = ((inputs, *extras.values()) if extras else inputs, labels)
     meter, path = Counting(), tmp_path / "layers.csv"
-    layers = deepspeed_stages.deepspeed_layers(model)
-    layer_profile.profile_layers(layers, batch, model.loss, 1410, meter, torch.device("cpu"), path)
+    layers = deepspeed_layers(model)
+    profile_layers(layers, batch, model.loss, 1410, meter, torch.device("cpu"), path)
     assert meter.runs == 2 * len(model.entries)
     parts = model.parts(2, f"time:{path}")
     assert parts[0] == 0 < parts[1] < parts[2] == len(model.entries)

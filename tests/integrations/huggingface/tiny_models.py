@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import torch
-from late import Late
 from on_request import asked_for
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    ResNetConfig,
+)
 
 from envpipe_megatron.integrations.losses import image_class_loss, language_model_loss
-
-hf = Late("transformers")
 
 WORDS, LENGTH, MICROBATCH, MICROBATCHES = 61, 12, 2, 4
 STEPS = 10 if asked_for("HUGGINGFACE") else 4
@@ -34,25 +43,23 @@ _LLAMA_3 = {
 _FEW = {**_SIZES, "num_key_value_heads": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS = {
-    "llama": lambda: hf.LlamaConfig(**_FEW),
-    "tied llama": lambda: hf.LlamaConfig(
-        **_FEW, tie_word_embeddings=True, rope_parameters=_LLAMA_3
-    ),
-    "mistral": lambda: hf.MistralConfig(**_FEW, sliding_window=5),
-    "qwen2": lambda: hf.Qwen2Config(
+    "llama": lambda: LlamaConfig(**_FEW),
+    "tied llama": lambda: LlamaConfig(**_FEW, tie_word_embeddings=True, rope_parameters=_LLAMA_3),
+    "mistral": lambda: MistralConfig(**_FEW, sliding_window=5),
+    "qwen2": lambda: Qwen2Config(
         **_FEW, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "qwen3": lambda: hf.Qwen3Config(**_FEW, head_dim=8, tie_word_embeddings=True),
-    "gpt2": lambda: hf.GPT2Config(
+    "qwen3": lambda: Qwen3Config(**_FEW, head_dim=8, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(
         n_embd=32, n_head=4, n_layer=3, vocab_size=WORDS, n_positions=16,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
     ),
-    "bert": lambda: hf.BertConfig(**_SIZES, **_NO_DROPOUT),
-    "untied bert": lambda: hf.BertConfig(**_SIZES, **_NO_DROPOUT, tie_word_embeddings=False),
-    "resnet": lambda: hf.ResNetConfig(
+    "bert": lambda: BertConfig(**_SIZES, **_NO_DROPOUT),
+    "untied bert": lambda: BertConfig(**_SIZES, **_NO_DROPOUT, tie_word_embeddings=False),
+    "resnet": lambda: ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=7, layer_type="basic"
     ),
-    "deep resnet": lambda: hf.ResNetConfig(
+    "deep resnet": lambda: ResNetConfig(
         embedding_size=8, hidden_sizes=[16, 32], depths=[1, 2], num_labels=7
     ),
 }  # fmt: skip
@@ -66,11 +73,8 @@ def config_of(name: str, attention: str = "sdpa"):
 
 
 def whole_model(config) -> torch.nn.Module:
-    auto = {
-        "bert": hf.AutoModelForMaskedLM,
-        "resnet": hf.AutoModelForImageClassification,
-    }
-    return auto.get(config.model_type, hf.AutoModelForCausalLM).from_config(config)
+    auto = {"bert": AutoModelForMaskedLM, "resnet": AutoModelForImageClassification}
+    return auto.get(config.model_type, AutoModelForCausalLM).from_config(config)
 
 
 def whole_with(config, weights: dict[str, Tensor]) -> torch.nn.Module:
