@@ -28,7 +28,7 @@ from rich.table import Table
 import benchmarks  # noqa: F401 - it puts the tests' helpers on the path
 
 # isort: split
-from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
+from fake_nvml.fake_nvml import build_library  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
 COLUMNS = (
@@ -78,7 +78,7 @@ def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | No
     console.print(f"seed {seed}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        library = build_library(Path(folder) / "library", next(iter(compilers().values())))
+        library = build_library(Path(folder) / "library")
         node = Node(Path(folder), library)
         with node.in_use():
             for fault in faults or FAULTS:

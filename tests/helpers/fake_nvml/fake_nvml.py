@@ -5,9 +5,7 @@ import fcntl
 import hashlib
 import mmap
 import os
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -105,16 +103,11 @@ class Call:
         return self.function.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
 
 
-def compilers() -> dict[str, list[str]]:
-    """The C compilers of this machine: the system's if there is one, and that from PyPI."""
-    found = {"zig": [sys.executable, "-m", "ziglang", "cc"]}
-    if shutil.which("cc"):
-        found = {"cc": ["cc"], **found}
-    return found
+def build_library(folder: Path) -> Path:
+    """Compile the library into a folder, once, however many processes ask for it at a time.
 
-
-def build_library(folder: Path, compiler: Sequence[str]) -> Path:
-    """Compile the library into a folder, once, however many processes ask for it at a time."""
+    Raises FileNotFoundError if there is no C compiler.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / LIBRARY_NAME
     with (folder / "lock").open("w") as lock:
@@ -124,12 +117,11 @@ def build_library(folder: Path, compiler: Sequence[str]) -> Path:
         unfinished = library.with_suffix(".tmp")
         done = subprocess.run(
             [
-                *compiler,
+                "cc",
                 *("-shared", "-fPIC", "-fvisibility=hidden", "-O1"),
                 *("-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY_NAME}"),
                 *("-o", str(unfinished), *map(str, SOURCES), "-lpthread"),
             ],
-            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
             capture_output=True,
             text=True,
         )

@@ -1,12 +1,13 @@
 """Fixtures of the fake NVML library, for the tests of every folder."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fake_nvml.fake_nvml import FakeNvml, build_library, compilers
+from fake_nvml.fake_nvml import FakeNvml, build_library
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +15,9 @@ def fake_nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # that of the run, which its workers share
-    compiler = next(iter(compilers().values()))
-    return build_library(base / "fake_nvml_library", compiler)
+    if shutil.which("cc") is None:
+        pytest.skip("the fake NVML library needs a C compiler: cc")
+    return build_library(base / "fake_nvml_library")
 
 
 @pytest.fixture
