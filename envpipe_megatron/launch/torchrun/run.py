@@ -40,7 +40,8 @@ def run_torchrun(
     """Run torchrun to its end; return its exit status, 128 plus the signal if it was killed.
 
     The first signal ends it, which ends its ranks; a second one, or 40 s, kills it. On Linux the
-    death of this process ends it, too. Ranks that outlive a killed torchrun are ended here.
+    death of this process ends it, too. Ranks that outlive a torchrun that was signalled or killed
+    are ended here: one that is interrupted while it starts them leaves them behind.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
@@ -57,7 +58,11 @@ def run_torchrun(
     )
     patience = threading.Timer(_PATIENCE_S, process.kill)
 
+    asked = False
+
     def end() -> None:
+        nonlocal asked
+        asked = True
         process.terminate()
         patience.start()
         say("ending the ranks (once more: kill them)")
@@ -68,7 +73,7 @@ def run_torchrun(
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(_LOOK_S)
     patience.cancel()
-    if code < 0:
+    if asked or code < 0:
         _end_marked(mark)
     return code if code >= 0 else 128 - code
 

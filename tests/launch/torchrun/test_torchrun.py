@@ -90,8 +90,9 @@ def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
 
     process = Process(0, interrupt)
     with Signals() as signals:
-        run(process, signals)
+        _, (_, how), ended = run(process, signals)
     assert process.told == ["terminate", "kill"]
+    assert ended == [how["env"]["ENVPIPE_TORCHRUN"]]  # it may have left some while it started them
     assert "ending the ranks (once more: kill them)" in capfd.readouterr().err
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
