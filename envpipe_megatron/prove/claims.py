@@ -114,9 +114,8 @@ def claims_of(
     mark = "emulated: " if emulated else ""
     unchanged = "not shown: clocks were not changed" if missing else ""
     claims = [_latency_claim(latency, unchanged, mark), *_equal_claims(turns, mark)]
+    compared = () if missing else turns  # what differs at equal clocks is chance
     for name, arm, other, which, small, says in _COMPARED:
-        # What differs at equal clocks is chance.
-        compared = () if missing else turns
         value, interval = difference(compared, arm.name, other.name, which)
         failed = _failure(turns, arm.name) or _failure(turns, other.name)
         why, holds = unchanged, None

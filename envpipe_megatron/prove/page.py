@@ -20,10 +20,10 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
         marks.append("clocks were not changed")
     shown = {claim.name: claim for claim in claims}
     parts = []
-    for arm in () if machine.missing else (OPTIMAL, ENVELOPE, CONSTANT):
-        saving, slowdown = (shown[f"{arm.name}_{what}"].shown for what in ("saving", "slowdown"))
-        parts.append(f"{arm.name} saves {saving} at {slowdown} more time")
     if not machine.missing:
+        for arm in (OPTIMAL, ENVELOPE, CONSTANT):
+            saving, slowdown = (shown[f"{arm.name}_{of}"].shown for of in ("saving", "slowdown"))
+            parts.append(f"{arm.name} saves {saving} at {slowdown} more time")
         parts.append(f"{RELOCK.name} costs {shown['relock_slowdown'].shown} time")
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     holds = shown["losses_equal"].holds

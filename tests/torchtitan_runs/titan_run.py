@@ -25,8 +25,7 @@ def main() -> None:
     """Answer for the GPU, and run the command."""
     faulthandler.register(signal.SIGUSR1)
     settings, sys.argv[1:] = divided(sys.argv[1:])  # torchtitan reads them as it is imported
-    utils._get_available_device_type = lambda: "cpu"
-    utils._get_device_module = lambda device_type: _device()
+    install()
     import torchtitan.train as command  # type: ignore[import-not-found]
 
     _tell(command.Trainer)
@@ -35,9 +34,10 @@ def main() -> None:
     command.main(command.Trainer)
 
 
-def _device() -> Any:
+def install() -> None:
+    """Stand in for a GPU; torchtitan_ratio.py takes this module as its --cpu-shim, too."""
     counted = ("active_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries", "num_ooms")
-    return SimpleNamespace(
+    device = SimpleNamespace(
         get_device_name=lambda device=None: "cpu",
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=2**33),
         current_device=lambda: 0,
@@ -47,6 +47,8 @@ def _device() -> Any:
         empty_cache=lambda: None,
         synchronize=lambda *_: None,
     )
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda device_type: device
 
 
 def _tell(trainer: Any) -> None:
@@ -55,7 +57,7 @@ def _tell(trainer: Any) -> None:
     @functools.wraps(step)
     def forward_backward_step(self: Any, **batch: Any) -> torch.Tensor:
         loss: torch.Tensor = step(self, **batch)
-        print("titan_run: loss", float(loss).hex(), flush=True)
+        print("titan_run: loss", float(loss.detach()).hex(), flush=True)
         return loss
 
     @functools.wraps(train)

@@ -57,7 +57,6 @@ def run_torchrun(
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
     )
     patience = threading.Timer(_PATIENCE_S, process.kill)
-
     asked = False
 
     def end() -> None:
