@@ -43,6 +43,7 @@ from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running import checkouts
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
+from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
@@ -83,6 +84,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
 @click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
+@click.option("--resting", is_flag=True, help="Of `ratio`: EnvPipe rests, in place of unmodified.")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -187,11 +189,13 @@ class _Proof:
 
         def goes_on(left: int) -> bool:
             # A round that is begun should end.
-            in_round = len(jobs) * self._rounds.turns
+            in_round = len(arms) * self._rounds.turns
             turns = in_round if left % in_round == 0 else 1
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
-        keeper = Keeper(self._state, self._rounds, [job.name.split("/")[-1] for job in jobs])
+        arms = [job.name.split("/")[-1] for job in jobs]
+        arms += [RESTING] * any(job.rests for job in jobs)
+        keeper = Keeper(self._state, self._rounds, arms)
         order = ratio.order(jobs)
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
@@ -213,7 +217,8 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        setting = ratio.setting(site, options["microbatches"], options["like"], options["arm"])
+        of = options["microbatches"], options["like"], options["arm"], options["resting"]
+        setting = ratio.setting(site, *of)
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),

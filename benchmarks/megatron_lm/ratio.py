@@ -6,7 +6,8 @@ one order is predicted by the units of the other (`unit_times`).
 
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
-each arm, made of several turns.
+each arm, made of several turns. Or one job at level `units` has all turns, and EnvPipe rests in
+half of them (`running.rest`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from benchmarks.megatron_lm.running.rest import RESTING, rests_in
 from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
@@ -67,10 +69,14 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, how it is spread, and the setting of `equality` that it is like."""
+    """The model, how it is spread, and the setting of `equality` that it is like.
+
+    With `rests`, EnvPipe rests in half of the turns of its only arm.
+    """
 
     size: Size
     like: equality.Setting
+    rests: bool = False
 
     @property
     def mapping(self) -> Mapping:
@@ -80,7 +86,12 @@ class Setting:
     @property
     def name(self) -> str:
         """Such as gpt-pp4-m14, for 14 microbatches."""
-        return f"{self.like.name}-m{self.size.microbatches}"
+        return f"{self.like.name}-m{self.size.microbatches}{self.rests * '-resting'}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What turns count to; all others are compared with the first."""
+        return (RESTING, *self.like.arms) if self.rests else self.like.arms
 
 
 def setting(
@@ -88,30 +99,31 @@ def setting(
     microbatches: int | None = None,
     like: str | None = None,
     only: Collection[str] = (),
+    rests: bool = False,
 ) -> Setting:
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
-    With `only`, just these arms beside unmodified Megatron: all of them hold memory together.
-    Raises click.UsageError if no such setting fits, or it has no such arm.
+    With `only`, just these arms beside unmodified Megatron: all of them hold memory together. With
+    `rests`, level `units` alone. Raises click.UsageError if no such setting fits, or it has no such
+    arm.
     """
     fitting = {known.name: known for known in equality.settings(site.num_ranks, site.cpu)}
-    like = like or f"gpt-pp{site.num_ranks}"
+    like, only = like or f"gpt-pp{site.num_ranks}", (UNITS,) if rests else only
     if like not in fitting:
         raise click.UsageError(f"No setting {like} for {site.num_ranks} GPUs: {', '.join(fitting)}")
     if unknown := set(only) - set(fitting[like].arms):
         raise click.UsageError(
             f"{like} has no arm {', '.join(unknown)}: {', '.join(fitting[like].arms)}"
         )
-    arms = tuple(
-        arm for arm in fitting[like].arms if arm in (STOCK, *only) or not (only or arm == OFF)
-    )
+    compared = only if rests else (STOCK, *only)
+    arms = tuple(arm for arm in fitting[like].arms if arm in compared or not (only or arm == OFF))
     size = WIDE if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else size
     size = replace(size, microbatches=microbatches or size.microbatches)
     if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
         # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
         size = replace(size, layers=size.layers // 2)
-    return Setting(size.fitting(fitting[like].mapping), replace(fitting[like], arms=arms))
+    return Setting(size.fitting(fitting[like].mapping), replace(fitting[like], arms=arms), rests)
 
 
 def _job(
@@ -144,18 +156,20 @@ def _job(
         turns=turns,
         environment=of.like.environment,
         plan=plan,
+        rests=of.rests,
         limit_s=3600.0,
     )
 
 
 def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     """One job an arm for the rounds that are still missing; none where none is."""
-    missing = rounds.count - len(measured(state, of.name, of.like.arms))
+    missing = rounds.count - len(measured(state, of.name, of.arms))
     if missing <= 0:
         return []
     start = f"{PART}/{of.name} start"
     number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
-    turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
+    in_round = rounds.turns * (len(of.arms) if of.rests else 1)
+    turns = (rounds.warmup, *[rounds.iterations] * (in_round * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
     return [
@@ -186,7 +200,11 @@ class Keeper:
         if not run.startswith(f"{PART}/") or block.turn == 0:
             return
         _, start, arm = run.split("/")
-        number = (block.turn - 1) // self._rounds.turns
+        in_round = self._rounds.turns
+        if RESTING in self._arms:
+            in_round *= len(self._arms)
+            arm = RESTING if rests_in(block.turn) else arm
+        number = (block.turn - 1) // in_round
         turns = self._turns.setdefault((start, number), {name: [] for name in self._arms})
         turns[arm].append(block)
         if all(len(blocks) == self._rounds.turns for blocks in turns.values()):
@@ -235,24 +253,25 @@ def ratio_rows(state: State) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(found["setting"] for found in state.rounds if "setting" in found):
         arms = dict.fromkeys(arm for found in measured(state, name) for arm in found["turns_s"])
+        own = RESTING if RESTING in arms else STOCK
         rows += [
-            {"setting": name, **_ratio_row(measured(state, name, [arm]), arm)}
+            {"setting": name, **_ratio_row(measured(state, name, [arm]), arm, own)}
             for arm in arms
-            if arm != STOCK
+            if arm != own
         ]
     return rows
 
 
-def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str) -> dict[str, Any]:
+def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str, Any]:
     ratios, medians = (
-        [found[each][arm] / found[each][STOCK] for found in rounds]
+        [found[each][arm] / found[each][own] for found in rounds]
         for each in ("iteration_time_s", "iteration_median_s")
     )
     (mean, bound), (mean_of_medians, bound_of_medians) = map(_bounded, (ratios, medians))
     target = TARGET_OF_UNITS if arm == UNITS else TARGET
     stock_s, own_s = (
         statistics.median(found["iteration_time_s"][name] for found in rounds)
-        for name in (STOCK, arm)
+        for name in (own, arm)
     )
     return {
         "arm": arm,

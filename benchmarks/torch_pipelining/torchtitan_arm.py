@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.megatron_lm.running.entry import Turns, die_with_parent
+from benchmarks.megatron_lm.running.rest import let_torchtitan_rest, rests_in
 from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution import executor
@@ -45,6 +46,8 @@ def main() -> None:
     turns = Turns(job["socket"], job["run"], rank, job["turns"], job["iterations"])
     losses = _take_turns(command.Trainer, turns)
     _leave_out(job["without"])
+    if job["rests"]:
+        let_torchtitan_rest(lambda: rests_in(turns.turn))
     if settings:
         hook(command.Trainer, **settings)
     try:

@@ -5,7 +5,8 @@
 where `torchtitan` can be imported and ARGUMENTS are its own. A Llama of about 1B is trained by a
 pipeline with a stage a rank. Arms: `own`, torchtitan alone; `units`, its own order, and another
 clock asked for at every unit; `order`, EnvPipe's order. They are started together and take short
-turns, as in benchmarks/megatron_lm. No clock is ever changed.
+turns, as in benchmarks/megatron_lm. With --resting, `units` has all turns, and EnvPipe rests in
+half of them, which tells what it does from how a job happens to lie. No clock is ever changed.
 
 To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
 has no clocks; and `units` without a part of it, reads of the energy counter (`no-meter`), or events
@@ -27,6 +28,7 @@ import click
 from benchmarks.megatron_lm.models import ROOT, STOCK
 from benchmarks.megatron_lm.ratio import PART, Keeper, Rounds, ratio_rows
 from benchmarks.megatron_lm.running.jobs import Launch, State, check_harmless, free_port
+from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.turns import Referee
 from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.orders import builders
@@ -45,6 +47,7 @@ _PARTS = ("no-meter", "no-interrupts", "observe", "again")
 @click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")
 @click.option("--flavor", type=click.Choice(["1B", "tiny"]), default="1B", show_default=True)
 @click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS + _PARTS), default=_ARMS)
+@click.option("--resting", is_flag=True, help="EnvPipe rests, in place of torchtitan alone.")
 @click.option("--rounds", default=6, show_default=True)
 @click.option("--turn-steps", default=10, show_default=True)
 @click.option("--warmup-steps", default=12, show_default=True, help="Of each arm's first turn.")
@@ -60,6 +63,7 @@ def main(
     sequence: int,
     flavor: str,
     arms: Sequence[str],
+    resting: bool,
     rounds: int,
     turn_steps: int,
     warmup_steps: int,
@@ -73,12 +77,13 @@ def main(
     deadline_s = time.monotonic() + limit_s
     output.mkdir(parents=True, exist_ok=True)
     measured = Rounds(rounds, 1, turn_steps, warmup_steps)
-    state, names = State(output / "state.json"), (STOCK, *arms)
-    keeper = Keeper(state, measured, names)
+    arms = ("units",) if resting else arms
+    state, names = State(output / "state.json"), arms if resting else (STOCK, *arms)
+    keeper = Keeper(state, measured, (RESTING, *names) if resting else names)
     start = f"{PART}/{name} start"
-    turns = (warmup_steps, *[turn_steps] * rounds)
+    turns = (warmup_steps, *[turn_steps] * (rounds * (1 + resting)))
     runs = [f"{start}/{arm}" for arm in names]
-    order = runs + [run for turn in range(rounds) for run in (runs, runs[::-1])[turn % 2]]
+    order = runs + [run for turn in range(len(turns) - 1) for run in (runs, runs[::-1])[turn % 2]]
     referee = Referee(
         output / "turns",
         order,
@@ -98,6 +103,7 @@ def main(
                 "iterations": sum(turns) + 1,
                 "folder": str(folder),
                 "cpu_shim": cpu_shim,
+                "rests": resting,
                 "without": arm.removeprefix("no-") if arm.startswith("no-") else "",
             }
             (folder / "job.json").write_text(json.dumps(job))
@@ -126,7 +132,7 @@ def main(
         referee.close()
         for row in ratio_rows(state):
             click.echo(json.dumps(row))
-        for arm in arms:
+        for arm in () if resting else arms:
             click.echo(f"{name}, {arm}: losses {_equality(output, name, arm)}")
 
 

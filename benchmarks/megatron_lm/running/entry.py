@@ -59,6 +59,11 @@ class Turns:
         self._tell(hello=run, rank=rank, pid=os.getpid())
 
     @property
+    def turn(self) -> int:
+        """The number of the present turn; the first is 0."""
+        return self._turn - 1
+
+    @property
     def at_end_of_turn(self) -> bool:
         """Whether the present iteration is the last of a turn."""
         return self.begun in self._ends
@@ -189,6 +194,10 @@ def main() -> None:
             # The first turn is the warm-up.
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
+        if job["rests"]:
+            from benchmarks.megatron_lm.running.rest import let_megatron_rest, rests_in
+
+            let_megatron_rest(lambda: rests_in(turns.turn))
         if job["tells_units"]:
             from benchmarks.megatron_lm.stress import tell_units
 

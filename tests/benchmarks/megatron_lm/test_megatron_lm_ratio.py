@@ -15,7 +15,11 @@ pytest.importorskip("torch")
 from benchmarks.megatron_lm import ratio, unit_times
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
 from benchmarks.megatron_lm.running.jobs import State
+from benchmarks.megatron_lm.running.rest import let_rest, rests_in
 from benchmarks.megatron_lm.running.turns import Block
+from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.job.session import Session
 
 
 def test_ratio_and_its_bound(state):
@@ -71,6 +75,45 @@ def test_rounds_that_are_missing_are_measured_later(site, state):
     pair = ratio.setting(replace(site, num_gpus=2), microbatches=22)
     (mapping,) = {job.num_ranks for job in ratio.jobs(site, state, pair, rounds)}
     assert (pair.name, mapping) == ("gpt-pp2-m22", 2)
+
+
+def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
+    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(3, 1, 25, 12)
+    resting = ratio.setting(machine, like="gpt-pp4vp2", rests=True)
+    (job,) = ratio.jobs(machine, state, resting, rounds)
+    assert (job.rests, job.turns) == (True, (12, *[25] * 6))
+    keeper = ratio.Keeper(state, rounds, resting.arms)
+    for turn, time_s in enumerate((90.0, 25.0, 25.1, 25.3, 25.2, 25.4, 25.5)):
+        keeper(job.name, Block(turn, time_s, (), time_s / 25))
+    (row,) = ratio.ratio_rows(state)
+    assert (row["setting"], row["arm"]) == ("gpt-pp4vp2-m16-resting", UNITS)
+    assert row["of the rounds"] == "1.0040, 1.0040, 1.0039"
+    assert row["stock (s)"] == pytest.approx(25.2 / 25)
+    assert not ratio.jobs(machine, state, resting, rounds)
+    assert ratio.jobs(machine, state, ratio.setting(machine, like="gpt-pp4vp2"), rounds)
+    with pytest.raises(click.UsageError, match="has no arm units"):
+        ratio.setting(machine, like="llama-pp4", rests=True)
+
+
+def test_what_rests_is_not_called_and_works_again(monkeypatch):
+    calls, turn = [], 0
+
+    class Units:
+        def run(self, number):
+            calls.append(f"unit {number}")
+
+    replaced = (Session, "begin_step"), (Session, "end_step"), (EnergyMeter, "_sample")
+    for of, name in (*replaced, (ClockWatch, "sample")):
+        monkeypatch.setattr(of, name, lambda self, own=name: calls.append(own))
+    let_rest(lambda: rests_in(turn))(Units, "run", lambda self, n: calls.append(f"own {n}"))
+    for turn in range(6):
+        Session.begin_step(None)
+        Units().run(turn)
+        EnergyMeter._sample(None)
+        ClockWatch.sample(None)
+        Session.end_step(None)
+    worked = [["begin_step", f"unit {n}", "_sample", "sample", "end_step"] for n in (0, 2, 3)]
+    assert calls == [*worked[0], "own 1", *worked[1], *worked[2], "own 4", "own 5"]
 
 
 def test_jobs_with_chunks_run_in_both_orders(site, state):
