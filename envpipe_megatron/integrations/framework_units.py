@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -23,8 +22,7 @@ class Reporter(Protocol):
         """The unit's work has been handed to the device."""
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A unit as the framework runs it; its microbatch and chunk where the framework says them."""
 
     kind: Kind
@@ -34,8 +32,13 @@ class Seen:
 
     def may_be(self, unit: Unit) -> bool:
         """Whether it may be this one; a backward does not say of which microbatch it is."""
-        known = self.microbatch in (None, unit.microbatch) and self.chunk in (None, unit.chunk)
-        return (self.kind, self.combined) == (unit.kind, unit.combined) and known
+        kind, microbatch, chunk, combined = self
+        return (
+            kind is unit.kind
+            and combined == unit.combined
+            and (microbatch is None or microbatch == unit.microbatch)
+            and (chunk is None or chunk == unit.chunk)
+        )
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch

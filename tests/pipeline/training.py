@@ -481,7 +481,13 @@ class _RecordingSession(Session):
 
     def open_iteration(self, *args: Any, **kwargs: Any) -> Any:
         run = super().open_iteration(*args, **kwargs)
-        self._result.executed.append(run.executed)
+        ended = run.all_ended
+
+        def all_ended() -> None:
+            self._result.executed.append(run.executed)
+            ended()
+
+        run.all_ended = all_ended
         return run
 
     def run_iteration(self, num_microbatches: int, specs: Any, make_work: Any, **how: Any) -> None:

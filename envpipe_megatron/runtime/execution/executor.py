@@ -153,25 +153,22 @@ class CudaExecutor:
         self._events, self._recorded = self._lists[0], 0
         self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
         self._begin_s = time.monotonic()
-        self._begin = self._record()
-        self._starts: list[torch.cuda.Event] = []
-        self._ends: list[torch.cuda.Event] = []
+        self._record()
 
     def begin_unit(self) -> Completion:
         """Record the start after the receive that the stream waits for."""
-        self._starts.append(self._record())
+        start = self._record()
         if self._in_wait is not None:
-            self._in_wait.begun, self._in_wait = self._starts[-1], None
-        return self._starts[-1]
+            self._in_wait.begun, self._in_wait = start, None
+        return start
 
     def end_unit(self) -> Completion:
         """Record the end."""
-        self._ends.append(self._record())
-        return self._ends[-1]
+        return self._record()
 
     def in_wait(self, after_s: float) -> Completion:
         """By the host's clock, which starts when the end was seen."""
-        self._in_wait = Later(self._ends[-1], after_s)
+        self._in_wait = Later(self._events[self._recorded - 1], after_s)
         return self._in_wait
 
     def end_iteration(self) -> Callable[[], StageRecord]:
@@ -182,8 +179,8 @@ class CudaExecutor:
         lead, but for a look at the clock twice a minute.
         """
         wall_time_s = time.monotonic() - self._begin_s
-        recorded, count, begin = self._events, self._recorded, self._begin
-        starts, ends = self._starts, self._ends
+        recorded, count = self._events, self._recorded
+        begin, starts, ends = recorded[0], recorded[1:count:2], recorded[2:count:2]
 
         def read() -> StageRecord:
             if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's

@@ -40,10 +40,11 @@ class StageRun:
         self.order = order
         self.units = order.schedule.stages[stage]
         self.frequencies_mhz: list[int] = order.frequency_mhz[stage].tolist()
-        #: The units that have ended, as plans write them.
-        self.executed: list[str] = []
-        #: Called with each unit that has ended.
-        self.unit_ended: Callable[[Unit], None] = lambda unit: None
+        #: Called with each unit that has ended, and when all have.
+        self.unit_ended: Callable[[Unit], None] | None = None
+        self.all_ended: Callable[[], None] = lambda: None
+        self._count = len(self.units)
+        self._ended = 0
         self._stage = stage
         self._executor = executor
         self._request = request
@@ -58,8 +59,13 @@ class StageRun:
     @property
     def next_unit(self) -> Unit | None:
         """The unit that begins next, or has begun; None after the last."""
-        position = len(self.executed)
-        return self.units[position] if position < len(self.units) else None
+        return self.units[self._ended] if self._ended < self._count else None
+
+    @property
+    def executed(self) -> list[str]:
+        """The units that have ended, as plans write them."""
+        chunks = self.order.schedule.num_chunks
+        return [unit.label(chunks) for unit in self.units[: self._ended]]
 
     def begin(self) -> None:
         """The iteration begins; all stages of the pipeline do so together."""
@@ -72,24 +78,23 @@ class StageRun:
 
         Raises CollectivesError too, if the channel carries nothing and time is emulated.
         """
-        position = len(self.executed)
-        inputs = None
-        if self._channel is not None and self._receives[position]:
-            inputs = self._channel.receive(self.units[position])
+        inputs, receives = None, self._receives[self._ended]
+        if receives and self._channel is not None:
+            inputs = self._channel.receive(self.units[self._ended])
         begun = self._executor.begin_unit()
-        if self._receives[position]:
+        if receives:
             self._last_input = begun
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """The unit's work has been handed over: send what it made to where it is needed."""
-        position = len(self.executed)
+        position = self._ended
         unit = self.units[position]
         completion = self._last_end = self._executor.end_unit()
-        self.executed.append(unit.label(self.order.schedule.num_chunks))
+        self._ended = position + 1
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
-        following = (position + 1) % len(self.frequencies_mhz)
+        following = self._ended % self._count
         if following in self._parked:
             park_mhz, own_after_s = self._parked[following]
             self._request(park_mhz, completion)
@@ -97,7 +102,10 @@ class StageRun:
         self._request(self.frequencies_mhz[following], completion)
         if self._channel is not None and self._sends[position]:
             self._channel.send(unit, outputs)
-        self.unit_ended(unit)
+        if self.unit_ended is not None:
+            self.unit_ended(unit)
+        if self._ended == self._count:
+            self.all_ended()
 
     def hand_over(self) -> None:
         """All units have been handed over: what follows them may be, too."""

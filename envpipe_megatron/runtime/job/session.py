@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase, phase_in_batch
 from envpipe_megatron.gpu.base import ClockState, Gpu
@@ -168,8 +167,12 @@ class Session:
         self._broken = False
         self._closed = False
         self._pid = os.getpid()
-        #: The units of the last iteration, in the order in which this stage ran them.
-        self.executed: list[str] = []
+        self._last_run: StageRun | None = None
+
+    @property
+    def executed(self) -> list[str]:
+        """The units of the last iteration, in the order in which this stage ran them."""
+        return [] if self._last_run is None else self._last_run.executed
 
     @property
     def pipeline_ranks(self) -> list[int]:
@@ -240,8 +243,7 @@ class Session:
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
         execute(schedule, self._stage, work, run)
-        self._memory.units_ended()
-        self._catch_up()
+        self._units_ended()
         self._running = run
         if not in_step:
             self.close_iteration()
@@ -278,7 +280,9 @@ class Session:
         """
         count = own_order.num_microbatches
         run = self._open(count, specs, own_order, None, _batch_name(count, full_batch))
-        run.unit_ended = self._watched(run)
+        run.all_ended = self._catch_up
+        if self._config.reorders:
+            run.unit_ended, run.all_ended = self._memory.begin_units(), self._units_ended
         run.begin()
         self._running = run
         return run
@@ -313,6 +317,10 @@ class Session:
         if not run.order.billed_late:
             self._catch_up()
         self._broken = False
+
+    def _units_ended(self) -> None:
+        self._memory.units_ended()
+        self._catch_up()
 
     def _catch_up(self) -> None:
         """Write the last iteration down, if that was left until its times may be read."""
@@ -367,7 +375,8 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), Done())
+        if self._controlled:
+            self.clock.request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; waits for the last unit."""
@@ -456,25 +465,11 @@ class Session:
             self._catch_up()  # its messages may still be in memory that another order replaces
         self.state.phase = order.phase
         self._broken = True  # until it is closed
-        run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
-        self.executed = run.executed
-        self._request(run.frequencies_mhz[0], Done())
+        request = self.clock.request if self._controlled else _unheard
+        run = StageRun(order, self._stage, self.executor, request, channel, specs)
+        self._last_run = run
+        request(run.frequencies_mhz[0], Done())
         return run
-
-    def _watched(self, run: StageRun) -> Callable[[Unit], None]:
-        """What looks at memory as units end that the framework runs."""
-        reorders = self._config.reorders
-        watch = self._memory.begin_units() if reorders else None
-
-        def ended(unit: Unit) -> None:
-            if watch is not None:
-                watch(unit)
-            if run.next_unit is None:
-                if reorders:
-                    self._memory.units_ended()
-                self._catch_up()
-
-        return ended
 
     def _next_order(
         self, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None, name: str
@@ -540,9 +535,9 @@ class Session:
         self._folder.add_grid(text)
         self._print_grid(text)
 
-    def _request(self, frequency_mhz: int, after: Completion) -> None:
-        if self._controlled:
-            self.clock.request(frequency_mhz, after)
+
+def _unheard(frequency_mhz: int, after: Completion) -> None:
+    """A request where nobody controls the clock."""
 
 
 def _batch_name(num_microbatches: int, full_batch: bool) -> str:
