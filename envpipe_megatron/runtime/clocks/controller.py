@@ -5,8 +5,8 @@ Python enqueues anything: a change that takes milliseconds then falls into the w
 where there is one.
 
 Woken by the GPU, the thread gets Python's global interpreter lock, which the training thread holds
-all the time, one *switch interval* later, 5 ms by default: the interval is shorter while a
-controller lives.
+all the time, one *switch interval* later, 5 ms by default: the interval is shorter from a
+controller's first request until it closes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.execution.completion import Completion
 
 logger = logging.getLogger(__name__)
 
-#: Python's switch interval while a controller lives, s.
+#: Python's switch interval while a controller has requests, s.
 SWITCH_INTERVAL_S = 1e-4
 #: How long to wait for the thread or a call of the driver: GPU and driver may hang.
 _JOIN_S = 2.0
@@ -91,7 +91,6 @@ class ClockController:
         self.error: Exception | None = None
         self._pid = os.getpid()
         self._switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
         self._resetter = threading.Thread(
             target=self._run_resets, name="envpipe-reset", daemon=True
         )
@@ -107,6 +106,8 @@ class ClockController:
         asked = (self._epoch, frequency_mhz)
         # Where the last request was for the same clock, the thread need not even wake up.
         if (asked != self._asked or self._relock) and self.error is None:
+            if self._asked is None and not self._closing:  # one that only measures needs none
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
             self._asked = asked
             self._queue.put((after, frequency_mhz))
 

@@ -429,16 +429,23 @@ def test_a_forked_child_closes_nothing(gpu, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("before_s", [0.005, 1e-5])
-def test_switch_interval_is_short_while_a_controller_lives(make, monkeypatch, before_s):
+def test_switch_interval_is_short_from_the_first_request_on(make, monkeypatch, before_s):
     interval_s = {"now": before_s}
     monkeypatch.setattr(sys, "getswitchinterval", lambda: interval_s["now"])
     monkeypatch.setattr(sys, "setswitchinterval", lambda s: interval_s.update(now=s))
     clock = make()
+    assert interval_s["now"] == before_s
+    ask(clock, 1000)
     assert interval_s["now"] == min(before_s, 1e-4)
     clock.close()
     assert interval_s["now"] == before_s
     interval_s["now"] = 1.0
+    clock.request(1200, Done())
     clock.close()
+    assert interval_s["now"] == 1.0
+    unused = make()
+    unused.close()
+    unused.request(1200, Done())
     assert interval_s["now"] == 1.0
 
 
