@@ -29,6 +29,7 @@ from envpipe_megatron.search.layer_jobs import (
     merged,
 )
 from envpipe_megatron.search.layer_profile import LayerProfile, Links
+from envpipe_megatron.search.plausible import implausible_rows
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
 _MIB = 2**20
@@ -104,6 +105,14 @@ def profile_layers(
                 )
     if known is not None:
         console.print(_table(known))
+        if implausible := implausible_rows(known):
+            say(
+                console,
+                "These rows contradict others; was the host held up for a while?\n  "
+                + "\n  ".join(implausible)
+                + "\nPredictions of these sizes will be off. To measure a size again, take all its "
+                "rows out of the file, and give the command again.",
+            )
         say(console, f"{'Wrote' if jobs else 'They are in'} {output}")
 
 

@@ -28,6 +28,7 @@ from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
 from envpipe_megatron.search.megatron.search import Found, Ranked, search
 from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.plausible import implausible_rows
 from envpipe_megatron.search.stages.divide import divide
 
 _GIB = 2.0**30
@@ -152,6 +153,8 @@ def search_command(
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
     _warn_of_links(profile, gpus, gpus_per_node)
+    for row in implausible_rows(profile):
+        logger.warning("%s: %s; predictions of these sizes will be off.", profile_path, row)
     limit = None if memory_gib is None else memory_gib * _GIB
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)

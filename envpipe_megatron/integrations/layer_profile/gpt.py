@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class GptPieces:
         self._layers: dict[str, list[Any]] = {name: [] for name in names}
         for kind, layer in zip(self._decoder.envpipe_built, self._decoder.layers, strict=True):
             self._layers[names[kind]].append(layer)
+        #: Of the last microbatch size: each costs a run of the whole model.
+        self._microbatch = lru_cache(maxsize=1)(self._make_microbatch)
         self.blocks = _blocks([EMBEDDING, *(names[kind] for kind in kinds), LOSS])
 
     def row_length(self, piece: str) -> int:
@@ -145,7 +148,7 @@ class GptPieces:
             final_layernorm=norm,
         )
 
-    def _microbatch(self, size: int) -> _Microbatch:
+    def _make_microbatch(self, size: int) -> _Microbatch:
         args, device = self._args, current_device()
         length = args.seq_length // args.context_parallel_size
         random = torch.Generator().manual_seed(_SEED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,10 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
-from envpipe_megatron.integrations.layer_profile.measuring import (
-    Held,
-    measure_forward_energy,
-    measure_memory,
-    measure_time,
-    repeats_that_fit,
-)
+from envpipe_megatron.integrations.layer_profile.measuring import Held, repeats_that_fit
 from envpipe_megatron.integrations.layer_profile.microbatch import measure_microbatch
 from envpipe_megatron.integrations.layer_profile.optimizer import bytes_held, measure_step
+from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces
 from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_jobs import LayerJob
@@ -64,7 +59,8 @@ def measure_model(
         held = bytes_held(model, optimizer)
         for size in job.microbatch_sizes:
             names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
-            measures = {name: _measure(pieces, name, size, gpu) for name in names}
+            ways = measure_pieces(pieces, names, size, gpu)
+            measures = {name: _measure(pieces, name, size, ways) for name in names}
             profile = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
@@ -122,29 +118,15 @@ def _with_rest(
     return replace(loss, forward_s=forward_s, forward_j=joules)
 
 
-@dataclass(frozen=True)
-class _Way:
-    """A piece as it is, or recomputed in some way; arrays go by clock."""
-
-    held: Held
-    forward_s: FloatArray
-    backward_s: FloatArray
-    both_j: FloatArray
-    forward_j: FloatArray
-    host_s: FloatArray
-
-    @property
-    def both_s(self) -> FloatArray:
-        return self.forward_s + self.backward_s
-
-
-def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
-    plain = _measure_way(pieces, name, size, gpu, None)
-    ways = []
+def _measure(
+    pieces: GptPieces, name: str, size: int, ways: Mapping[tuple[str, str | None], Way]
+) -> Measure:
+    plain = ways[name, None]
+    recomputation = []
     for way in pieces.ways(name):
-        again = _measure_way(pieces, name, size, gpu, way)
+        again = ways[name, way]
         working = again.held.backward_workspace_bytes - plain.held.backward_workspace_bytes
-        ways.append(
+        recomputation.append(
             Recomputation(
                 way,
                 np.maximum(again.both_s - plain.both_s, 0.0),
@@ -164,25 +146,9 @@ def _measure(pieces: GptPieces, name: str, size: int, gpu: RankGpu) -> Measure:
             input_bytes=0 if name == EMBEDDING else hidden.nbytes,
             output_bytes=0 if name == LOSS else hidden.nbytes,
             **plain.held._asdict(),
-            recomputation=tuple(ways),
-            host_s=None if gpu.name is None else float(plain.host_s[0]),
+            recomputation=tuple(recomputation),
+            host_s=plain.host_s,
         )
-
-
-def _measure_way(pieces: GptPieces, name: str, size: int, gpu: RankGpu, way: str | None) -> _Way:
-    with pieces.running(name, size, way) as (piece, hidden):
-        held = measure_memory(piece, hidden)
-    layers = max(1, repeats_that_fit(held, pieces.row_length(name)))
-    timings, forward_j = [], []
-    with pieces.running(name, size, way, layers) as (piece, hidden):
-        for frequency_mhz in gpu.frequency_mhz:
-            gpu.set(frequency_mhz)
-            timing = measure_time(piece, hidden, gpu)
-            timings.append(timing)
-            if way is None:
-                forward_j.append(measure_forward_energy(piece, hidden, gpu, timing.forward_s))
-    forward_s, backward_s, both_j, host_s = np.array(timings).T / layers
-    return _Way(held, forward_s, backward_s, both_j, np.array(forward_j) / layers, host_s)
 
 
 def _known(values: FloatArray) -> FloatArray | None:

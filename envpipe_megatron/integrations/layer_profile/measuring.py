@@ -1,4 +1,4 @@
-"""Time, energy and memory of one piece, on this rank's GPU, in step with all other ranks.
+"""Time and memory of one piece, on this rank's GPU, in step with all other ranks.
 
 Forwards and backwards follow one another without a wait of the host for the device, as in training:
 where the host cannot start kernels as fast as they run, the measured time shows that, too.
@@ -17,26 +17,27 @@ import torch.distributed as dist
 
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.layer_profile.gpt import Piece
-from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 
-#: Work is repeated for about this long.
-_WINDOW_S, _CPU_WINDOW_S = 0.6, 0.02
 _WARM_UP, _LEAST, _MOST = 2, 4, 200
-_HOST_ROUNDS = 5
+_HOST_ROUNDS = 3
+#: On a CPU, where nothing is learnt of a GPU.
+_CPU_WINDOW_S = 0.02
+
+
+class Window(NamedTuple):
+    """When some runs of a piece began and ended, as `time.monotonic` has it, and how many."""
+
+    begin_s: float
+    end_s: float
+    runs: int
 
 
 class Timing(NamedTuple):
-    """One run of a piece.
-
-    Args:
-        both_j: energy of both directions, NaN if it is not known.
-        host_s: of both directions, until the host has handed them over to the device.
-    """
+    """One run of a piece: medians over a window."""
 
     forward_s: float
     backward_s: float
-    both_j: float
-    host_s: float
+    window: Window
 
 
 class Held(NamedTuple):
@@ -47,29 +48,40 @@ class Held(NamedTuple):
     backward_workspace_bytes: int = 0
 
 
-def measure_time(piece: Piece, hidden: torch.Tensor, gpu: RankGpu) -> Timing:
-    """Median times and the mean energy; every rank calls it."""
+def measure_time(piece: Piece, hidden: torch.Tensor, window_s: float) -> Timing:
+    """Run forward and backward for about this long; every rank calls it."""
     gradient = torch.randn_like(_forward(piece, hidden))
-    forwards, backwards, _, _ = _rounds(piece, hidden, gradient, _WARM_UP)
-    count = _count(float(np.median(forwards + backwards)))
-    forwards, backwards, begin_s, end_s = _rounds(piece, hidden, gradient, count)
-    both_j = gpu.energy_j(begin_s, end_s) / count
-    host_s = _host_s(piece, hidden, gradient)
-    return Timing(float(np.median(forwards)), float(np.median(backwards)), both_j, host_s)
+    forwards, backwards, _ = _rounds(piece, hidden, gradient, _WARM_UP)
+    # A first run that loads or compiles something tells nothing of the next ones.
+    count = _count(float(np.min(forwards + backwards)), window_s)
+    forwards, backwards, window = _rounds(piece, hidden, gradient, count)
+    return Timing(float(np.median(forwards)), float(np.median(backwards)), window)
 
 
-def measure_forward_energy(
-    piece: Piece, hidden: torch.Tensor, gpu: RankGpu, forward_s: float
-) -> float:
-    """Mean energy of a forward that takes so long; every rank calls it. NaN if it is not known."""
-    if not gpu.has_meter:
-        return math.nan
-    count = _count(forward_s)
+def run_forwards(piece: Piece, hidden: torch.Tensor, forward_s: float, window_s: float) -> Window:
+    """Run forwards that take so long each, for about this long in all; every rank calls it."""
+    count = _count(forward_s, window_s)
     begin_s = time.monotonic()
     for _ in range(count):
         _forward(piece, hidden)
     _synchronize()
-    return gpu.energy_j(begin_s, time.monotonic()) / count
+    return Window(begin_s, time.monotonic(), count)
+
+
+def measure_host_s(piece: Piece, hidden: torch.Tensor) -> float:
+    """Median time in which the host hands over forward and backward; every rank calls it.
+
+    The device is idle when a round begins: else its queue could be full, and the host wait for it.
+    """
+    gradient = torch.randn_like(_forward(piece, hidden))
+    times_s = []
+    for _ in range(_HOST_ROUNDS):
+        _synchronize()
+        begin_s = time.perf_counter()
+        _forward(piece, hidden).backward(gradient)  # type: ignore[no-untyped-call]  # torch's
+        times_s.append(time.perf_counter() - begin_s)
+    _synchronize()
+    return float(np.median(times_s))
 
 
 def measure_memory(piece: Piece, hidden: torch.Tensor) -> Held:
@@ -101,8 +113,8 @@ def repeats_that_fit(held: Held, wanted: int) -> int:
 
 def _rounds(
     piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor, count: int
-) -> tuple[Any, Any, float, float]:
-    """Forward and backward times of each of some rounds, and when they began and ended."""
+) -> tuple[Any, Any, Window]:
+    """Forward and backward times of each of some rounds, and their window."""
     marks = _CudaMarks() if torch.cuda.is_available() else _HostMarks()
     begin_s = time.monotonic()
     for _ in range(count):
@@ -113,22 +125,7 @@ def _rounds(
         marks.add()
         del outputs
     gaps_s = np.array([*marks.gaps_s(), math.nan]).reshape(count, 3)
-    return gaps_s[:, 0], gaps_s[:, 1], begin_s, time.monotonic()
-
-
-def _host_s(piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor) -> float:
-    """Median time in which the host hands over a round.
-
-    The device is idle when a round begins: else its queue could be full, and the host wait for it.
-    """
-    times_s = []
-    for _ in range(_HOST_ROUNDS):
-        _synchronize()
-        begin_s = time.perf_counter()
-        _forward(piece, hidden).backward(gradient)  # type: ignore[no-untyped-call]  # torch's
-        times_s.append(time.perf_counter() - begin_s)
-    _synchronize()
-    return float(np.median(times_s))
+    return gaps_s[:, 0], gaps_s[:, 1], Window(begin_s, time.monotonic(), count)
 
 
 def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:
@@ -169,9 +166,9 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _count(round_s: float) -> int:
+def _count(round_s: float, window_s: float) -> int:
     """How many rounds fill a window, the same on all ranks."""
-    window_s = _WINDOW_S if torch.cuda.is_available() else _CPU_WINDOW_S
+    window_s = window_s if torch.cuda.is_available() else _CPU_WINDOW_S
     return _highest(min(max(_LEAST, math.ceil(window_s / max(round_s, 1e-6))), _MOST))
 
 

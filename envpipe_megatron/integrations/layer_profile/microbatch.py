@@ -7,12 +7,14 @@ host's looks at them.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+
+from envpipe_megatron.integrations.layer_profile.undisturbed import undisturbed_s
 
 _ROUNDS = 5
 _FEW, _MANY = 1, 5
@@ -47,10 +49,12 @@ def measure_microbatch(
     before, args.micro_batch_size = args.micro_batch_size, size
     try:
         time_s(_FEW)
-        more_s = [time_s(_MANY) - time_s(_FEW) for _ in range(_ROUNDS)]
+        # Each apart: a difference is too small as well where the shorter run was held up.
+        times_s = np.array([(time_s(_FEW), time_s(_MANY)) for _ in range(_ROUNDS)])
     finally:
         args.micro_batch_size = before
-    return max(0.0, statistics.median(more_s)) / (_MANY - _FEW)
+    few_s, many_s = map(undisturbed_s, times_s.T)
+    return max(0.0, many_s - few_s) / (_MANY - _FEW)
 
 
 def _batches(args: argparse.Namespace, size: int) -> Iterator[Mapping[str, torch.Tensor]]:

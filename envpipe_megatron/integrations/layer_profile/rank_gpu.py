@@ -14,6 +14,7 @@ from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.integrations.layer_profile.measuring import Window
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.completion import Done
@@ -54,11 +55,6 @@ class RankGpu:
                 remedy="Leave out --clocks.",
             )
 
-    @property
-    def has_meter(self) -> bool:
-        """Whether `energy_j` knows anything."""
-        return self._meter is not None
-
     def set(self, frequency_mhz: int) -> None:
         """Run at this clock from now on, where clocks are set; EnvPipeError if that fails."""
         if self._clock is None:
@@ -70,16 +66,13 @@ class RankGpu:
             raise EnvPipeError(f"The clock could not be set: {controller.error}")
         time.sleep(_SETTLE_S)
 
-    def energy_j(self, begin_s: float, end_s: float) -> float:
-        """Between two instants of `time.monotonic`, the end just now; NaN if the meter failed."""
+    def energies_j(self, windows: Sequence[Window]) -> list[float]:
+        """Of a run in each window, the last of which ended just now; NaN where the meter failed."""
         if self._meter is None:
-            return math.nan
+            return [math.nan] * len(windows)
         time.sleep(_MARGIN_S)
         self._meter.catch_up()
-        try:
-            return self._meter.energy_j(begin_s, end_s)
-        except MeterError:
-            return math.nan
+        return [_energy_j(self._meter, window) for window in windows]
 
     def close(self) -> None:
         """Stop reading, and reset the clock if it was set."""
@@ -87,6 +80,13 @@ class RankGpu:
             self._meter.close()
         if self._clock is not None:
             self._clock.close()
+
+
+def _energy_j(meter: EnergyMeter, window: Window) -> float:
+    try:
+        return meter.energy_j(window.begin_s, window.end_s) / window.runs
+    except MeterError:
+        return math.nan
 
 
 def _open(clocks_mhz: Sequence[int]) -> Gpu:

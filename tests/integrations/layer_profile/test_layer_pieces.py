@@ -23,6 +23,7 @@ from envpipe_megatron.errors import EnvPipeError  # noqa: E402
 from envpipe_megatron.integrations.layer_profile import hooks, job, row  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.measuring import Window  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
 from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
 from envpipe_megatron.search.layer_profile import Block, Sizes  # noqa: E402
@@ -222,7 +223,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
 class Metered:
     """A GPU of two clocks whose power is its clock's tenth."""
 
-    name, frequency_mhz, has_meter = "a GPU", (2000, 1000), True
+    name, frequency_mhz = "a GPU", (2000, 1000)
 
     def __init__(self, _clocks: object) -> None:
         self.clock_mhz = 0
@@ -230,8 +231,11 @@ class Metered:
     def set(self, frequency_mhz: int) -> None:
         self.clock_mhz = frequency_mhz
 
-    def energy_j(self, begin_s: float, end_s: float) -> float:
-        return self.clock_mhz / 10 * (end_s - begin_s)
+    def energies_j(self, windows: list[Window]) -> list[float]:
+        return [
+            self.clock_mhz / 10 * (window.end_s - window.begin_s) / window.runs
+            for window in windows
+        ]
 
     def close(self) -> None:
         self.clock_mhz = 0
