@@ -108,7 +108,10 @@ def setting(
     arm.
     """
     fitting = {known.name: known for known in equality.settings(site.num_ranks, site.cpu)}
-    like, only = like or f"gpt-pp{site.num_ranks}", (UNITS,) if rests else only
+    like = like or f"gpt-pp{site.num_ranks}"
+    if rests and set(only) - {UNITS}:
+        raise click.UsageError(f"EnvPipe rests in a job of the arm {UNITS} alone")
+    only = (UNITS,) if rests else only
     if like not in fitting:
         raise click.UsageError(f"No setting {like} for {site.num_ranks} GPUs: {', '.join(fitting)}")
     if unknown := set(only) - set(fitting[like].arms):
@@ -286,7 +289,10 @@ def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str
         "upper of medians": bound_of_medians(0.95),
         "stock (s)": stock_s,
         "own (s)": own_s,
-        "target met": bound_of_medians(0.95) <= target and stock_s >= LEAST_ITERATION_S,
+        # A job in which EnvPipe rests knows nothing of what idles.
+        "target met": None
+        if own == RESTING
+        else bound_of_medians(0.95) <= target and stock_s >= LEAST_ITERATION_S,
     }
 
 

@@ -46,7 +46,7 @@ _PARTS = ("no-meter", "no-interrupts", "observe", "again")
 @click.option("--microbatch", default=3, show_default=True, help="Sequences of one.")
 @click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")
 @click.option("--flavor", type=click.Choice(["1B", "tiny"]), default="1B", show_default=True)
-@click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS + _PARTS), default=_ARMS)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(_ARMS + _PARTS))
 @click.option("--resting", is_flag=True, help="EnvPipe rests, in place of torchtitan alone.")
 @click.option("--rounds", default=6, show_default=True)
 @click.option("--turn-steps", default=10, show_default=True)
@@ -77,7 +77,11 @@ def main(
     deadline_s = time.monotonic() + limit_s
     output.mkdir(parents=True, exist_ok=True)
     measured = Rounds(rounds, 1, turn_steps, warmup_steps)
-    arms = ("units",) if resting else arms
+    if resting and set(arms) - {"units"}:
+        raise click.UsageError("EnvPipe rests in a job of --arm units alone")
+    if resting:
+        arms, name = ("units",), f"{name}-{RESTING}"
+    arms = arms or _ARMS
     state, names = State(output / "state.json"), arms if resting else (STOCK, *arms)
     keeper = Keeper(state, measured, (RESTING, *names) if resting else names)
     start = f"{PART}/{name} start"

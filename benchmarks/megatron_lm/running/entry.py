@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,13 @@ class Turns:
 
     @property
     def turn(self) -> int:
-        """The number of the present turn; the first is 0."""
-        return self._turn - 1
+        """The turn of the iteration that has begun last; the first is 0."""
+        return bisect_right(self._boundaries, self.begun - 1) - 1
+
+    @property
+    def next_turn(self) -> int:
+        """The turn of the iteration that begins next."""
+        return bisect_right(self._boundaries, self.begun) - 1
 
     @property
     def at_end_of_turn(self) -> bool:
@@ -197,7 +203,7 @@ def main() -> None:
         if job["rests"]:
             from benchmarks.megatron_lm.running.rest import let_megatron_rest, rests_in
 
-            let_megatron_rest(lambda: rests_in(turns.turn))
+            let_megatron_rest(lambda: rests_in(turns.turn), lambda: rests_in(turns.next_turn))
         if job["tells_units"]:
             from benchmarks.megatron_lm.stress import tell_units
 

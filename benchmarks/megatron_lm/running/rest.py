@@ -1,19 +1,23 @@
 """A job in whose every other turn EnvPipe rests: what its work costs, told within one process.
 
-Jobs beside each other differ by some 0.5 % in what has nothing to do with EnvPipe, such as how
-their memory lies. Turns of one job do not, so they tell a thousandth. What idles costs alike in
-both kinds of turns, and only jobs beside each other tell of that; but a job that keeps its
-framework's order has nothing idle on the device.
+What jobs beside each other differ by for reasons of their own, such as where their memory lies,
+turns of one job do not. What idles costs alike in both kinds of turns, and only jobs beside each
+other tell of that; but a job that keeps its framework's order has nothing idle on the device.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 #: The arm that turns count to in which EnvPipe rests.
 RESTING = "resting"
+#: Python's switch interval without EnvPipe, s.
+_SWITCH_INTERVAL_S = 0.005
+
+Question = Callable[[], bool]
 
 
 def rests_in(turn: int) -> bool:
@@ -21,50 +25,34 @@ def rests_in(turn: int) -> bool:
     return turn > 0 and turn % 4 < 2
 
 
-def let_rest(rests: Callable[[], bool]) -> Callable[[Any, str, Callable[..., Any]], None]:
-    """Let no step be billed, no energy counter be read, and no clock be looked at in a rest.
+def let_megatron_rest(rests: Question, rests_next: Question) -> None:
+    """Let a job at level `units` be Megatron's alone while the iteration that has begun rests.
 
-    What is returned does the same for a function that runs units: it gets whose it is, its name,
-    and what is to be called in a rest, with the same arguments.
+    Args:
+        rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
     """
-    from envpipe_megatron.runtime.clocks.watch import ClockWatch
-    from envpipe_megatron.runtime.energy.meter import EnergyMeter
+    from envpipe_megatron.integrations.megatron.kept import KeptOrder
     from envpipe_megatron.runtime.job.session import Session
 
-    def replace(of: Any, name: str, at_rest: Callable[..., Any]) -> None:
-        own = getattr(of, name)
+    own = Session.end_step
 
-        @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (at_rest if rests() else own)(*args, **kwargs)
+    def end_step(self: Session) -> None:
+        own(self)
+        if rests_next():
+            self.pause()  # so that this step is closed before the rest, and none of it billed
 
-        setattr(of, name, call)
-
-    for of, name in (
-        (Session, "begin_step"),
-        (Session, "end_step"),
-        (EnergyMeter, "_sample"),
-        (ClockWatch, "sample"),
-    ):
-        replace(of, name, lambda *_: None)
-    return replace
+    Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
+    _replace(rests_next, Session, "begin_step", _nothing)
+    _replace(rests, Session, "end_step", _nothing)
+    _rest(rests, KeptOrder, "__call__", lambda self, **given: self._framework_function(**given))
 
 
-def let_megatron_rest(rests: Callable[[], bool]) -> None:
-    """Let a job at level `units` be Megatron's alone in a rest."""
-    from envpipe_megatron.integrations.megatron.kept import KeptOrder
+def let_torchtitan_rest(rests: Question) -> None:
+    """Let a job at level `units` be torch's alone while `rests` says so.
 
-    def forward_backward(self: Any, **arguments: Any) -> Any:
-        last = self._session.last_record
-        if last is not None and last.followed:
-            self._session.pause()  # once: it ends the step before the rest
-        return self._framework_function(**arguments)
-
-    let_rest(rests)(KeptOrder, "__call__", forward_backward)
-
-
-def let_torchtitan_rest(rests: Callable[[], bool]) -> None:
-    """Let a job at level `units` be torch's alone in a rest."""
+    The last step before a rest is closed, and read, in the rest's first step: nobody says before
+    that it has ended. Medians of a turn's steps do not know of it.
+    """
     from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,4 +60,34 @@ def let_torchtitan_rest(rests: Callable[[], bool]) -> None:
             self.pause()
         return self._torch_step(*args, **kwargs)
 
-    let_rest(rests)(AttachedPipeline, "_step", step)
+    _rest(rests, AttachedPipeline, "_step", step)
+
+
+def _rest(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> None:
+    """Call `at_rest` in place of a function of EnvPipe's; nothing is read, or looked at, then."""
+    from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S
+    from envpipe_megatron.runtime.clocks.watch import ClockWatch
+    from envpipe_megatron.runtime.energy.meter import EnergyMeter
+
+    def resting() -> bool:
+        now = rests()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S if now else SWITCH_INTERVAL_S)
+        return now
+
+    _replace(rests, EnergyMeter, "_sample", _nothing)
+    _replace(rests, ClockWatch, "sample", _nothing)
+    _replace(resting, of, name, at_rest)
+
+
+def _replace(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> None:
+    own = getattr(of, name)
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (at_rest if rests() else own)(*args, **kwargs)
+
+    setattr(of, name, call)
+
+
+def _nothing(*_: Any) -> None:
+    """Of what rests."""

@@ -78,6 +78,10 @@ class GptPieces:
         self._microbatch = lru_cache(maxsize=1)(self._make_microbatch)
         self.blocks = _blocks([EMBEDDING, *(names[kind] for kind in kinds), LOSS])
 
+    def forget_microbatch(self) -> None:
+        """Free what the hidden states of the last microbatch hold."""
+        self._microbatch.cache_clear()
+
     def row_length(self, piece: str) -> int:
         """How many of a piece can run in a row: the layers that were built, or one."""
         return len(self._layers.get(piece, [piece]))

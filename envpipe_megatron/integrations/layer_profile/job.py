@@ -18,7 +18,7 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import Held, repeats_that_fit
-from envpipe_megatron.integrations.layer_profile.microbatch import measure_microbatch
+from envpipe_megatron.integrations.layer_profile.microbatch import measure_microbatches
 from envpipe_megatron.integrations.layer_profile.optimizer import bytes_held, measure_step
 from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces
 from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
@@ -57,14 +57,15 @@ def measure_model(
     with closing(gpu):
         step = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
+        names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
+        profiles, measures = {}, {}
         for size in job.microbatch_sizes:
-            names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
             ways = measure_pieces(pieces, names, size, gpu)
-            measures = {name: _measure(pieces, name, size, ways) for name in names}
-            profile = LayerProfile(
+            measures[size] = {name: _measure(pieces, name, size, ways) for name in names}
+            profiles[size] = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
-                measures={job.sizes(size): measures},
+                measures={job.sizes(size): measures[size]},
                 bytes_per_parameter=held,
                 links=Links(),
                 **step._asdict(),
@@ -73,15 +74,17 @@ def measure_model(
                 source=job.source,
             )
             # Kept, should the script's own function want more than what it is given here.
-            _write(profile, job.file(size))
-            if _fits(pieces, measures):
-                whole_s = []
-                for frequency_mhz in gpu.frequency_mhz:
-                    gpu.set(frequency_mhz)
-                    whole_s.append(measure_microbatch(wrapped, args, forward_step, size))
-                row = {name: pieces.row_length(name) for name in names}
-                measures[LOSS] = _with_rest(measures, row, np.array(whole_s))
-                _write(profile, job.file(size))
+            _write(profiles[size], job.file(size))
+        pieces.forget_microbatch()
+        sizes = [size for size in measures if _fits(pieces, measures[size])]
+        whole_s = []
+        for frequency_mhz in gpu.frequency_mhz if sizes else ():
+            gpu.set(frequency_mhz)
+            whole_s.append(measure_microbatches(wrapped, args, forward_step, sizes))
+        row = {name: pieces.row_length(name) for name in names}
+        for size, size_s in zip(sizes, np.array(whole_s).T, strict=True):
+            measures[size][LOSS] = _with_rest(measures[size], row, size_s)
+            _write(profiles[size], job.file(size))
 
 
 def _write(profile: LayerProfile, file: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,38 @@ _ROUNDS = 5
 _FEW, _MANY = 1, 5
 
 
-def measure_microbatch(
-    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], size: int
-) -> float:
+def measure_microbatches(
+    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], sizes: Sequence[int]
+) -> list[float]:
     """Seconds for each microbatch more, through all layers that were built; every rank calls it.
+
+    Repeats of a size lie between those of the others, so that a host that is slow for a second
+    meets few of them.
 
     Args:
         wrapped: the model in Megatron's data parallel wrapper.
-        args: Megatron's; their microbatch size is `size` meanwhile.
+        args: Megatron's; their microbatch size is the one that is measured, meanwhile.
         forward_step: the training script's.
+        sizes: microbatch sizes.
     """
+    for size in sizes:
+        _measure_round(wrapped, args, forward_step, size)
+    times_s = np.array(
+        [
+            [_measure_round(wrapped, args, forward_step, size) for size in sizes]
+            for _ in range(_ROUNDS)
+        ]
+    )
+    # Each apart: a difference is too small as well where the shorter run was held up.
+    undisturbed = np.apply_along_axis(undisturbed_s, 0, times_s)
+    more_s: list[float] = (np.maximum(np.diff(undisturbed)[:, 0], 0.0) / (_MANY - _FEW)).tolist()
+    return more_s
+
+
+def _measure_round(
+    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], size: int
+) -> tuple[float, float]:
+    """How long a few, and many, microbatches of a size take."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     data = _batches(args, size)
@@ -48,13 +70,9 @@ def measure_microbatch(
 
     before, args.micro_batch_size = args.micro_batch_size, size
     try:
-        time_s(_FEW)
-        # Each apart: a difference is too small as well where the shorter run was held up.
-        times_s = np.array([(time_s(_FEW), time_s(_MANY)) for _ in range(_ROUNDS)])
+        return time_s(_FEW), time_s(_MANY)
     finally:
         args.micro_batch_size = before
-    few_s, many_s = map(undisturbed_s, times_s.T)
-    return max(0.0, many_s - few_s) / (_MANY - _FEW)
 
 
 def _batches(args: argparse.Namespace, size: int) -> Iterator[Mapping[str, torch.Tensor]]:

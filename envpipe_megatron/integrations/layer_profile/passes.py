@@ -1,7 +1,7 @@
 """All pieces of a microbatch size, in passes: seconds lie between the repeats of a piece.
 
-Enter at `measure_pieces`. The first pass takes joules, too, over windows that are long enough for
-the GPU's counter. The further ones are short, and there to tell where the host was held up.
+Enter at `measure_pieces`. Windows are as long in each pass: where a GPU is at its power limit, a
+shorter one would run at a higher clock. Each holds three refreshes of the GPU's counter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.integrations.layer_profile.undisturbed import not_held_up, undisturbed_s
 
 _PASSES = 3
-_LONG_S, _SHORT_S = 0.6, 0.15
+_WINDOW_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Way:
 
     Args:
         both_j, forward_j: energy of both directions, and of the forward alone; NaN if it is not
-            known. The forward's is empty where it is recomputed.
+            known, as the forward's is where it is recomputed.
         host_s: of both directions, until the host has handed them over to the device. None where
             it is recomputed, and on a CPU, which nobody hands anything over to.
     """
@@ -60,28 +60,31 @@ class _Key(NamedTuple):
     way: str | None
 
 
+class _Repeat(NamedTuple):
+    """What one pass measured; NaN where it is not known."""
+
+    forward_s: float
+    backward_s: float
+    both_j: float
+    forward_j: float
+
+
 @dataclass
 class _Row:
-    """A piece, or layers of a kind in a row, and what was measured of it by now; lists by clock."""
+    """A piece, or layers of a kind in a row, and what was measured of it by now."""
 
     held: Held
     length: int
-    timings: list[list[Timing]]
-    both_j: list[float] = field(default_factory=list)
-    forward_j: list[float] = field(default_factory=list)
+    #: Of each clock.
+    repeats: list[list[_Repeat]]
     hosts_s: list[float] = field(default_factory=list)
 
     def way(self) -> Way:
         """Of one layer."""
-        forward_s, backward_s = np.array([_undisturbed(repeats) for repeats in self.timings]).T
-        return Way(
-            self.held,
-            forward_s / self.length,
-            backward_s / self.length,
-            np.array(self.both_j) / self.length,
-            np.array(self.forward_j) / self.length,
-            undisturbed_s(np.array(self.hosts_s)) / self.length if self.hosts_s else None,
-        )
+        medians = np.array([_undisturbed(repeats) for repeats in self.repeats]) / self.length
+        forward_s, backward_s, both_j, forward_j = medians.T
+        host_s = undisturbed_s(np.array(self.hosts_s)) / self.length if self.hosts_s else None
+        return Way(self.held, forward_s, backward_s, both_j, forward_j, host_s)
 
 
 def measure_pieces(
@@ -90,10 +93,10 @@ def measure_pieces(
     """Each piece as it is (None) and recomputed in each of its ways; every rank calls it."""
     keys = [_Key(name, way) for name in names for way in (None, *pieces.ways(name))]
     rows = {key: _row(pieces, key, size, len(gpu.frequency_mhz)) for key in keys}
-    for number in range(_PASSES):
+    for _ in range(_PASSES):
         for at, frequency_mhz in enumerate(gpu.frequency_mhz):
             gpu.set(frequency_mhz)
-            _measure_once(pieces, rows, size, gpu, at, first=number == 0)
+            _measure_once(pieces, rows, size, gpu, at)
     return {key: row.way() for key, row in rows.items()}
 
 
@@ -105,33 +108,32 @@ def _row(pieces: GptPieces, key: _Key, size: int, num_clocks: int) -> _Row:
 
 
 def _measure_once(
-    pieces: GptPieces, rows: Mapping[_Key, _Row], size: int, gpu: RankGpu, at: int, *, first: bool
+    pieces: GptPieces, rows: Mapping[_Key, _Row], size: int, gpu: RankGpu, at: int
 ) -> None:
     """One pass over all pieces, at the clock of this number."""
-    windows: list[Window] = []
-    into: list[list[float]] = []
+    timings: list[Timing] = []
+    forwards: list[Window | None] = []
     for key, row in rows.items():
         with pieces.running(key.piece, size, key.way, row.length) as (piece, hidden):
-            timing = measure_time(piece, hidden, _LONG_S if first else _SHORT_S)
-            row.timings[at].append(timing)
-            if key.way is None and at == 0 and gpu.name is not None:
+            timing = measure_time(piece, hidden, _WINDOW_S)
+            alone = key.way is None
+            timings.append(timing)
+            forwards.append(
+                run_forwards(piece, hidden, timing.forward_s, _WINDOW_S) if alone else None
+            )
+            if alone and at == 0 and gpu.name is not None:
                 row.hosts_s.append(measure_host_s(piece, hidden))
-            if first:
-                windows.append(timing.window)
-                into.append(row.both_j)
-            if first and key.way is None:
-                windows.append(run_forwards(piece, hidden, timing.forward_s, _LONG_S))
-                into.append(row.forward_j)
-    if first:
-        for joules, each_j in zip(into, gpu.energies_j(windows), strict=True):
-            joules.append(each_j)
+    joules = gpu.energies_j([*(timing.window for timing in timings), *forwards])
+    both_j, forward_j = joules[: len(timings)], joules[len(timings) :]
+    for row, timing, *of_run in zip(rows.values(), timings, both_j, forward_j, strict=True):
+        row.repeats[at].append(_Repeat(timing.forward_s, timing.backward_s, *of_run))
 
 
-def _undisturbed(repeats: Sequence[Timing]) -> FloatArray:
-    """Forward and backward, s, of the repeats that were not held up: both belong together.
+def _undisturbed(repeats: Sequence[_Repeat]) -> FloatArray:
+    """[4] medians of the repeats that were not held up, by forward and backward together.
 
     Where the host is slower than the GPU, the GPU's waits lie in the one or the other.
     """
-    times_s = np.array([(timing.forward_s, timing.backward_s) for timing in repeats])
-    kept: FloatArray = np.median(times_s[not_held_up(times_s.sum(axis=1))], axis=0)
+    measured = np.array(repeats)
+    kept: FloatArray = np.median(measured[not_held_up(measured[:, :2].sum(axis=1))], axis=0)
     return kept

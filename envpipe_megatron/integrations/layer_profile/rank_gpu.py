@@ -66,8 +66,11 @@ class RankGpu:
             raise EnvPipeError(f"The clock could not be set: {controller.error}")
         time.sleep(_SETTLE_S)
 
-    def energies_j(self, windows: Sequence[Window]) -> list[float]:
-        """Of a run in each window, the last of which ended just now; NaN where the meter failed."""
+    def energies_j(self, windows: Sequence[Window | None]) -> list[float]:
+        """Of a run in each window, the last of which ended just now.
+
+        NaN where there is no window, or the meter failed.
+        """
         if self._meter is None:
             return [math.nan] * len(windows)
         time.sleep(_MARGIN_S)
@@ -82,7 +85,9 @@ class RankGpu:
             self._clock.close()
 
 
-def _energy_j(meter: EnergyMeter, window: Window) -> float:
+def _energy_j(meter: EnergyMeter, window: Window | None) -> float:
+    if window is None:
+        return math.nan
     try:
         return meter.energy_j(window.begin_s, window.end_s) / window.runs
     except MeterError:

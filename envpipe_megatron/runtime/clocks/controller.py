@@ -90,7 +90,8 @@ class ClockController:
         self.last_change_s = float("-inf")
         self.error: Exception | None = None
         self._pid = os.getpid()
-        self._switch_interval_s = sys.getswitchinterval()
+        #: Python's own, from the first request on.
+        self._switch_interval_s: float | None = None
         self._resetter = threading.Thread(
             target=self._run_resets, name="envpipe-reset", daemon=True
         )
@@ -107,6 +108,7 @@ class ClockController:
         # Where the last request was for the same clock, the thread need not even wake up.
         if (asked != self._asked or self._relock) and self.error is None:
             if self._asked is None and not self._closing:  # one that only measures needs none
+                self._switch_interval_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
             self._asked = asked
             self._queue.put((after, frequency_mhz))
@@ -149,7 +151,8 @@ class ClockController:
         if not self._closing:
             self._closing = True
             self._queue.put(None)
-            sys.setswitchinterval(self._switch_interval_s)
+            if self._switch_interval_s is not None:
+                sys.setswitchinterval(self._switch_interval_s)
         self._thread.join(_JOIN_S)
         problem = self._give_back()
         if problem is not None:

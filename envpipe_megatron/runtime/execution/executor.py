@@ -153,22 +153,25 @@ class CudaExecutor:
         self._events, self._recorded = self._lists[0], 0
         self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
         self._begin_s = time.monotonic()
-        self._record()
+        self._begin = self._record()
+        self._starts: list[torch.cuda.Event] = []
+        self._ends: list[torch.cuda.Event] = []
 
     def begin_unit(self) -> Completion:
         """Record the start after the receive that the stream waits for."""
-        start = self._record()
+        self._starts.append(self._record())
         if self._in_wait is not None:
-            self._in_wait.begun, self._in_wait = start, None
-        return start
+            self._in_wait.begun, self._in_wait = self._starts[-1], None
+        return self._starts[-1]
 
     def end_unit(self) -> Completion:
         """Record the end."""
-        return self._record()
+        self._ends.append(self._record())
+        return self._ends[-1]
 
     def in_wait(self, after_s: float) -> Completion:
         """By the host's clock, which starts when the end was seen."""
-        self._in_wait = Later(self._events[self._recorded - 1], after_s)
+        self._in_wait = Later(self._ends[-1], after_s)
         return self._in_wait
 
     def end_iteration(self) -> Callable[[], StageRecord]:
@@ -179,8 +182,8 @@ class CudaExecutor:
         lead, but for a look at the clock twice a minute.
         """
         wall_time_s = time.monotonic() - self._begin_s
-        recorded, count = self._events, self._recorded
-        begin, starts, ends = recorded[0], recorded[1:count:2], recorded[2:count:2]
+        recorded, count, begin = self._events, self._recorded, self._begin
+        starts, ends = self._starts, self._ends
 
         def read() -> StageRecord:
             if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's

@@ -1,6 +1,7 @@
 """The ratio of times, what units predict, and energies."""
 
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +13,14 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
 from benchmarks.megatron_lm import ratio, unit_times
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
+from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
-from benchmarks.megatron_lm.running.rest import let_rest, rests_in
 from benchmarks.megatron_lm.running.turns import Block
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.job.session import Session
@@ -91,29 +95,81 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
     assert row["stock (s)"] == pytest.approx(25.2 / 25)
     assert not ratio.jobs(machine, state, resting, rounds)
     assert ratio.jobs(machine, state, ratio.setting(machine, like="gpt-pp4vp2"), rounds)
+    assert row["target met"] is None
     with pytest.raises(click.UsageError, match="has no arm units"):
         ratio.setting(machine, like="llama-pp4", rests=True)
+    with pytest.raises(click.UsageError, match="units alone"):
+        ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
 
 
-def test_what_rests_is_not_called_and_works_again(monkeypatch):
-    calls, turn = [], 0
+class Turns(entry.Turns):
+    """Of two iterations each; nobody else takes turns."""
 
-    class Units:
-        def run(self, number):
-            calls.append(f"unit {number}")
+    def __init__(self):
+        self._boundaries, self.begun = [0, 2, 4, 6, 8, 10], 0
 
-    replaced = (Session, "begin_step"), (Session, "end_step"), (EnergyMeter, "_sample")
-    for of, name in (*replaced, (ClockWatch, "sample")):
-        monkeypatch.setattr(of, name, lambda self, own=name: calls.append(own))
-    let_rest(lambda: rests_in(turn))(Units, "run", lambda self, n: calls.append(f"own {n}"))
-    for turn in range(6):
-        Session.begin_step(None)
-        Units().run(turn)
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What a job's parts are called for, while they can be replaced."""
+    made = []
+
+    def say(name):
+        return lambda self, *_, **__: made.append(name)
+
+    for of, name in (
+        (Session, "begin_step"),
+        (Session, "end_step"),
+        (Session, "pause"),
+        (EnergyMeter, "_sample"),
+        (ClockWatch, "sample"),
+        (KeptOrder, "__call__"),
+        (AttachedPipeline, "_step"),
+        (AttachedPipeline, "pause"),
+    ):
+        monkeypatch.setattr(of, name, say(name))
+    before_s = sys.getswitchinterval()
+    yield made
+    sys.setswitchinterval(before_s)
+
+
+WORKING = ["begin_step", "__call__", "_sample", "sample", "end_step"]
+
+
+def test_megatron_is_alone_while_envpipe_rests(calls):
+    """A step is begun before its turn is, and closed before a rest."""
+    turns, session = Turns(), object.__new__(Session)
+    order = object.__new__(KeptOrder)
+    order._framework_function = lambda **given: calls.append(given)
+    rest.let_megatron_rest(
+        lambda: rest.rests_in(turns.turn), lambda: rest.rests_in(turns.next_turn)
+    )
+    by_iteration, intervals_s = [], []
+    for number in range(10):
+        calls.clear()
+        session.begin_step(number)
+        turns.begun += 1
+        KeptOrder.__call__(order, number=number)
+        intervals_s.append(sys.getswitchinterval())
         EnergyMeter._sample(None)
         ClockWatch.sample(None)
-        Session.end_step(None)
-    worked = [["begin_step", f"unit {n}", "_sample", "sample", "end_step"] for n in (0, 2, 3)]
-    assert calls == [*worked[0], "own 1", *worked[1], *worked[2], "own 4", "own 5"]
+        session.end_step()
+        by_iteration.append([*calls])
+    assert by_iteration[:4] == [WORKING, [*WORKING, "pause"], [{"number": 2}], [{"number": 3}]]
+    assert by_iteration[4:] == [WORKING, WORKING, WORKING, [*WORKING, "pause"], *by_iteration[8:]]
+    assert by_iteration[8:] == [[{"number": 8}], [{"number": 9}]]
+    assert intervals_s == pytest.approx([1e-4] * 2 + [5e-3] * 2 + [1e-4] * 4 + [5e-3] * 2)
+
+
+def test_torchtitan_is_alone_while_envpipe_rests(calls):
+    turns, pipeline = Turns(), object.__new__(AttachedPipeline)
+    pipeline._begun, pipeline._torch_step = True, calls.append
+    rest.let_torchtitan_rest(lambda: rest.rests_in(turns.turn))
+    for number in range(6):
+        turns.begun += 1
+        AttachedPipeline._step(pipeline, number)
+        pipeline._begun = number != 2
+    assert calls == ["_step", "_step", "pause", 2, 3, "_step", "_step"]
 
 
 def test_jobs_with_chunks_run_in_both_orders(site, state):

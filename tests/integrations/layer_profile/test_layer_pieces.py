@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -231,11 +232,9 @@ class Metered:
     def set(self, frequency_mhz: int) -> None:
         self.clock_mhz = frequency_mhz
 
-    def energies_j(self, windows: list[Window]) -> list[float]:
-        return [
-            self.clock_mhz / 10 * (window.end_s - window.begin_s) / window.runs
-            for window in windows
-        ]
+    def energies_j(self, windows: list[Window | None]) -> list[float]:
+        power_w = self.clock_mhz / 10
+        return [power_w * (w.end_s - w.begin_s) / w.runs if w else math.nan for w in windows]
 
     def close(self) -> None:
         self.clock_mhz = 0

@@ -147,6 +147,28 @@ def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cud
         assert cuda.seen_s == ([begin_s + 103.0] if looks else [])
 
 
+def test_a_look_at_the_clock_changes_no_time_of_the_iteration_that_runs(cuda):
+    """As a session reads: behind the last unit of the next iteration, before its end is said."""
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    read, looks = None, 0
+    for number in range(8):
+        begin_s = cuda.time_s = 100.0 + 12.0 * number  # a look is due in every third
+        timed.begin_iteration(schedule, 0)
+        for _ in range(2):
+            timed.begin_unit()
+            cuda.time_s += 1.0
+            timed.end_unit()
+        cuda.device_s, cuda.seen_s = begin_s + 1.5, []
+        if read is not None:
+            record = read()
+            assert record.begin_s == pytest.approx(begin_s - 12.0)
+            assert record.start_s.tolist() == pytest.approx([0.0, 1.0])
+            assert record.end_s.tolist() == pytest.approx([1.0, 2.0])
+            looks += len(cuda.seen_s)
+        read = timed.end_iteration()
+    assert looks == 3
+
+
 def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
     timed = executor.CudaExecutor()
     assert timed.now_s() == timed.meet() == 100.0
