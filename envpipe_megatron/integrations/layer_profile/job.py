@@ -75,7 +75,7 @@ def measure_model(
             )
             # Kept, should the script's own function want more than what it is given here.
             _write(profiles[size], job.file(size))
-        pieces.forget_microbatch()
+            pieces.forget_microbatch()
         sizes = [size for size in measures if _fits(pieces, measures[size])]
         whole_s = []
         for frequency_mhz in gpu.frequency_mhz if sizes else ():
