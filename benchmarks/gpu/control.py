@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def measure_meters(node: Node) -> dict[str, Any]:
     with load():
         result["library"] = guarded(lambda: library_meter(NvmlGpu(node.uid)))
         for name, read in meters.items():
-            result[name] = guarded(lambda read=read: refreshes(read, 2.5))  # type: ignore[misc]
+            result[name] = guarded(partial(refreshes, read, 2.5))
         result["agreement"] = guarded(lambda: agreement(NvmlGpu(node.uid), meters))
     return result
 
@@ -244,7 +245,7 @@ def measure_blocking(node: Node) -> dict[str, Any]:
             if partner < node.size and node.rank % 2 == receiving:
                 start, name = (lambda: dist.recv(message, partner)), "NCCL receive"
             elif partner < node.size:
-                finish = lambda: dist.send(message, partner)  # noqa: E731
+                finish = partial(dist.send, message, partner)
             if repeat == 0:  # makes the communicators and loads their kernels
                 start()
                 finish()
