@@ -66,6 +66,10 @@ class Rounds:
     iterations: int
     warmup: int
 
+    def turns_of_a_job(self, arms: Collection[str]) -> int:
+        """In a round: those of its arm, or of all arms where EnvPipe rests in some of them."""
+        return self.turns * (len(arms) if RESTING in arms else 1)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -171,8 +175,7 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
         return []
     start = f"{PART}/{of.name} start"
     number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
-    in_round = rounds.turns * (len(of.arms) if of.rests else 1)
-    turns = (rounds.warmup, *[rounds.iterations] * (in_round * missing))
+    turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns_of_a_job(of.arms) * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
     return [
@@ -203,11 +206,9 @@ class Keeper:
         if not run.startswith(f"{PART}/") or block.turn == 0:
             return
         _, start, arm = run.split("/")
-        in_round = self._rounds.turns
-        if RESTING in self._arms:
-            in_round *= len(self._arms)
-            arm = RESTING if rests_in(block.turn) else arm
-        number = (block.turn - 1) // in_round
+        if RESTING in self._arms and rests_in(block.turn):
+            arm = RESTING
+        number = (block.turn - 1) // self._rounds.turns_of_a_job(self._arms)
         turns = self._turns.setdefault((start, number), {name: [] for name in self._arms})
         turns[arm].append(block)
         if all(len(blocks) == self._rounds.turns for blocks in turns.values()):

@@ -83,9 +83,10 @@ def main(
         arms, name = ("units",), f"{name}-{RESTING}"
     arms = arms or _ARMS
     state, names = State(output / "state.json"), arms if resting else (STOCK, *arms)
-    keeper = Keeper(state, measured, (RESTING, *names) if resting else names)
+    compared = (RESTING, *names) if resting else names
+    keeper = Keeper(state, measured, compared)
     start = f"{PART}/{name} start"
-    turns = (warmup_steps, *[turn_steps] * (rounds * (1 + resting)))
+    turns = (warmup_steps, *[turn_steps] * (rounds * measured.turns_of_a_job(compared)))
     runs = [f"{start}/{arm}" for arm in names]
     order = runs + [run for turn in range(len(turns) - 1) for run in (runs, runs[::-1])[turn % 2]]
     referee = Referee(

@@ -34,14 +34,12 @@ def measure_microbatches(
         forward_step: the training script's.
         sizes: microbatch sizes.
     """
-    for size in sizes:
-        _measure_round(wrapped, args, forward_step, size)
-    times_s = np.array(
-        [
-            [_measure_round(wrapped, args, forward_step, size) for size in sizes]
-            for _ in range(_ROUNDS)
-        ]
-    )
+    data = {size: _batches(args, size) for size in sizes}
+    rounds = [
+        [_measure_round(wrapped, args, forward_step, size, data[size]) for size in sizes]
+        for _ in range(1 + _ROUNDS)
+    ]
+    times_s = np.array(rounds[1:])  # the first loads, and allocates
     # Each apart: a difference is too small as well where the shorter run was held up.
     undisturbed = np.apply_along_axis(undisturbed_s, 0, times_s)
     more_s: list[float] = (np.maximum(np.diff(undisturbed)[:, 0], 0.0) / (_MANY - _FEW)).tolist()
@@ -49,12 +47,14 @@ def measure_microbatches(
 
 
 def _measure_round(
-    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], size: int
+    wrapped: Any,
+    args: argparse.Namespace,
+    forward_step: Callable[..., Any],
+    size: int,
+    data: Iterator[Mapping[str, torch.Tensor]],
 ) -> tuple[float, float]:
     """How long a few, and many, microbatches of a size take."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    data = _batches(args, size)
 
     def time_s(num_microbatches: int) -> float:
         begin_s = _now_s()

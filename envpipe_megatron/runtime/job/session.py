@@ -140,6 +140,7 @@ class Session:
             )
             half_made.callback(self._rank_clock.close)
             self.clock = self._rank_clock.controller
+            self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
             half_made.pop_all()
@@ -258,7 +259,7 @@ class Session:
         clock_mhz = max(self._gpu.supported_frequencies_mhz)
         at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
         self._catch_up()
-        run = StageRun(at_top, self._stage, self.executor, lambda *_: None, self._channel, specs)
+        run = StageRun(at_top, self._stage, self.executor, _unheard, self._channel, specs)
         execute(order, self._stage, make_work(order), run)
         _ = run.end().end_s  # waits for the last unit
 
@@ -375,8 +376,7 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        if self._controlled:
-            self.clock.request(max(self._gpu.supported_frequencies_mhz), Done())
+        self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; waits for the last unit."""
@@ -465,10 +465,9 @@ class Session:
             self._catch_up()  # its messages may still be in memory that another order replaces
         self.state.phase = order.phase
         self._broken = True  # until it is closed
-        request = self.clock.request if self._controlled else _unheard
-        run = StageRun(order, self._stage, self.executor, request, channel, specs)
+        run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
         self._last_run = run
-        request(run.frequencies_mhz[0], Done())
+        self._request(run.frequencies_mhz[0], Done())
         return run
 
     def _next_order(
@@ -537,7 +536,7 @@ class Session:
 
 
 def _unheard(frequency_mhz: int, after: Completion) -> None:
-    """A request where nobody controls the clock."""
+    """A request where no clock is to change."""
 
 
 def _batch_name(num_microbatches: int, full_batch: bool) -> str:
