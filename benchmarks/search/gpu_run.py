@@ -60,11 +60,15 @@ _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size"
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its batch, as Megatron's arguments; `tiny` stands for it on a CPU."""
+    """A model and its batch, as Megatron's arguments; `tiny` stands for it on a CPU.
+
+    Microbatches are as large as an H100 wants them: with smaller ones the host is the bottleneck.
+    """
 
     arguments: str
     tiny: str
     global_batch: int
+    microbatch_sizes: str
 
 
 MODELS = {
@@ -73,7 +77,8 @@ MODELS = {
         f"--max-position-embeddings 2048 {_DATA} 51199 {_GPT} --bf16",
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
         f"--max-position-embeddings 32 {_DATA} 64 {_GPT}",
-        16,
+        64,
+        "8,16",
     ),
     "llama-8b": Model(
         "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
@@ -82,6 +87,7 @@ MODELS = {
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
         f"--seq-length 32 --max-position-embeddings 32 {_DATA} 64 {_LLAMA}",
         16,
+        "1,2",
     ),
 }
 
@@ -149,14 +155,17 @@ def main(context: click.Context, /, **place: Any) -> None:
 
 
 @main.command()
-@click.option("--microbatch-size", default="1,2", show_default=True)
+@click.option("--microbatch-size", help="By default the model's.")
+@click.option("--tensor-parallel", help="By default all that the GPUs allow.")
 @click.pass_obj
-def profile(place: Place, microbatch_size: str) -> None:
-    """Measure the layers at all tensor parallel sizes."""
+def profile(place: Place, microbatch_size: str | None, tensor_parallel: str | None) -> None:
+    """Measure the layers."""
     log = place.output / f"{place.model}.profile.log"
     command = [sys.executable, "-m", "envpipe_megatron.cli", "profile", "--layers"]
     command += ["--output", str(place.profile)]
-    command += ["--microbatch-size", microbatch_size, "--", "--standalone"]
+    command += ["--microbatch-size", microbatch_size or MODELS[place.model].microbatch_sizes]
+    command += ["--tensor-parallel", tensor_parallel] if tensor_parallel else []
+    command += ["--", "--standalone"]
     command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
     code, wall_s = _run(place, command, log, limit_s=300)
     click.echo(f"profile of {place.model}: exit {code} after {wall_s:.0f} s")

@@ -52,6 +52,15 @@ class LayerJob:
         shared = self.tensor_parallel * self.context_parallel
         return math.lcm(shared, self.tensor_parallel * self.expert_parallel)
 
+    def gpus(self, speeds: Sequence[float]) -> range:
+        """Of a node's GPUs, those that it runs on: the slowest, for which all others wait.
+
+        They are neighbours, as Megatron's groups are.
+        """
+        slowest = min(range(len(speeds)), key=lambda gpu: speeds[gpu])
+        begin = min(slowest // self.num_ranks * self.num_ranks, len(speeds) - self.num_ranks)
+        return range(begin, begin + self.num_ranks)
+
     def file(self, microbatch_size: int) -> Path:
         """Where the profile of a microbatch size is left."""
         return Path(self.folder) / f"{microbatch_size}.json"

@@ -31,6 +31,20 @@ def test_experts_lie_on_ranks_of_data_and_context_parallelism(tensor, context, e
     assert LayerJob("", tensor, context, expert, (1,)).num_ranks == ranks
 
 
+@pytest.mark.parametrize(
+    ("tensor", "speeds", "gpus"),
+    [
+        (1, [7, 7, 6, 7], [2]),
+        (2, [7, 7, 7, 6], [2, 3]),
+        (2, [7, 7, 6], [1, 2]),
+        (4, [7, 7, 6, 7], [0, 1, 2, 3]),
+        (1, [7, 7], [0]),
+    ],
+)
+def test_a_job_runs_on_the_slowest_gpu_and_its_neighbours(tensor, speeds, gpus):
+    assert list(LayerJob("", tensor, 1, 1, (1,)).gpus(speeds)) == gpus
+
+
 def test_what_was_measured_is_left_out():
     measured = [Sizes(1, 1), Sizes(1, 2), Sizes(2, 4)]
     jobs = jobs_for((2, 1), (1,), (1,), (4, 2, 1), (), Path("/parts"), measured)

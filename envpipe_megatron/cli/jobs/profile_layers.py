@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from envpipe_megatron.cli.common import check_outputs
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.looking import look
@@ -77,10 +80,16 @@ def profile_layers(
             source,
         )
         _check_fits(jobs, num_gpus)
-        links = Links() if known is None else known.links
-        if num_gpus > 1 and links.within_node is None:
-            say(console, f"Measuring links between {num_gpus} GPUs")
-            links = _measure_links(command, num_gpus, Path(folder) / "links.json")
+        links, speeds = Links() if known is None else known.links, [1.0]
+        if num_gpus > 1 and (jobs or links.within_node is None):
+            say(console, f"Measuring the speeds of {num_gpus} GPUs, and links between them")
+            links, speeds = _measure_node(command, num_gpus, Path(folder))
+            if behind := 100 * (1 - min(speeds) / max(speeds)):
+                slowest = speeds.index(min(speeds))
+                say(
+                    console,
+                    f"GPU {slowest} is {behind:.1f} % slower than the fastest: all jobs run on it",
+                )
             if known is not None:
                 known = replace(known, links=links)
                 replace_files({output: [layers_text(known)]})
@@ -89,7 +98,8 @@ def profile_layers(
         for number, job in enumerate(jobs, start=1):
             say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
             Path(job.folder).mkdir()
-            code = _run(command, job.num_ranks, [_MODULE], {JOB_VARIABLE: job.to_text()})
+            variables = {JOB_VARIABLE: job.to_text(), **_visible(job.gpus(speeds))}
+            code = _run(command, job.num_ranks, [_MODULE], variables)
             for size in job.microbatch_sizes:
                 if job.file(size).is_file():
                     known = merged(known, read_layers(job.file(size)))
@@ -136,15 +146,23 @@ def _check_fits(jobs: Sequence[LayerJob], num_gpus: int) -> None:
         )
 
 
-def _measure_links(command: Sequence[str], num_gpus: int, path: Path) -> Links:
-    code = _run(command, num_gpus, [f"{_MODULE}.links", str(path)], {}, script=False)
+def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[Links, list[float]]:
+    """The links, and the speed of each GPU."""
+    code = _run(command, num_gpus, [f"{_MODULE}.node", str(folder)], {}, script=False)
     if code:
         raise EnvPipeError(
-            "The job that measured messages between GPUs failed",
+            "The job that measured GPUs and messages between them failed",
             value=code,
             remedy="Its own message is above.",
         )
-    return read_links(path)
+    return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
+
+
+def _visible(gpus: Sequence[int]) -> dict[str, str]:
+    """The variable that lets CUDA see some of the GPUs that it sees here, if it sees so many."""
+    seen = os.environ.get(VISIBLE_VARIABLE)
+    names = list(map(str, range(gpus[-1] + 1))) if seen is None else seen.split(",")
+    return {VISIBLE_VARIABLE: ",".join(names[gpu] for gpu in gpus)} if gpus[-1] < len(names) else {}
 
 
 def _run(

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.cli.jobs import profile_layers
+from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 from envpipe_megatron.search.layer_profile import (
@@ -35,13 +36,16 @@ class Jobs:
 
     def __init__(self) -> None:
         self.words: list[list[str]] = []
+        self.visible: list[str] = []
         self.fails_at = 0
 
     def run(self, words: list[str], environment: dict[str, str], _signals: object) -> int:
         self.words.append(words)
         if JOB_VARIABLE not in environment:
-            Path(words[-1]).write_text(links_text(LINKS))
+            (Path(words[-1]) / "links.json").write_text(links_text(LINKS))
+            (Path(words[-1]) / "speeds.json").write_text("[640.0, 608.0]")
             return 0
+        self.visible.append(environment[VISIBLE_VARIABLE])
         job = LayerJob.of_text(environment[JOB_VARIABLE])
         for size in job.microbatch_sizes:
             if size == self.fails_at:
@@ -78,9 +82,22 @@ def test_a_job_for_each_way_to_share_a_microbatch(tmp_path: Path, jobs: Jobs) ->
     assert links[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert [words[words.index("-m") - 1] for words in of_layers] == ["1", "2"]
     assert all(words[-2:] == [str(tmp_path / "train.py"), "--bf16"] for words in of_layers)
+    assert jobs.visible == ["1", "0,1"]
+    assert "GPU 1 is 5.0 % slower than the fastest" in told
     assert "250.000" in told
     assert "12,000,000" in told
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "layers.json"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "given"), [("4,5,6", ["5", "4,5"]), ("GPU-a,GPU-b", ["GPU-b", "GPU-a,GPU-b"])]
+)
+def test_jobs_see_gpus_by_the_names_that_the_command_sees_them_by(
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, seen: str, given: list[str]
+) -> None:
+    monkeypatch.setenv(VISIBLE_VARIABLE, seen)
+    assert profile(tmp_path)[0] == 0
+    assert jobs.visible == given
 
 
 def test_it_goes_on_where_a_job_failed(tmp_path: Path, jobs: Jobs) -> None:

@@ -1,13 +1,14 @@
-"""Measures messages between GPUs and all-reduces of one node, without Megatron.
+"""Measures one node's GPUs without Megatron: their speeds, messages and all-reduces.
 
-    torchrun --nproc-per-node 8 -m envpipe_megatron.integrations.layer_profile.links links.json
+    torchrun --nproc-per-node 8 -m envpipe_megatron.integrations.layer_profile.node FOLDER
 
-Rank 0 writes the `links` of a layer profile: messages between ranks 0 and 1, all-reduces of the
-first 2, 4, ... ranks.
+Rank 0 writes there `links.json`, the `links` of a layer profile (messages between ranks 0 and 1,
+all-reduces of the first 2, 4, ... ranks), and `speeds.json`, matrix products a second of each rank.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -27,17 +28,49 @@ _BYTES = tuple(4**power for power in range(7, 15))
 _CPU_BYTES = _BYTES[:2]
 _WARM_UP, _REPEATS = 3, 10
 
+#: Of matrices that keep a GPU busy; where it is at its power limit, its clock has settled by then.
+_WIDTH = 8192
+_SETTLE_S, _SPEED_S = 3.0, 2.0
+
 
 def main() -> None:
-    """Measure, as one rank of torchrun's, and write the file that the argument names."""
+    """Measure, as one rank of torchrun's, and write to the folder that the argument names."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    links = measure_links()
+    speeds, links = measure_speeds(), measure_links()
     if dist.get_rank() == 0:
-        replace_files({Path(sys.argv[1]): [links_text(links)]})
+        folder = Path(sys.argv[1])
+        texts = {"speeds.json": json.dumps(speeds), "links.json": links_text(links)}
+        replace_files({folder / name: [text] for name, text in texts.items()})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure_speeds() -> list[float]:
+    """Matrix products a second of each rank, all at once as in training; every rank calls it.
+
+    GPUs of a kind differ by some percent where power limits their clocks. CPUs count as alike.
+    """
+    speeds = [1.0] * dist.get_world_size()
+    if torch.cuda.is_available():
+        matrix = torch.randn(_WIDTH, _WIDTH, device=current_device(), dtype=torch.bfloat16)
+        products = torch.empty_like(matrix)
+        dist.barrier()
+        _products_per_s(matrix, products, _SETTLE_S)
+        dist.all_gather_object(speeds, _products_per_s(matrix, products, _SPEED_S))
+    return speeds
+
+
+def _products_per_s(matrix: torch.Tensor, products: torch.Tensor, least_s: float) -> float:
+    count, begin_s = 0, _now_s()
+    end_s = begin_s
+    while end_s < begin_s + least_s:
+        for _ in range(_REPEATS):
+            torch.matmul(matrix, matrix, out=products)
+        count += _REPEATS
+        end_s = _now_s()
+    return count / (end_s - begin_s)
 
 
 def measure_links() -> Links:
