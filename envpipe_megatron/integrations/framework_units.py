@@ -15,35 +15,39 @@ logger = logging.getLogger(__name__)
 class Reporter(Protocol):
     """What is told of each unit."""
 
-    def begin(self, seen: Seen) -> None:
-        """A unit begins."""
+    def begin(
+        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
+    ) -> None:
+        """A unit begins; its microbatch and chunk where the framework says them."""
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
 
 
 class Seen(NamedTuple):
-    """A unit as the framework runs it; its microbatch and chunk where the framework says them."""
+    """A unit as a reporter is told of it."""
 
     kind: Kind
     microbatch: int | None
     chunk: int | None
     combined: bool = False
 
-    def may_be(self, unit: Unit) -> bool:
-        """Whether it may be this one; a backward does not say of which microbatch it is."""
-        kind, microbatch, chunk, combined = self
-        return (
-            kind is unit.kind
-            and combined == unit.combined
-            and (microbatch is None or microbatch == unit.microbatch)
-            and (chunk is None or chunk == unit.chunk)
-        )
-
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
+
+
+def may_be(
+    unit: Unit, kind: Kind, microbatch: int | None, chunk: int | None, combined: bool
+) -> bool:
+    """Whether this is the unit that was told; a backward does not say of which microbatch it is."""
+    return (
+        kind is unit.kind
+        and combined == unit.combined
+        and (microbatch is None or microbatch == unit.microbatch)
+        and (chunk is None or chunk == unit.chunk)
+    )
 
 
 class Recorded:
@@ -53,11 +57,13 @@ class Recorded:
         self.units: list[Seen] = []
         self._running = self._overlapped = False
 
-    def begin(self, seen: Seen) -> None:
+    def begin(
+        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
+    ) -> None:
         """A unit begins."""
         self._overlapped |= self._running
         self._running = True
-        self.units.append(seen)
+        self.units.append(Seen(kind, microbatch, chunk, combined))
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
@@ -68,28 +74,34 @@ class Recorded:
         return (
             not self._overlapped
             and len(units) == len(self.units)
-            and all(seen.may_be(unit) for seen, unit in zip(self.units, units, strict=True))
+            and all(may_be(unit, *seen) for seen, unit in zip(self.units, units, strict=True))
         )
 
 
 class Followed:
-    """Tells an iteration of its units, as long as they come in its order."""
+    """Tells an iteration of its units, as long as they come in its order, one after another."""
 
     def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
         self._run = run
         self._highest_clock = highest_clock
+        self._units = iter(run.units)
         self._in_order, self._running = True, False
 
-    def begin(self, seen: Seen) -> None:
+    def begin(
+        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
+    ) -> None:
         """A unit begins."""
-        expected = self._run.next_unit
-        if self._in_order and (expected is None or not seen.may_be(expected)):
-            self._in_order = False
-            logger.warning("In this iteration, %s came in place of %s", seen, expected)
-            self._highest_clock()
-        if self._in_order:
+        if not self._in_order:
+            return
+        unit = None if self._running else next(self._units, None)
+        if unit is not None and may_be(unit, kind, microbatch, chunk, combined):
             self._running = True
             self._run.begin_unit()
+            return
+        self._in_order = False
+        seen = Seen(kind, microbatch, chunk, combined)
+        logger.warning("In this iteration, %s came in place of %s", seen, unit)
+        self._highest_clock()
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""

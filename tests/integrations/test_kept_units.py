@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.core.kinds import parse_unit
+from envpipe_megatron.core.kinds import Kind, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.integrations.framework_units import Followed
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -26,7 +27,7 @@ class Session:
     def open_iteration(self, schedule: Schedule, specs: Any, *, full_batch: bool) -> Any:
         self.told.append("open" if full_batch else "open part")
         left = list(schedule.stages[0])
-        run = SimpleNamespace(next_unit=left[0])
+        run = SimpleNamespace(units=schedule.stages[0], next_unit=left[0])
 
         def end_unit() -> None:
             self.told.append(str(left.pop(0)))
@@ -224,3 +225,15 @@ def test_units_of_a_pair_one_by_one_are_another_order(overlapped: Any) -> None:
     apart = [(0, None), (1, None), (2, None), (None, 0), (3, 1), (None, 2), (None, 3)]
     assert overlapped(apart) == ["run"] * len(apart)
     assert overlapped() == ["run"] * len(CALLS)  # for good
+
+
+def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
+    session: Any = Session(begins=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
+    followed = Followed(run, session.highest_clock)
+    followed.begin(Kind.FORWARD, 0, None)
+    followed.begin(Kind.BACKWARD, None, None)
+    followed.end()
+    followed.complete()
+    assert session.told[:4] == ["open", "begin F0", "highest", "F0"]
+    assert run.next_unit is None

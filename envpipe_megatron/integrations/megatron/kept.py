@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.framework_units import Followed, Recorded, Reporter, Seen
+from envpipe_megatron.integrations.framework_units import Followed, Recorded, Reporter
 from envpipe_megatron.integrations.megatron.replacing import replaced
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -166,7 +166,7 @@ def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
         def unit(*args: Any, **kwargs: Any) -> Any:
-            reporter.begin(Seen(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
+            reporter.begin(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage"))
             result = step(*args, **kwargs)
             reporter.end()
             return result
@@ -196,13 +196,13 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
         def begin_forward() -> None:
             microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
             chunk = of["get_model_chunk_id"](forward, forward=True)
-            reporter.begin(Seen(Kind.FORWARD, microbatch, chunk, combined=pair))
+            reporter.begin(Kind.FORWARD, microbatch, chunk, combined=pair)
             if pair:
                 reporter.end()
 
         def begin_backward() -> None:
             chunk = of["get_model_chunk_id"](backward, forward=False)
-            reporter.begin(Seen(Kind.BACKWARD, None, chunk))
+            reporter.begin(Kind.BACKWARD, None, chunk)
 
         def behind(name: str, begin: Callable[[], None]) -> None:
             wait = of.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.integrations.framework_units import Reporter, Seen
+from envpipe_megatron.integrations.framework_units import Reporter
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 
@@ -79,7 +79,7 @@ class Units:
         def forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
                 return own(microbatch, *args, **kwargs)
-            self.reporter.begin(Seen(Kind.FORWARD, microbatch, chunk))
+            self.reporter.begin(Kind.FORWARD, microbatch, chunk)
             result = run(Kind.FORWARD, microbatch, *args, **kwargs)
             self._awaits_loss = stage.is_last
             if not self._awaits_loss:
@@ -91,13 +91,13 @@ class Units:
                 return own(microbatch, *args, **kwargs)
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
             if not whole:
-                self.reporter.begin(Seen(Kind.INPUT_GRADIENT, microbatch, chunk))
+                self.reporter.begin(Kind.INPUT_GRADIENT, microbatch, chunk)
             elif self._split:
-                self.reporter.begin(Seen(Kind.INPUT_GRADIENT, microbatch, chunk, combined=True))
+                self.reporter.begin(Kind.INPUT_GRADIENT, microbatch, chunk, combined=True)
                 self.reporter.end()
-                self.reporter.begin(Seen(Kind.WEIGHT_GRADIENT, microbatch, chunk))
+                self.reporter.begin(Kind.WEIGHT_GRADIENT, microbatch, chunk)
             else:
-                self.reporter.begin(Seen(Kind.BACKWARD, microbatch, chunk))
+                self.reporter.begin(Kind.BACKWARD, microbatch, chunk)
             result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
             self._end()
             return result
@@ -105,7 +105,7 @@ class Units:
         def weight_gradient(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
                 return own(microbatch, *args, **kwargs)
-            self.reporter.begin(Seen(Kind.WEIGHT_GRADIENT, microbatch, chunk))
+            self.reporter.begin(Kind.WEIGHT_GRADIENT, microbatch, chunk)
             result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
             self._end()
             return result

@@ -135,6 +135,8 @@ def same_device() -> Callable[[], None]:
 class CudaExecutor:
     """CUDA events around each unit; the host waits when it reads them, if at all.
 
+    At a unit the host's caches are cold, and each call of Python's costs a microsecond or more:
+    what runs there makes few.
     Events are used again in every third iteration: the clock controller's thread may be a few units
     behind, never an iteration. Times are to be read before the iteration after the next begins.
     """
@@ -150,24 +152,32 @@ class CudaExecutor:
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
         self._lists.rotate()
-        self._events, self._recorded = self._lists[0], 0
+        self._events = self._lists[0]
+        while len(self._events) < 1 + 2 * schedule.units_per_stage:
+            self._events.append(self._new_event())
+        self._free = iter(self._events)
         self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
         self._begin_s = time.monotonic()
-        self._begin = self._record()
+        self._begin = next(self._free)
+        self._begin.record(self._stream)
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
     def begin_unit(self) -> Completion:
         """Record the start after the receive that the stream waits for."""
-        self._starts.append(self._record())
+        event = next(self._free)
+        event.record(self._stream)
+        self._starts.append(event)
         if self._in_wait is not None:
-            self._in_wait.begun, self._in_wait = self._starts[-1], None
-        return self._starts[-1]
+            self._in_wait.begun, self._in_wait = event, None
+        return event
 
     def end_unit(self) -> Completion:
         """Record the end."""
-        self._ends.append(self._record())
-        return self._ends[-1]
+        event = next(self._free)
+        event.record(self._stream)
+        self._ends.append(event)
+        return event
 
     def in_wait(self, after_s: float) -> Completion:
         """By the host's clock, which starts when the end was seen."""
@@ -182,14 +192,13 @@ class CudaExecutor:
         lead, but for a look at the clock twice a minute.
         """
         wall_time_s = time.monotonic() - self._begin_s
-        recorded, count, begin = self._events, self._recorded, self._begin
-        starts, ends = self._starts, self._ends
+        recorded, begin, starts, ends = self._events, self._begin, self._starts, self._ends
 
         def read() -> StageRecord:
             if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's
-                self._see(recorded, count - 1)
+                self._see(recorded, 2 * len(ends))
             elif time.monotonic() - self._seen_s > self._look_after_s:
-                coming = range(self._recorded)
+                coming = range(1 + len(self._starts) + len(self._ends))
                 first = next((at for at in coming if not self._events[at].query()), None)  # type: ignore[no-untyped-call]
                 self._see(self._events, first)
             begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
@@ -228,14 +237,6 @@ class CudaExecutor:
     def wait_no_more(self) -> None:
         """Look at no clock any more."""
         self._look_after_s = math.inf
-
-    def _record(self) -> torch.cuda.Event:
-        if self._recorded == len(self._events):
-            self._events.append(self._new_event())
-        event = self._events[self._recorded]
-        self._recorded += 1
-        event.record(self._stream)
-        return event
 
     def _new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's

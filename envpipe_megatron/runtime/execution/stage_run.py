@@ -78,12 +78,11 @@ class StageRun:
 
         Raises CollectivesError too, if the channel carries nothing and time is emulated.
         """
-        inputs, receives = None, self._receives[self._ended]
-        if receives and self._channel is not None:
-            inputs = self._channel.receive(self.units[self._ended])
-        begun = self._executor.begin_unit()
-        if receives:
-            self._last_input = begun
+        if self._channel is None or not self._receives[self._ended]:
+            self._executor.begin_unit()
+            return None
+        inputs = self._channel.receive(self.units[self._ended])
+        self._last_input = self._executor.begin_unit()
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
