@@ -25,6 +25,7 @@ from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
+    LONG,
     NO_EVALUATION,
     OFF,
     ONE_F_ONE_B,
@@ -124,7 +125,8 @@ def setting(
         )
     compared = only if rests else (STOCK, *only)
     arms = tuple(arm for arm in fitting[like].arms if arm in compared or not (only or arm == OFF))
-    size = WIDE if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
+    wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
+    size = wide if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else size
     size = replace(size, microbatches=microbatches or size.microbatches)
     if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
