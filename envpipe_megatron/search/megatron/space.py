@@ -124,21 +124,25 @@ class MegatronSpace:
                 p.
             recomputed: by each stage of each of its chunks.
         """
-        measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
-        stages = []
-        for stage, (name, count) in enumerate(recomputed):
-            can = {piece for piece, measure in measures.items() if measure.way(name) is not None}
-            starts = range(stage, len(slots) - 1, shape.num_stages)
-            chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
-            ways: list[str | None] = []
-            for first, end in chunks:
-                again = pieces[first : min(first + count, end)]
-                ways += [name if piece in can else None for piece in again]
-                ways += [None] * (end - first - len(again))
-            stages.append(StageLayout(chunks, shape.sizes, shape.data_parallel, tuple(ways)))
-        return Configuration(
-            tuple(stages), shape.num_microbatches, self.space.distributed_optimizer
+        stages = tuple(
+            self._layout(shape, slots, stage, each) for stage, each in enumerate(recomputed)
         )
+        return Configuration(stages, shape.num_microbatches, self.space.distributed_optimizer)
+
+    def _layout(
+        self, shape: Shape, slots: Sequence[int], stage: int, recomputed: Recomputed
+    ) -> StageLayout:
+        measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
+        name, count = recomputed
+        can = {piece for piece, measure in measures.items() if measure.way(name) is not None}
+        starts = range(stage, len(slots) - 1, shape.num_stages)
+        chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
+        ways: list[str | None] = []
+        for first, end in chunks:
+            again = pieces[first : min(first + count, end)]
+            ways += [name if piece in can else None for piece in again]
+            ways += [None] * (end - first - len(again))
+        return StageLayout(chunks, shape.sizes, shape.data_parallel, tuple(ways))
 
     def _plain(self, shape: Shape, within_s: float) -> Cut | None:
         pieces, best, static_bytes = self.pieces(shape), BestCut(), self.static_bytes(shape)
@@ -236,10 +240,11 @@ class MegatronSpace:
         self, shape: Shape, slots: IntArray, stage: int, option: Recomputed
     ) -> tuple[float, float]:
         """Time (s) of a microbatch and peak (bytes) of a stage that recomputes in some way."""
-        recomputed: list[Recomputed] = [(None, 0)] * shape.num_stages
-        recomputed[stage] = option
-        found = self.configuration(shape, slots.tolist(), recomputed)
-        work = stage_work(self.profile, found.stages[stage])
+        layout = self._layout(shape, slots.tolist(), stage, option)
+        work = stage_work(self.profile, layout)
+        found = Configuration(  # of the other stages, how many there are is all that counts
+            (layout,) * shape.num_stages, shape.num_microbatches, self.space.distributed_optimizer
+        )
         return work.time_s, stage_peak_bytes(self.profile, found, stage, work)
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 
 import numpy as np
 
@@ -60,18 +61,17 @@ class StageWork:
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     """The work of a stage; EnvPipeError for sizes that were not measured."""
     measures, width = profile.at(stage.sizes), len(profile.frequency_mhz)
-    names, ways = profile.pieces, iter(_ways(profile, stage))
+    names, ways = profile.pieces, _ways(profile, stage)
+    way_of, identities = {id(way): way for way in ways}, map(id, ways)
     times, held, messages, parameters, experts = [], [], [], 0.0, 0.0
     forward_bytes = backward_bytes = working_bytes = 0.0
     for first, end in stage.chunks:
         chunk = np.zeros((5, width))
         chunk_bytes = measures[names[first]].input_bytes if first else 0.0
         # Most layers are alike, so each kind is taken once, as often as it is there.
-        alike: dict[tuple[str, int], list[Recomputation | None]] = {}
-        for name, way in zip(names[first:end], islice(ways, end - first), strict=True):
-            alike.setdefault((name, id(way)), []).append(way)
-        for (name, _), (way, *others) in alike.items():
-            measure, count = measures[name], 1 + len(others)
+        alike = Counter(zip(names[first:end], islice(identities, end - first), strict=True))
+        for (name, identity), count in alike.items():
+            measure, way = measures[name], way_of[identity]
             kept_bytes = measure.activation_bytes if way is None else way.activation_bytes
             chunk += count * _times(measure, way)
             chunk_bytes += count * kept_bytes
@@ -250,12 +250,14 @@ def _ranks(configuration: Configuration) -> list[range]:
 
 def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | None]:
     """The recomputation of each piece; operators go in runs, as `stages.choices` counts them."""
-    measures, pieces, edges = profile.at(stage.sizes), stage.pieces, profile.block_edges
-    asked = list(zip((profile.pieces[piece] for piece in pieces), stage.recomputed, strict=True))
+    measures = profile.at(stage.sizes)
+    names = chain.from_iterable(profile.pieces[first:end] for first, end in stage.chunks)
+    asked = list(zip(names, stage.recomputed, strict=True))
     known = {(piece, name): measures[piece].way(name) for piece, name in set(asked)}
-    ways = [known[each] for each in asked]
+    ways = list(map(known.__getitem__, asked))
     if OPERATOR not in stage.recomputed:
         return ways
+    pieces, edges = stage.pieces, profile.block_edges
     blocks = np.searchsorted(edges, pieces, side="right").tolist()
     keys = zip(blocks, stage.recomputed, strict=True)
     for (block, name), group in groupby(enumerate(keys), key=lambda each: each[1]):
