@@ -114,7 +114,7 @@ class Place:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Megatron's that all runs of the model share; a single sample is a microbatch."""
+        """Megatron's that all runs of the model share; a configuration's own come behind."""
         model = MODELS[self.model]
         parts = (
             model.tiny if self.cpu else model.arguments,

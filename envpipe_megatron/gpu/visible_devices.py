@@ -84,6 +84,18 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     return VisibleGpus(tuple(chosen), assumption)
 
 
+def narrowed(numbers: Sequence[int]) -> str:
+    """The variable's value that leaves these of the GPUs that CUDA shows to this process.
+
+    Empty where the variable leaves fewer; nothing is asked of NVML.
+    """
+    visible = os.environ.get(VISIBLE_VARIABLE)
+    names = list(map(str, range(max(numbers) + 1))) if visible is None else visible.split(",")
+    if max(numbers) >= len(names):
+        return ""
+    return ",".join(names[number].strip() for number in numbers)
+
+
 def _chosen(entries: Sequence[str], in_pci_order: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     chosen: list[NvmlDevice] = []
     for entry in entries:

@@ -100,12 +100,13 @@ class Followed:
             return
         self._in_order = False
         seen = Seen(kind, microbatch, chunk, combined)
-        logger.warning("In this iteration, %s came in place of %s", seen, unit)
+        instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
+        logger.warning("In this iteration, %s came %s", seen, instead)
         self._highest_clock()
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
-        if self._in_order:
+        if self._in_order and self._running:
             self._running = False
             self._run.end_unit()
 

@@ -19,6 +19,8 @@ from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Holds a `LayerJob` for the ranks of the job.
 JOB_VARIABLE = "ENVPIPE_LAYER_JOB"
+#: Speeds of two seconds tell GPUs apart by more than this.
+_ALIKE = 1.005
 _ELSEWHERE = "Give another --output, or remove that file."
 
 
@@ -57,7 +59,7 @@ class LayerJob:
 
         They are neighbours, as Megatron's groups are.
         """
-        slowest = min(range(len(speeds)), key=lambda gpu: speeds[gpu])
+        slowest = slowest_gpu(speeds)
         begin = min(slowest // self.num_ranks * self.num_ranks, len(speeds) - self.num_ranks)
         return range(begin, begin + self.num_ranks)
 
@@ -75,6 +77,11 @@ class LayerJob:
         data = json.loads(text)
         lists = {name: tuple(data[name]) for name in ("microbatch_sizes", "clocks_mhz")}
         return cls(**{**data, **lists})
+
+
+def slowest_gpu(speeds: Sequence[float]) -> int:
+    """The first of those that are about as slow as the slowest, so that it mostly is the same."""
+    return next(gpu for gpu, speed in enumerate(speeds) if speed <= _ALIKE * min(speeds))
 
 
 def jobs_for(

@@ -237,3 +237,14 @@ def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
     followed.complete()
     assert session.told[:4] == ["open", "begin F0", "highest", "F0"]
     assert run.next_unit is None
+
+
+def test_an_end_that_nobody_began_is_none() -> None:
+    session: Any = Session()
+    run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
+    followed = Followed(run, session.highest_clock)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        followed.begin(kind, None, None)
+        followed.end()
+        followed.end()
+    assert session.told == ["open", "F0", "B0"]

@@ -39,6 +39,7 @@ def test_experts_lie_on_ranks_of_data_and_context_parallelism(tensor, context, e
         (2, [7, 7, 6], [1, 2]),
         (4, [7, 7, 6, 7], [0, 1, 2, 3]),
         (1, [7, 7], [0]),
+        (1, [100.4, 102, 100], [0]),
     ],
 )
 def test_a_job_runs_on_the_slowest_gpu_and_its_neighbours(tensor, speeds, gpus):

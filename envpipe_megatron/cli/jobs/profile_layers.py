@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from envpipe_megatron.cli.common import check_outputs
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE
+from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.looking import look
@@ -30,12 +29,15 @@ from envpipe_megatron.search.layer_jobs import (
     check_known,
     jobs_for,
     merged,
+    slowest_gpu,
 )
 from envpipe_megatron.search.layer_profile import LayerProfile, Links
 from envpipe_megatron.search.plausible import implausible_rows
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
 _MIB = 2**20
+#: By how much the slowest GPU must be behind for anybody to want to know.
+_TOLD_PERCENT = 0.5
 
 
 @dataclass(frozen=True)
@@ -83,22 +85,24 @@ def profile_layers(
         links, speeds = Links() if known is None else known.links, [1.0]
         if num_gpus > 1 and (jobs or links.within_node is None):
             say(console, f"Measuring the speeds of {num_gpus} GPUs, and links between them")
-            links, speeds = _measure_node(command, num_gpus, Path(folder))
-            if behind := 100 * (1 - min(speeds) / max(speeds)):
-                slowest = speeds.index(min(speeds))
-                say(
-                    console,
-                    f"GPU {slowest} is {behind:.1f} % slower than the fastest: all jobs run on it",
-                )
-            if known is not None:
-                known = replace(known, links=links)
-                replace_files({output: [layers_text(known)]})
+            measured_links, speeds = _measure_node(command, num_gpus, Path(folder))
+            slowest = slowest_gpu(speeds)
+            if (behind := 100 * (1 - speeds[slowest] / max(speeds))) >= _TOLD_PERCENT:
+                words = f"GPU {narrowed([slowest])} is {behind:.1f} % slower than the fastest"
+                say(console, f"{words}: all jobs run on it")
+            if links.within_node is None:
+                links = measured_links
+                if known is not None:
+                    known = replace(known, links=links)
+                    replace_files({output: [layers_text(known)]})
         if not jobs:
             say(console, "All these sizes were measured before: there is nothing to measure")
         for number, job in enumerate(jobs, start=1):
             say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
             Path(job.folder).mkdir()
-            variables = {JOB_VARIABLE: job.to_text(), **_visible(job.gpus(speeds))}
+            variables = {JOB_VARIABLE: job.to_text()}
+            if visible := narrowed(job.gpus(speeds)):
+                variables[VISIBLE_VARIABLE] = visible
             code = _run(command, job.num_ranks, [_MODULE], variables)
             for size in job.microbatch_sizes:
                 if job.file(size).is_file():
@@ -156,13 +160,6 @@ def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[
             remedy="Its own message is above.",
         )
     return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
-
-
-def _visible(gpus: Sequence[int]) -> dict[str, str]:
-    """The variable that lets CUDA see some of the GPUs that it sees here, if it sees so many."""
-    seen = os.environ.get(VISIBLE_VARIABLE)
-    names = list(map(str, range(gpus[-1] + 1))) if seen is None else seen.split(",")
-    return {VISIBLE_VARIABLE: ",".join(names[gpu] for gpu in gpus)} if gpus[-1] < len(names) else {}
 
 
 def _run(

@@ -212,8 +212,9 @@ class CudaExecutor:
     def _see(self, events: list[torch.cuda.Event], at: int | None) -> None:
         """Wait for an event, or for what the stream holds, and keep when the host saw it pass."""
         if at is None:
+            self._seen = self._new_event()  # the one before may be of an iteration not read yet
             self._seen.record(self._stream)
-        else:  # it is kept, and the one before is recorded in its place
+        else:  # it is kept, and the one before may be recorded in its place, an iteration later
             events[at], self._seen = self._seen, events[at]
         self._seen.synchronize()
         self._seen_s = time.monotonic()

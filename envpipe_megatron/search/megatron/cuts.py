@@ -160,24 +160,24 @@ class Runs:
         self,
         limit_bytes: float,
         in_flight: int,
-        static_bytes: FloatArray,
+        of_parameters_bytes: FloatArray,
         working_bytes: float = 0.0,
     ) -> FloatArray:
         """By how much each run exceeds its memory, before anything is saved by recomputing.
 
-        `static_bytes`, [nodes, width], are those of each run's parameters.
+        `of_parameters_bytes`, [nodes, width], are held for each run's parameters.
         """
         beside = workspace_bytes(
             self.pieces.profile, *self._workspaces, working_bytes, self.parameters
         )
-        return static_bytes + in_flight * self.held_bytes + beside - limit_bytes
+        return of_parameters_bytes + in_flight * self.held_bytes + beside - limit_bytes
 
     def recomputed_until(
         self,
         way: Way,
         limit_bytes: float,
         in_flight: int,
-        static_bytes: FloatArray,
+        of_parameters_bytes: FloatArray,
         layers: int | None,
     ) -> IntArray:
         """The piece up to which each run recomputes; behind all of them if it cannot fit.
@@ -188,7 +188,7 @@ class Runs:
         best = np.full(self.end.shape, never)
         saved = way.saved_bytes
         for working_bytes, blocked in way.levels:
-            excess = self.excess_bytes(limit_bytes, in_flight, static_bytes, working_bytes)
+            excess = self.excess_bytes(limit_bytes, in_flight, of_parameters_bytes, working_bytes)
             if layers is None:
                 wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
                 until = np.searchsorted(saved, wanted * _BETTER, side="left")
@@ -311,7 +311,7 @@ def stage_runs(
     """What runs take as each stage of a shape without virtual stages, as `best_cut` has it."""
     limited = job.memory_bytes is not None
     limit_bytes = 1e300 if job.memory_bytes is None else job.memory_bytes
-    of_runs = runs.sums(static_bytes)
+    of_parameters_bytes = runs.sums(static_bytes)
     stages = []
     for stage in range(shape.num_stages):
         in_flight = min(shape.num_microbatches, shape.num_stages - stage)
@@ -319,7 +319,7 @@ def stage_runs(
         if everywhere is None or everywhere[0] is None:
             fits = runs.inside
             if limited:
-                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, of_runs) <= 0)
+                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, of_parameters_bytes) <= 0)
             least_s = np.where(fits, runs.time_s, np.inf)
         ways = []
         for name, way in runs.pieces.ways.items():
@@ -328,7 +328,7 @@ def stage_runs(
             if everywhere is None and not limited:
                 continue  # nothing asks for it
             layers = None if everywhere is None else everywhere[1]
-            until = runs.recomputed_until(way, limit_bytes, in_flight, of_runs, layers)
+            until = runs.recomputed_until(way, limit_bytes, in_flight, of_parameters_bytes, layers)
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
             way_s = np.where(fits, runs.time_s + again_s, np.inf)

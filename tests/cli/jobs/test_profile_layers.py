@@ -45,7 +45,7 @@ class Jobs:
             (Path(words[-1]) / "links.json").write_text(links_text(LINKS))
             (Path(words[-1]) / "speeds.json").write_text("[640.0, 608.0]")
             return 0
-        self.visible.append(environment[VISIBLE_VARIABLE])
+        self.visible.append(environment.get(VISIBLE_VARIABLE, "as it is"))
         job = LayerJob.of_text(environment[JOB_VARIABLE])
         for size in job.microbatch_sizes:
             if size == self.fails_at:
@@ -59,6 +59,7 @@ class Jobs:
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     jobs = Jobs()
+    monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
     monkeypatch.setattr(profile_layers, "run_torchrun", jobs.run)
     return jobs
 
@@ -90,7 +91,13 @@ def test_a_job_for_each_way_to_share_a_microbatch(tmp_path: Path, jobs: Jobs) ->
 
 
 @pytest.mark.parametrize(
-    ("seen", "given"), [("4,5,6", ["5", "4,5"]), ("GPU-a,GPU-b", ["GPU-b", "GPU-a,GPU-b"])]
+    ("seen", "given"),
+    [
+        ("4, 5,6", ["5", "4,5"]),
+        ("GPU-a,GPU-b", ["GPU-b", "GPU-a,GPU-b"]),
+        ("", ["as it is"] * 2),
+        ("3", ["as it is"] * 2),
+    ],
 )
 def test_jobs_see_gpus_by_the_names_that_the_command_sees_them_by(
     tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, seen: str, given: list[str]
@@ -98,6 +105,21 @@ def test_jobs_see_gpus_by_the_names_that_the_command_sees_them_by(
     monkeypatch.setenv(VISIBLE_VARIABLE, seen)
     assert profile(tmp_path)[0] == 0
     assert jobs.visible == given
+
+
+def test_links_that_are_known_are_kept(tmp_path: Path, jobs: Jobs) -> None:
+    assert profile(tmp_path, "--microbatch-size", "1")[0] == 0
+    path = tmp_path / "layers.json"
+    known = read_layers(path)
+    curve = Curve(np.array([1e6]), np.array([7e-4]))
+    more = Links(curve, curve, {(8, False): curve, (16, True): curve})
+    path.write_text(layers_text(replace(known, links=more)))
+    assert profile(tmp_path, "--microbatch-size", "1,2")[0] == 0
+    made = read_layers(path)
+    assert set(made.measures) == {Sizes(t, b) for t in (1, 2) for b in (1, 2)}
+    assert made.links.message_s(1e6, True) == made.links.message_s(1e6, False) == 7e-4
+    assert set(made.links.all_reduce) == {(8, False), (16, True)}
+    assert jobs.visible[2:] == ["1", "0,1"]
 
 
 def test_it_goes_on_where_a_job_failed(tmp_path: Path, jobs: Jobs) -> None:

@@ -123,7 +123,7 @@ def test_times_may_be_read_while_the_next_iteration_runs(cuda):
 
 def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cuda):
     """And not for all that the next iteration has handed over."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 2)
 
     def iterate(begin_s: float, *units_s: float) -> Any:
         cuda.time_s = begin_s
@@ -140,11 +140,30 @@ def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cud
         if not looks:
             timed.wait_no_more()
         late = iterate(begin_s, 1.0, 1.0)
-        iterate(begin_s + 100.0, 1.0, 2.0)
+        iterate(begin_s + 100.0, 1.0, 2.0, 3.0)
         cuda.device_s, cuda.seen_s = begin_s + 101.5, []
         cuda.time_s = begin_s + 103.0  # the host goes on when the event has passed
         assert late().begin_s == pytest.approx(begin_s)
         assert cuda.seen_s == ([begin_s + 103.0] if looks else [])
+
+
+def test_a_look_that_waits_for_none_changes_no_time_of_an_iteration_not_read_yet(cuda):
+    """The event that was seen last may be one of its own, and all that came since have passed."""
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    reads: list[Any] = []
+    for number, begin_s in enumerate((100.0, 200.0, 300.0, 340.0)):
+        cuda.time_s = begin_s
+        timed.begin_iteration(schedule, 0)
+        for _ in range(2):
+            timed.begin_unit()
+            cuda.time_s += 1.0
+            timed.end_unit()
+        # Of the third iteration, the host sees an event; when it is read, all others have passed.
+        cuda.device_s = begin_s + (1.5 if number == 2 else 9.0)
+        if number:
+            record = reads[-1]()
+            assert record.end_s.tolist() == pytest.approx([1.0, 2.0]), number
+        reads.append(timed.end_iteration())
 
 
 def test_a_look_at_the_clock_changes_no_time_of_the_iteration_that_runs(cuda):
