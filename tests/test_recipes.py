@@ -86,39 +86,45 @@ def command(tmp_path):
     return run
 
 
-def envpipe(command, *arguments):
-    return command("from envpipe_megatron.cli import main; main()", *arguments)
+#: Runs commands one after another, since a process takes a second to start.
+COMMANDS = """
+import json, sys
+from envpipe_megatron.cli import main
+for arguments in map(json.loads, sys.argv[1:]):
+    main(arguments, standalone_mode=False)
+"""
 
 
-def plan(command, *options):
-    return envpipe(
-        command, "plan", "--profile", "profile.csv", "--num-microbatches", "4",
-        "--output", "plan.json", *options,
-    )  # fmt: skip
-
-
-def test_a_new_schedule_is_planned_simulated_and_drawn(command, tmp_path):
-    options = ["--schedule", "in-pairs", "--policy", "optimal", "--deadline-factor", "1.5"]
-    done = plan(command, *options)
+def envpipe(command, *commands):
+    done = command(COMMANDS, *map(json.dumps, commands))
     assert done.returncode == 0, done.stderr
+
+
+def plan(output, *options):
+    return [
+        "plan", "--profile", "profile.csv", "--num-microbatches", "4",
+        "--output", output, *options,
+    ]  # fmt: skip
+
+
+def test_new_names_are_planned_with_simulated_and_drawn(command, tmp_path):
+    envpipe(
+        command,
+        plan(
+            *("plan.json", "--schedule", "in-pairs"),
+            *("--policy", "optimal", "--deadline-factor", "1.5"),
+        ),
+        ["simulate", "--profile", "profile.csv", "--plan", "plan.json", "--output", "pictures"],
+        plan("clocks.json", "--policy", "backwards-slowly"),
+    )
     made = json.loads((tmp_path / "plan.json").read_text())
     assert made["schedule_name"] == "in-pairs"
     assert made["schedule"] == [["F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3"]] * 3
-    drawn = envpipe(
-        command, "simulate", "--profile", "profile.csv", "--plan", "plan.json",
-        "--output", "pictures",
-    )  # fmt: skip
-    assert drawn.returncode == 0, drawn.stderr
     facts = json.loads((tmp_path / "pictures" / "simulation.json").read_text())
     assert (facts["schedule"], facts["baseline"]["schedule"]) == ("in-pairs", "1f1b")
     assert facts["peak_in_flight"] == [2, 2, 2]
     assert (tmp_path / "pictures" / "timeline.png").stat().st_size > 10_000
-
-
-def test_a_new_policy_is_planned_with(command, tmp_path):
-    done = plan(command, "--policy", "backwards-slowly")
-    assert done.returncode == 0, done.stderr
-    made = json.loads((tmp_path / "plan.json").read_text())
+    made = json.loads((tmp_path / "clocks.json").read_text())
     assert made["policy"] == "backwards-slowly"
     for order, clocks in zip(made["schedule"], made["frequency_mhz"], strict=True):
         assert clocks == [800 if unit.startswith("B") else 1200 for unit in order]

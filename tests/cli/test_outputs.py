@@ -2,6 +2,7 @@
 
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
+from on_request import on_request
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
@@ -60,7 +61,7 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     ("option", "name", "beside"),
     [
         ("--frontier", "front.csv", "front.jsonl"),
-        ("--frontier", "front.csv", "front.png"),
+        pytest.param("--frontier", "front.csv", "front.png", marks=on_request("CLI")),
         ("--memory-frontier", "memory.csv", "memory.png"),
     ],
 )
@@ -86,7 +87,7 @@ def test_a_frontier_overwrites_nothing_but_an_earlier_one(
 
 
 def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
-    plan_for(profile_path, folder / "plan.json")
+    plan_for(profile_path, folder / "plan.json", microbatches=1)
     (folder / "timeline.png").write_text("mine")
     words = ["simulate", "--profile", profile_path, "--plan", "plan.json", "--output"]
     message = run_badly(*words, folder)

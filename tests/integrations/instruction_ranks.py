@@ -70,7 +70,9 @@ def seen(session: Session) -> dict[str, Any]:
     }
 
 
-def train_example(rank: int, root: Path, preset: Path, steps: int, settings: Any) -> Any:
+def train_example(
+    rank: int, root: Path, preset: Path, microbatches: int, steps: int, settings: Any
+) -> Any:
     """The example: its losses and weights with EnvPipe and without, and what the job came to."""
     # Takes over a second to import, which nobody pays who only collects tests.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -80,6 +82,7 @@ def train_example(rank: int, root: Path, preset: Path, steps: int, settings: Any
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.InstrumentedPipeline = FastPipeline
+    example.MICROBATCHES = microbatches
     torch.manual_seed(3)
     data = torch.randn(example.MICROBATCHES * example.MICROBATCH, example.WIDTH)
 

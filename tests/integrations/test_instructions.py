@@ -27,9 +27,9 @@ from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-STAGES, MICROBATCHES = 4, 8
+STAGES, MICROBATCHES = 4, 4
 QUICK = {"baseline_steps": 3, "profile_steps": 1}
-STEPS = 34
+STEPS = 44
 
 
 def letters(schedule: Schedule) -> list[str]:
@@ -84,7 +84,8 @@ def profile(preset: Path) -> Profile:
 def trained(pool: RankPool, folder: Path, preset: Path) -> list[dict[str, Any]]:
     """What the ranks of the example came to."""
     settings = {**QUICK, "type": "envelope", "output": str(folder / "output")}
-    return pool.run(instruction_ranks.train_example, folder / "example", preset, STEPS, settings)
+    arguments = (folder / "example", preset, MICROBATCHES, STEPS, settings)
+    return pool.run(instruction_ranks.train_example, *arguments)
 
 
 def test_the_example_trains_as_without_envpipe(trained):
@@ -227,7 +228,7 @@ def test_a_plan_of_another_order_is_refused_on_all_ranks(pool, folder, preset):
 
 
 def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, preset):
-    other = builders.envpipe(STAGES, MICROBATCHES, [2, 1, 0, 0])
+    other = builders.envpipe(STAGES, STAGES + 2, [2, 1, 0, 0])
     for error in run_letters(pool, folder, preset, other):
         assert "none that EnvPipe can plan" in error
         assert letters(other)[0] in error
@@ -249,9 +250,9 @@ def test_misuse_is_told_where_it_happens(pool, folder, preset):
             "unit in unit": "on_instruction_begin was called before the end of a forward",
             "other end": r"for a unit that has not begun \(got 'backward'\)",
             "step end in unit": "on_step_end was called before the end of a forward",
-            "few": "Stage 0 reported 8 forwards and 7 backwards; 8 microbatches need 8 of each",
-            "changed": "after 0 of 16 units comes the forward F0 .got 'backward'.",
-            "left out": "on_step_end was called after 0 of 16 units, before the forward F0",
+            "few": "Stage 0 reported 4 forwards and 3 backwards; 4 microbatches need 4 of each",
+            "changed": "after 0 of 8 units comes the forward F0 .got 'backward'.",
+            "left out": "on_step_end was called after 0 of 8 units, before the forward F0",
             "closed": "on_step_begin was called after end_training or close",
         }.items():
             assert re.search(said, told.pop(name)), name

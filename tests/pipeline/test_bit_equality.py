@@ -160,8 +160,9 @@ def orders(stages: int, microbatches: int) -> dict[str, Schedule]:
 
 #: Others show the same, and sooner.
 ALSO_SCHEDULES = (
-    *("p2-M6-gpipe", "p2-M6-envpipe[4, 0]", "p4-M3-gpipe"),
-    *("p4-M8-1f1b", "p4-M8-envpipe[0, 1, 2, 0]", "p4-M8-envpipe[2, 2, 2, 2]"),
+    *("p2-M1-gpipe", "p2-M3-1f1b", "p2-M3-gpipe", "p2-M6-gpipe", "p2-M6-envpipe[4, 0]"),
+    *("p4-M1-1f1b", "p4-M3-gpipe", "p4-M3-envpipe[0, 0, 1, 0]", "p4-M8-1f1b"),
+    *(f"p4-M8-envpipe[{extra}]" for extra in ("3, 2, 1, 0", "0, 1, 2, 0", "2, 2, 2, 2")),
 )
 #: The head is tied to the embedding in every other one.
 SCHEDULES = [
@@ -227,7 +228,12 @@ def test_backwards_in_another_order_are_noticed(stock, ours, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "policy"), [("1f1b", "uniform"), ("gpipe", "baseline"), ("envpipe", "envelope")]
+    ("schedule", "policy"),
+    [
+        pytest.param("1f1b", "uniform", marks=on_request("PIPELINE")),
+        pytest.param("gpipe", "baseline", marks=on_request("PIPELINE")),
+        ("envpipe", "envelope"),
+    ],
 )
 def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy):
     job = Job(4, 6)
@@ -261,7 +267,7 @@ def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=on_request("PIPELINE")), 2])
 def test_random_frequencies(stock, ours, tmp_path, chunks):
     job = Job(2, 6, chunks=chunks)
     schedule = builders.interleaved(2, 6, 2) if chunks == 2 else builders.envpipe(2, 6, [3, 0])
@@ -316,8 +322,8 @@ REDUCERS = [
     ("overlap_grad_reduce", "align_grad_reduce"),
     ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
 ]
-#: Each order with one of the reducers; the others on request.
-REDUCED = {("envpipe[4, 0]", REDUCERS[1]), ("interleaved", REDUCERS[2])}
+#: One, beside chunks with all of it in `AROUND`; the others on request.
+REDUCED = {("envpipe[4, 0]", REDUCERS[1])}
 
 
 @pytest.mark.parametrize(
@@ -355,8 +361,8 @@ ALIGNED = (
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {
     "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALIGNED),
-    "some computed again": Job(4, 8, recompute=True, partial_checkpoints=2),
-    "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
+    "some computed again": Job(4, 6, recompute=True, partial_checkpoints=2),
+    "lengths vary": Job(4, 4, lengths=(16, 5, 11, 2)),
 }
 ALSO_AROUND = {
     "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
@@ -382,17 +388,23 @@ def test_what_is_done_between_units(stock, ours, tmp_path, name):
 
 
 FEATURES = {
-    "full recomputation": Job(2, 6, recompute=True),
     "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
-    "evaluation": Job(2, 6, evaluate_after=1),
     "evaluation, tied": Job(4, 3, evaluate_after=1, tied=True),
     "evaluation in the warm-up": Job(2, 6, evaluate_after=0),
 }
+#: Those, and layers of which some are computed again, show the same.
+ALSO_FEATURES = {
+    "full recomputation": Job(2, 6, recompute=True),
+    "evaluation": Job(2, 6, evaluate_after=1),
+}
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature",
+    [*FEATURES, *(pytest.param(name, marks=on_request("PIPELINE")) for name in ALSO_FEATURES)],
+)
 def test_features(stock, ours, tmp_path, feature):
-    job = FEATURES[feature]
+    job = (FEATURES | ALSO_FEATURES)[feature]
     extra = {2: (3, 0), 4: (2, 1, 0, 0)}[job.stages] if job.microbatches == 6 else (0, 0, 1, 0)
     schedule = builders.envpipe(job.stages, job.microbatches, extra)
     results = ours(job, by_plan(tmp_path, schedule))
@@ -408,8 +420,8 @@ def test_features(stock, ours, tmp_path, feature):
 
 
 def test_interleaved_evaluation(stock, ours, tmp_path):
-    job = Job(2, 6, chunks=2, evaluate_after=1)
-    schedule = builders.interleaved(2, 6, 2)
+    job = Job(2, 4, chunks=2, evaluate_after=1)
+    schedule = builders.interleaved(2, 4, 2)
     results = ours(job, by_plan(tmp_path, schedule))
     assert_executed(job, results, schedule)
     assert_same_bits(results, stock(job))

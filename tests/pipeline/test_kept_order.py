@@ -42,21 +42,23 @@ def kept(job: Job) -> Schedule:
 
 
 JOBS = {
-    "1f1b": Job(4, 6),
     "few microbatches": Job(4, 2, tied=True),
     "no pipeline": Job(1, 3),
     "two chunks, groups of three, a last one of two": Job(2, 5, chunks=2, group=3),
-    "four chunks": Job(2, 4, chunks=4),
     "overlapped experts": Job(2, 5, chunks=2, group=3, combined=True, evaluate_after=1),
-    "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
-    "recompute": Job(2, 4, chunks=2, recompute=True),
-    "bert, two chunks": Job(2, 6, chunks=2, bert=True),
-    "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
+    "recompute, lengths vary": Job(2, 4, chunks=2, recompute=True, lengths=(16, 5, 11, 2)),
+    "bert, two chunks": Job(2, 4, chunks=2, bert=True),
     "reduced and evaluated": Job(2, 6, tied=True, reducer=(), evaluate_after=1),
 }
 
 
+#: One feature of those, or more of what they have.
 SLOW = {
+    "1f1b": Job(4, 6),
+    "four chunks": Job(2, 4, chunks=4),
+    "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
+    "recompute": Job(2, 4, chunks=2, recompute=True),
+    "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "four stages": Job(4, 8, chunks=2),
     "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
@@ -84,14 +86,21 @@ def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path
 CHANGING = {
     "1f1b": Job(4, 6, tied=True),
     "two chunks": Job(2, 6, chunks=2, reducer=()),
+    "two replicas": Job(2, 6, reducer=()),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=on_request("PIPELINE")), "two chunks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=on_request("PIPELINE")) for name in ("1f1b", "two chunks")),
+        "two replicas",
+    ],
+)
 def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name):
     """Up, down and back; the full batch's plan is by file, others are planned when they come."""
     counts = (2, 2, 2, 6, 6, 6, 2, 4, 6, 4, 4, 2)
-    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name == "1f1b")
+    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name != "two chunks")
     orders = {count: kept(replace(job, microbatches=count)) for count in set(counts)}
     how = by_plan(tmp_path, orders[6])
     results = ours(
@@ -129,7 +138,7 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
 def test_each_number_of_microbatches_has_its_order(stock, ours, tmp_path, name):
     """The interpreter plans an order for each; the profile is by file."""
     counts = (2, 2, 6, 6, 2, 4, 4, 6, 4)
-    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name == "1f1b")
+    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name != "two chunks")
     profile = synthetic_profile(job.stages)
     profile.write(tmp_path / "profile_in.csv")
     results = ours(job, Ours("auto", "optimal", profile_file=tmp_path / "profile_in.csv"))

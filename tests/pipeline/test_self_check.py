@@ -38,7 +38,7 @@ JOBS = {
     "dropout": Job(4, 6, dropout=0.1),
     "two chunks, all overlapped": Job(
         2,
-        6,
+        4,
         chunks=2,
         dropout=0.1,
         reducer=("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),

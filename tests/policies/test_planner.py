@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from core_cases import uniform_profile
+from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
@@ -427,9 +428,9 @@ def published(path):
     ("gpu", "blocking_power_w", "num_microbatches", "low", "high"),
     [
         ("a100_sxm", 83.64, 24, 20.65, 20.75),
-        ("a100_sxm", 83.64, 96, 17.3, 17.4),
+        pytest.param("a100_sxm", 83.64, 96, 17.3, 17.4, marks=on_request("CORE")),
         ("a40", 70.38, 24, 17.85, 17.95),
-        ("a40", 70.38, 96, 13.35, 13.42),
+        pytest.param("a40", 70.38, 96, 13.35, 13.42, marks=on_request("CORE")),
     ],
 )
 def test_envpipe_in_full_on_gpt3_175b(gpu, blocking_power_w, num_microbatches, low, high):
@@ -455,7 +456,10 @@ def test_greedy_takes_340_steps_on_the_a100_with_24_microbatches():
 
 @pytest.mark.parametrize(
     ("gpu", "blocking_power_w", "expected"),
-    [("a100_sxm", 83.64, (14.7, 21.5, 21.6)), ("a40", 70.38, (10.9, 20.0, 20.2))],
+    [
+        ("a100_sxm", 83.64, (14.7, 21.5, 21.6)),
+        pytest.param("a40", 70.38, (10.9, 20.0, 20.2), marks=on_request("CORE")),
+    ],
 )
 def test_order_and_clocks_together_on_gpt3_175b(gpu, blocking_power_w, expected):
     """Savings (%) of optimal clocks on 1F1B, EnvPipe's order and the best; 24 microbatches."""

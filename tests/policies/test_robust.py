@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from combined_cases import combined_profile
 from core_cases import uniform_profile
+from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions, Spread
 from envpipe_megatron.core.orders import builders
@@ -38,7 +39,11 @@ def on_other_draws(plan):
 
 @pytest.mark.parametrize(
     ("schedule", "spread", "factor"),
-    [("auto", 0.01, 1.0), ("1f1b", 0.05, 1.0), ("auto", 0.05, 1.01)],
+    [
+        pytest.param("auto", 0.01, 1.0, marks=on_request("CORE")),
+        ("1f1b", 0.05, 1.0),
+        ("auto", 0.05, 1.01),
+    ],
 )
 def test_the_mean_keeps_the_deadline_on_other_draws(schedule, spread, factor):
     asked = request(Spread(spread, 0.02), schedule, deadline_factor=factor)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from changed_preset import write_changed_preset
 from click.testing import CliRunner
 from memory_folder import memory_folder
 from on_request import asked_for
-from quickstart_helpers import locks_mhz, processes_of, short_settings
+from quickstart_helpers import locks_mhz, processes_of, short_settings, write_text
 from rich.console import Console
 
 from envpipe_megatron.cli import main
@@ -176,6 +177,8 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setattr(control, "in_user_namespace", lambda: False)
     monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
+    # The doctor takes a second to look at all, and refuses nothing.
+    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.prove"], "all_checks", list)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []
@@ -249,18 +252,19 @@ def test_a_folder_with_other_files_is_left_untouched(node, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes.txt").write_text("mine")
-    message = refused("--output", output)
+    message = refused("--text", write_text(tmp_path / "text.txt", 110_000), "--output", output)
     assert str(output) in message
     assert [path.name for path in output.iterdir()] == ["notes.txt"]
 
 
 def test_ranks_that_tell_nothing_are_no_success(node, tmp_path):
     output = tmp_path / "out"
-    assert "without reporting all turns" in refused("--output", output)
+    short = "--text", write_text(tmp_path / "text.txt", 110_000), "--output", output
+    assert "without reporting all turns" in refused(*short)
     assert json.loads((output / "claims.json").read_text())["complete"] is False
     assert "not complete" in (output / "summary.md").read_text()
     # Its own folder is used again.
-    assert "without reporting all turns" in refused("--output", output)
+    assert "without reporting all turns" in refused(*short)
 
 
 def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):

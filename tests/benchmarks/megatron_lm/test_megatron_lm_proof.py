@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_checkout import no_limits, processes_of
+from on_request import on_request
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
@@ -221,7 +222,7 @@ def test_nothing_is_started_that_might_change_a_clock(flags, forbidden):
         check_harmless(Launch(("python", *flags.split()), environment))
 
 
-@pytest.mark.parametrize("num_gpus", [2, 8])
+@pytest.mark.parametrize("num_gpus", [pytest.param(2, marks=on_request("CORE")), 8])
 def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")

@@ -194,23 +194,29 @@ def test_a_folder_of_something_else_is_refused(tmp_path, profile_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_report_overwrites_nothing_but_an_earlier_one(killed, tmp_path):
+def test_a_report_overwrites_nothing_of_others(killed, tmp_path):
     run = killed[1].parent
     page = tmp_path / "index.html"
     page.write_text("my page")
     assert "index.html" in run_badly("report", run, "--output", tmp_path)
     assert page.read_text() == "my page"
     assert not (tmp_path / "trace.json.gz").exists()
-    run_well("report", run)
 
 
-def test_a_quickstart_ends_with_the_path_of_its_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        run, "run_quickstart", lambda settings, _: write_run(Path(settings.output_dir))
-    )
+def test_a_quickstart_ends_with_the_path_of_its_page_which_a_report_overwrites(
+    tmp_path, monkeypatch
+):
+    def run_quickstart(settings, _):
+        write_run(Path(settings.output_dir))
+        Path(settings.output_dir, "timeline.jsonl").unlink()  # fewer pictures, drawn sooner
+
+    monkeypatch.setattr(run, "run_quickstart", run_quickstart)
     (tmp_path / "out").mkdir()
     shown = CliRunner().invoke(main, ["quickstart", "--output", str(tmp_path / "out")])
     assert shown.exit_code == 0, shown.output
     page = Path(shown.output.split(": ")[-1].strip())
     assert page.is_absolute()
+    assert page.read_text().startswith("<!doctype html>")
+    page.write_text("")
+    run_well("report", tmp_path / "out")
     assert page.read_text().startswith("<!doctype html>")

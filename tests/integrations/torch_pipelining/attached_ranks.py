@@ -36,7 +36,7 @@ class Case:
     """A schedule of torch's by name, and what it trains."""
 
     schedule: str
-    microbatches: int = 8
+    microbatches: int = 4
     chunks: int = 1
     dropout: float = 0.0
     steps: int = 12

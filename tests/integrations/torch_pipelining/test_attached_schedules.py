@@ -91,15 +91,16 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, pool, two_ranks, 
 def test_planned_orders_train_as_by_torch_alone(trained, pool, two_ranks, name, chunks, forward_s):
     evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
     settings = {"baseline_steps": 4}
-    case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated)
-    _, ours = trained(case, ranks=pool if chunks == 1 else two_ranks)
+    count, ranks = (8, pool) if asked_for("PIPELINE") and chunks == 1 else (4, two_ranks)
+    case = Case(name, count, chunks, 0, PLANNED, settings, forward_s, evaluated)
+    _, ours = trained(case, ranks=ranks)
     plan = ours[0]["plan"]
     for stage, rank in enumerate(ours):
         assert rank["level"] == ORDER
         assert set(rank["phases"][-3:]) <= {"reconfigure", "steady"}
         assert rank["executed"] == plan.labels()[stage]
         assert rank["released"], "the schedule is torch's alone again"
-    assert len(ours[0]["clocks"]) > 3
+    assert len(ours[0]["clocks"]) > chunks, "of stages that are alike but for their chunks"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_planned_orders_train_as_by_torch_alone(trained, pool, two_ranks, name, 
 def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks):
     """Two stages, and two replicas of each that see other data: sharded weights, or copies."""
     settings = {"baseline_steps": 4}
-    case = Case(name, chunks=chunks, steps=PLANNED, settings=settings, replicated=how)
+    case = Case(name, 8, chunks, steps=PLANNED, settings=settings, replicated=how)
     alone, ours = trained(case)
     assert alone[0]["losses"] == alone[1]["losses"] == []
     assert alone[2]["losses"] != alone[3]["losses"]
@@ -145,18 +146,18 @@ def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained):
         "profile_steps": 1,
         "max_in_flight": 6,
     }
-    _, ours = trained(Case("Schedule1F1B", steps=45, settings=settings))
+    _, ours = trained(Case("Schedule1F1B", 8, steps=45, settings=settings))
     assert ours[0]["plan"].name == "envpipe"
     assert any(ours[0]["plan"].extra_forwards)
 
 
 def test_a_level_that_is_named_is_what_changes(trained, two_ranks):
-    for level, phases in (
-        ("observe", {"framework", "warm-up", "steady"}),
-        ("uniform", {"framework", "warm-up", "profile", "steady"}),
+    for name, level, phases in (
+        ("ScheduleGPipe", "observe", {"framework", "warm-up", "steady"}),
+        ("Schedule1F1B", "uniform", {"framework", "warm-up", "profile", "steady"}),
     ):
         settings = {"level": level, "baseline_steps": 3}
-        _, ours = trained(Case("Schedule1F1B", steps=8, settings=settings), ranks=two_ranks)
+        _, ours = trained(Case(name, steps=8, settings=settings), ranks=two_ranks)
         assert {rank["level"] for rank in ours} == {level}
         assert set(ours[0]["phases"]) <= phases
         assert ours[0]["plan"] is None

@@ -94,7 +94,7 @@ class TestOff:
 class TestWaitingPowerByClock:
     conditions = conditions_of(wait_power_w=(wait_curve(),) * 4)
 
-    @pytest.mark.parametrize("blocking_w", [0.0, 80.0, 300.0])
+    @pytest.mark.parametrize("blocking_w", [*also(0.0), 80.0, 300.0])
     def test_a_plan_is_no_worse_than_one_that_ignores_it(self, blocking_w):
         conditions = replace(self.conditions, blocking_power_w=(blocking_w,) * 4)
         for factor in (1.0, 1.05, 1.3):
@@ -167,9 +167,9 @@ class TestLateClocks:
         # As with 32 stages and 512 microbatches, for which neither limit is enough.
         monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
         monkeypatch.setattr(run_search, "_PATHS", 1)
-        optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=24)
+        optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=16)
         plan = optimizer.plan(deadline_of(optimizer, 1.0))
-        blind = optimizer_of(conditions_of(), microbatches=24).plan(deadline_of(optimizer, 1.0))
+        blind = optimizer_of(conditions_of(), microbatches=16).plan(deadline_of(optimizer, 1.0))
         highest_j = plan.baseline.cost.energy_j
         assert highest_j - plan.cost.energy_j > 0.8 * (highest_j - blind.cost.energy_j)
 
@@ -194,7 +194,7 @@ class TestLateClocks:
 
 class TestDwell:
     @pytest.mark.parametrize("change_s", [0.0, 0.01])
-    @pytest.mark.parametrize("dwell_s", [0.06, *also(0.1), 0.25, *also(0.5, 1.0), 50.0])
+    @pytest.mark.parametrize("dwell_s", [0.06, *also(0.1, 0.25, 0.5, 1.0), 50.0])
     def test_is_kept(self, dwell_s, change_s):
         optimizer = optimizer_of(conditions_of(change_time_s=change_s))
         for factor in (1.0, 1.1):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core_cases import F, I, W, uniform_profile
-from on_request import on_request
+from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile
 
 from envpipe_megatron.core.channel_model import check_message_order
@@ -102,7 +102,7 @@ def test_splitting_in_place_frees_the_stage_before_and_holds_no_more():
     assert times_s[1] < times_s[0]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_plans_keep_time_memory_and_the_bound(seed):
     rng = random.Random(seed)
     stages, chunks = rng.choice([2, 3, 4]), rng.choice([1, 2, 2, 3])

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from on_request import examples
 from taking_turns import KilledError
 
 from envpipe_megatron.core.kinds import Kind, unit
@@ -29,7 +30,7 @@ ORDER, ORDER_OF_TWO = builders.one_f_one_b(4, 6), builders.one_f_one_b(2, 6)
 FORWARD, UNIT = unit(Kind.FORWARD, 0), unit(Kind.BACKWARD, 0)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(examples(80)))
 def test_wherever_a_stage_is_lost_no_stage_hangs_or_computes_from_garbage(pipeline, seed):
     rng = random.Random(seed)
     stages = rng.randint(2, 4)
@@ -73,7 +74,7 @@ def test_every_stage_names_the_stage_whose_process_has_ended(pipeline, lost):
     assert made.turns.now_s <= 1  # a look or two
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(5)))
 @pytest.mark.parametrize("lost", range(4))
 def test_every_stage_names_the_stage_that_gives_no_sign_for_the_time_out(pipeline, lost, seed):
     """Its neighbours alone: the others wait for stages that say that they wait, too."""

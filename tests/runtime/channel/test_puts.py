@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fake_device import DeviceSpec
+from on_request import examples
 from put_pipeline import SHAPE, PutPipeline
 from taking_turns import HangError
 
@@ -74,7 +75,7 @@ def test_messages_come_as_they_were_sent(pipeline, one_queue):
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_random_orders_finish_whoever_is_slow(pipeline, seed, one_queue):
     """Also where units wait for the whole device, and with a single hardware queue."""
     rng = random.Random(seed)
@@ -95,7 +96,7 @@ def test_the_last_stage_sends_to_the_first(pipeline, seed):
     assert made.train([order] * 2, syncs=0.2) == [None] * stages
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeypatch):
     """With fewer slots than are needed the device hangs: `channel_model` is no more than true."""
     rng = random.Random(seed)

@@ -376,7 +376,7 @@ def planned_online(seed: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(n, marks=on_request("CORE")) for n in range(12, 24))]
+    "seed", [*range(6), *(pytest.param(n, marks=on_request("CORE")) for n in range(6, 24))]
 )
 def test_any_job_in_chunks_gets_a_plan_that_it_runs(seed):
     plan = planned_online(seed)
