@@ -74,7 +74,7 @@ def test_the_summary_tells_saving_and_slowdown_in_emulated_time(finished):
     # Two iterations are metered to a refresh of the counter at best, and worse on a busy host: what
     # they saved is told, and what their plan saves is known.
     plan = read_plan(finished.output / "plan.json", read_profile(finished.output / "profile.csv"))
-    assert plan.cost.saving_percent(plan.baseline.cost) > 0
+    assert plan.cost.saving_percent(plan.baseline.cost) > 5
     assert plan.frequency_mhz.min() < plan.frequency_mhz.max()
     assert abs(summary["slowdown_percent"]) < 3
     assert baseline["wall_time_per_iteration_s"] > 0.9 * baseline["iteration_time_s"]

@@ -167,9 +167,9 @@ class TestLateClocks:
         # As with 32 stages and 512 microbatches, for which neither limit is enough.
         monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
         monkeypatch.setattr(run_search, "_PATHS", 1)
-        optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=16)
+        optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=24)
         plan = optimizer.plan(deadline_of(optimizer, 1.0))
-        blind = optimizer_of(conditions_of(), microbatches=16).plan(deadline_of(optimizer, 1.0))
+        blind = optimizer_of(conditions_of(), microbatches=24).plan(deadline_of(optimizer, 1.0))
         highest_j = plan.baseline.cost.energy_j
         assert highest_j - plan.cost.energy_j > 0.8 * (highest_j - blind.cost.energy_j)
 
