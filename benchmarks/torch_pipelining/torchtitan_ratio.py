@@ -3,10 +3,11 @@
     python benchmarks/torch_pipelining/torchtitan_ratio.py --ranks 2 --output OUT -- ARGUMENTS
 
 where `torchtitan` can be imported and ARGUMENTS are its own. A Llama of about 1B is trained by a
-pipeline with a stage a rank. Arms: `own`, torchtitan alone; `units`, its own order, and another
-clock asked for at every unit; `order`, EnvPipe's order. They are started together and take short
-turns, as in benchmarks/megatron_lm. With --resting, `units` has all turns, and EnvPipe rests in
-half of them, which tells what it does from how a job happens to lie. No clock is ever changed.
+pipeline with a stage a rank, by 1F1B, or with two (--chunks), by the interleaved order. Arms:
+`own`, torchtitan alone; `units`, its own order, and another clock asked for at every unit; `order`,
+EnvPipe's order. They are started together and take short turns, as in benchmarks/megatron_lm. With
+--resting, `units` has all turns, and EnvPipe rests in half of them, which tells what it does from
+how a job happens to lie. No clock is ever changed.
 
 To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
 has no clocks; and `units` without a part of it, reads of the energy counter (`no-meter`), or events
@@ -36,12 +37,15 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.policies.frequencies import envelope
 
 _WARMUP = 3  # of EnvPipe's own, within the first turn
+#: Torchtitan's own, by how many stages a rank has.
+_SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 _ARMS = ("units", "order")
 _PARTS = ("no-meter", "no-interrupts", "observe", "again")
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
-@click.option("--ranks", default=2, show_default=True, help="Stages.")
+@click.option("--ranks", default=2, show_default=True)
+@click.option("--chunks", type=click.IntRange(1, 2), default=1, help="Stages of a rank.")
 @click.option("--microbatches", default=8, show_default=True)
 @click.option("--microbatch", default=3, show_default=True, help="Sequences of one.")
 @click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")
@@ -58,6 +62,7 @@ _PARTS = ("no-meter", "no-interrupts", "observe", "again")
 @click.argument("arguments", nargs=-1)
 def main(
     ranks: int,
+    chunks: int,
     microbatches: int,
     microbatch: int,
     sequence: int,
@@ -82,6 +87,8 @@ def main(
     if resting:
         arms, name = ("units",), f"{name}-{RESTING}"
     arms = arms or _ARMS
+    if chunks > 1 and "order" in arms:
+        raise click.UsageError("EnvPipe's order is built for one stage a rank: take --arm units")
     state, names = State(output / "state.json"), arms if resting else (STOCK, *arms)
     compared = (RESTING, *names) if resting else names
     keeper = Keeper(state, measured, compared)
@@ -119,10 +126,10 @@ def main(
                 f"--model.flavor={flavor}",
                 f"--job.dump_folder={folder}",
                 f"--parallelism.pipeline_parallel_degree={ranks}",
-                "--parallelism.pipeline_parallel_schedule=1F1B",
+                f"--parallelism.pipeline_parallel_schedule={_SCHEDULES[chunks]}",
                 f"--parallelism.pipeline_parallel_microbatch_size={microbatch}",
             ]
-            own = _of_envpipe(arm, ranks, microbatches, folder, control)
+            own = _of_envpipe(arm, (ranks, microbatches, chunks), folder, control)
             launch = _launch(ranks, folder, [*own, *training, *arguments])
             running.append(launch.start(Path.cwd(), folder / "log.txt"))
             referee.expect(run, ranks)
@@ -142,8 +149,9 @@ def main(
 
 
 def _of_envpipe(
-    arm: str, ranks: int, microbatches: int, folder: Path, control: str
+    arm: str, size: tuple[int, int, int], folder: Path, control: str
 ) -> tuple[str, ...]:
+    ranks, microbatches, chunks = size
     if arm in (STOCK, "again"):
         return ()
     output = f"--envpipe-output={folder / 'envpipe'}"
@@ -151,6 +159,8 @@ def _of_envpipe(
         return ("--envpipe-level=observe", "--envpipe-gpu-control", control, output)
     if arm == "order":
         made = stepped_order(ranks, microbatches, None), envelope
+    elif chunks > 1:
+        made = builders.interleaved(ranks, microbatches, chunks), another_each_unit
     else:
         made = builders.one_f_one_b(ranks, microbatches), another_each_unit
     schedule, frequencies = made
