@@ -33,6 +33,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	-$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) --upgrade pip  # Python's takes 20 s longer
 	DS_BUILD_OPS=0 $(BIN)/pip install --no-compile --quiet --disable-pip-version-check $(PIP_OPTIONS) \
 		-c $(CONSTRAINTS) -e '.[megatron,deepspeed,huggingface,dev]'
 	touch $@
