@@ -43,28 +43,20 @@ class SessionState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseParts:
-    """What the phases of one rank work with.
+class JobParts:
+    """What one rank of a job works with.
 
     Args:
         config: its profile and plan files are the user's; an earlier start's are in `folder`.
-        batch: name of the batch whose iterations these phases run; empty for that of full size.
-            Profile and memory are of the job, whatever its batches.
         problems: what was wrong with this rank's clock since the last call, in words.
         background: makes what runs work of the planning rank beside training.
-        own_order: order of a framework that runs its units and sends their messages itself; None if
-            EnvPipe does.
     """
 
     config: SessionConfig
     state: SessionState
     folder: JobFolder
-    batch: str
     stage: int
     num_stages: int
-    num_microbatches: int
-    specs: StageSpecs
-    own_order: Schedule | None
     gpu: Gpu
     channel: P2PChannel
     executor: Executor
@@ -77,6 +69,23 @@ class PhaseParts:
     say: Callable[[str], None]
     print_grid: Callable[[str], None]
     background: Callable[[], Background[Any]] = Background
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseParts(JobParts):
+    """What the phases of one rank work with, for batches of one size.
+
+    Args:
+        batch: name of the batch whose iterations these phases run; empty for that of full size.
+            Profile and memory are of the job, whatever its batches.
+        own_order: order of a framework that runs its units and sends their messages itself; None if
+            EnvPipe does.
+    """
+
+    batch: str
+    num_microbatches: int
+    specs: StageSpecs
+    own_order: Schedule | None
 
     @property
     def kept_order(self) -> Schedule | None:

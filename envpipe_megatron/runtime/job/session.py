@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import Phase, phase_in_batch
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
@@ -27,22 +24,18 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.batches import Batches
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
-from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import predicted
+from envpipe_megatron.runtime.job.iterations import Iterations
+from envpipe_megatron.runtime.job.parts import JobParts, SessionState
 from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory.limit import check_memory_is_known
 from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
 
 logger = logging.getLogger(__name__)
-
-#: A job of weeks must not grow.
-_KEPT_ITERATIONS = 10_000
 
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
@@ -156,16 +149,31 @@ class Session:
             self._folder.found.baselines if self._folder.found else {},
             self.describe_job,
         )
-        self._batches = Batches(self.state)
-        #: The last iteration that has ended; the phases get it when the next one begins.
-        self.last_record: StageRecord | None = None
+        self._iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
+        self._batches = Batches(
+            JobParts(
+                config=self._config,
+                state=self.state,
+                folder=self._folder,
+                stage=self._stage,
+                num_stages=num_stages,
+                gpu=gpu,
+                channel=channel,
+                executor=self.executor,
+                clock=self.clock,
+                problems=self._rank_clock.problems,
+                meter=self.meter,
+                energy=self._energy,
+                collectives=collectives,
+                memory=self._memory,
+                say=self._say,
+                print_grid=self._show_grid,
+            ),
+            self.describe_job,
+        )
         #: The iteration that has not ended.
         self._running: StageRun | None = None
-        #: The one whose times are to be read while the next one runs, and what writes it down.
-        self._late: tuple[StageRun, Callable[[], None]] | None = None
         self._step_begun = False
-        self._iterations: deque[tuple[Phase, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
-        self._broken = False
         self._closed = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
@@ -195,13 +203,17 @@ class Session:
         return self._energy.baseline_of(interval.phases)
 
     @property
+    def last_record(self) -> StageRecord | None:
+        """Of the last iteration that has ended."""
+        return self._iterations.last_record
+
+    @property
     def iterations(self) -> Sequence[tuple[Phase, float, float]]:
         """This rank's latest: phase, time on the GPU's time base in s, wall time in s.
 
         Waits for the last unit, if its times are not read yet.
         """
-        self._catch_up()
-        return self._iterations
+        return self._iterations.latest
 
     @property
     def memory(self) -> tuple[StageMemory, ...] | None:
@@ -239,8 +251,7 @@ class Session:
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun
-        name = _batch_name(num_microbatches, full_batch)
-        run = self._open(num_microbatches, specs, None, self._channel, name)
+        run = self._open(num_microbatches, specs, None, self._channel, full_batch=full_batch)
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
         execute(schedule, self._stage, work, run)
@@ -258,7 +269,7 @@ class Session:
         """
         clock_mhz = max(self._gpu.supported_frequencies_mhz)
         at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
-        self._catch_up()
+        self._iterations.catch_up()
         run = StageRun(at_top, self._stage, self.executor, _unheard, self._channel, specs)
         execute(order, self._stage, make_work(order), run)
         _ = run.end().end_s  # waits for the last unit
@@ -280,8 +291,8 @@ class Session:
                 apart, and their plans are kept in files of their own.
         """
         count = own_order.num_microbatches
-        run = self._open(count, specs, own_order, None, _batch_name(count, full_batch))
-        run.all_ended = self._catch_up
+        run = self._open(count, specs, own_order, None, full_batch=full_batch)
+        run.all_ended = self._iterations.catch_up
         if self._config.reorders:
             run.unit_ended, run.all_ended = self._memory.begin_units(), self._units_ended
         run.begin()
@@ -297,44 +308,16 @@ class Session:
         if run is None or run.next_unit is not None:
             return
         self._running = None
-        self._catch_up()
-        number = self.state.iteration
-        record = self.last_record = run.end(number)
         assert self._batches.now is not None
-        phase = phase_in_batch(run.order.phase, self._batches.now.name)
-        receives = run.order.schedule.receives[self._stage]
-        self._energy.add(phase, number, record, receives)
         # Once control has ended, requests are dropped.
         controlled = self._controlled and self.clock.error is None
-        clocks_mhz = run.frequencies_mhz if controlled else None
-
-        def write_down() -> None:
-            self._energy.catch_up()
-            self._timeline.add(phase, number, record, run.executed, clocks_mhz)
-            times_s = record.iteration_time_s, record.wall_time_s
-            self._iterations.append((run.order.phase, *times_s))
-
-        self._late = (run, write_down)
-        if not run.order.billed_late:
-            self._catch_up()
-        self._broken = False
+        name = self._batches.now.name
+        self._iterations.add(self.state.iteration, run, name, controlled=controlled)
+        self._batches.broken = False
 
     def _units_ended(self) -> None:
         self._memory.units_ended()
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Write the last iteration down, if that was left until its times may be read."""
-        if self._late is not None:
-            (_, write_down), self._late = self._late, None
-            write_down()
-
-    def _catch_up_at_the_end(self) -> None:
-        """The same, if it has ended: peers may be gone, so nothing is waited for."""
-        self.executor.wait_no_more()
-        with contextlib.suppress(Exception):  # the device may have failed
-            if self._late is not None and self._late[0].has_ended:
-                self._catch_up()
+        self._iterations.catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.
@@ -361,16 +344,14 @@ class Session:
         """
         self.close_iteration()
         if self._step_begun:  # the framework may be ahead of an iteration that is held back
-            self._catch_up()
+            self._iterations.catch_up()
         self._energy.end_step(self.state.iteration)
         self._step_begun = False
 
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self.close_iteration()
-        self._catch_up()
-        if self.last_record is not None:
-            self.last_record = replace(self.last_record, followed=False)
+        self._iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
 
@@ -380,7 +361,7 @@ class Session:
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; waits for the last unit."""
-        self._catch_up()
+        self._iterations.catch_up()
         return self._energy.lap()
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
@@ -436,7 +417,7 @@ class Session:
                 if self._agent is not None:
                     last.callback(self._agent.close)
                 last.callback(self._energy.close)
-                last.callback(self._catch_up_at_the_end)
+                last.callback(self._iterations.end)
                 last.callback(self.executor.idle, METER_MARGIN_S)
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
@@ -454,80 +435,23 @@ class Session:
         specs: StageSpecs,
         own_order: Schedule | None,
         channel: P2PChannel | None,
-        name: str,
+        *,
+        full_batch: bool,
     ) -> StageRun:
         self.close_iteration()
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
-        order = self._next_order(num_microbatches, specs, own_order, name)
-        if self._late is not None and self._late[0].order.schedule is not order.schedule:
-            self._catch_up()  # its messages may still be in memory that another order replaces
+        order = self._batches.next_order(
+            self.last_record, num_microbatches, specs, own_order, full_batch=full_batch
+        )
+        self._iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
-        self._broken = True  # until it is closed
+        self._batches.broken = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
         self._last_run = run
         self._request(run.frequencies_mhz[0], Done())
         return run
-
-    def _next_order(
-        self, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None, name: str
-    ) -> IterationOrder:
-        """What the next iteration runs, after the phases got the last one's record."""
-        if self._broken:
-            raise SessionError(
-                "An earlier iteration failed, so messages and phases do not match any more",
-                remedy="Close this session and make a new one on every rank.",
-            )
-        now = self._batches.now
-        if now is not None and self.last_record is not None:
-            ended = now.order.phase
-            begin_s, notes, plan = self.executor.now_s(), self.state.notes, self.state.plan
-            self._broken = True  # even if the phases raise
-            if ended not in (Phase.WARMUP, Phase.BASELINE):
-                self._energy.settle_baseline(now.name)
-                self._folder.keep_baselines(self._energy.baselines)
-            now.order = now.phases.send(self.last_record)
-            if self.state.notes != notes:
-                self.describe_job({"notes": list(self.state.notes)})
-            if self.state.plan is not plan and not now.name and self._collectives.is_planner:
-                self.describe_job({"predicted": predicted(self.state.plan)})
-            if now.order.phase is not ended:
-                self._energy.add_between_phases(self.state.iteration, begin_s)
-        begin = partial(self._begin_phases, name, num_microbatches, specs, own_order)
-        return self._batches.turn_to(name, num_microbatches, begin).order
-
-    def _begin_phases(
-        self, name: str, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None
-    ) -> PhaseRun[None]:
-        config = self._config
-        if name in self._energy.baselines:
-            # One that does not count, and one that what an earlier start measured is held against.
-            config = replace(config, warmup_iterations=2)
-        return run_phases(
-            PhaseParts(
-                config=config,
-                state=self.state,
-                folder=self._folder,
-                batch=name,
-                stage=self._stage,
-                num_stages=len(self._channel.ranks),
-                num_microbatches=num_microbatches,
-                specs=specs,
-                own_order=own_order,
-                gpu=self._gpu,
-                channel=self._channel,
-                executor=self.executor,
-                clock=self.clock,
-                problems=self._rank_clock.problems,
-                meter=self.meter,
-                energy=self._energy,
-                collectives=self._collectives,
-                memory=self._memory,
-                say=_named(name, self._say),
-                print_grid=_named(name, self._show_grid),
-            )
-        )
 
     def _show_grid(self, text: str) -> None:
         """Called on the planning rank alone."""
@@ -537,15 +461,6 @@ class Session:
 
 def _unheard(frequency_mhz: int, after: Completion) -> None:
     """A request where no clock is to change."""
-
-
-def _batch_name(num_microbatches: int, full_batch: bool) -> str:
-    return "" if full_batch else f"m{num_microbatches}"
-
-
-def _named(name: str, put: Callable[[str], None]) -> Callable[[str], None]:
-    """Prints what a batch has a name for."""
-    return (lambda text: put(f"{name}: {text}")) if name else put
 
 
 def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:

@@ -20,6 +20,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.job import batches
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
@@ -114,7 +115,7 @@ class World:
         ):
             self.put(name, part)
         monkeypatch.setattr(runtime_session, "connect_to_agent", self.connect)
-        monkeypatch.setattr(runtime_session, "run_phases", self.phases)
+        monkeypatch.setattr(batches, "run_phases", self.phases)
 
     def put(self, name: str, part: Any) -> None:
         def make(*arguments: Any, **named: Any) -> Any:
