@@ -26,9 +26,9 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.control.command import Clocked, Command
-from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.known.knowledge import Knowledge
 from envpipe_megatron.control.planner import Planner, Plans
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers

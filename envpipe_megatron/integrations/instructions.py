@@ -24,6 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.hooks.recorded_order import recognized
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -32,7 +33,6 @@ from envpipe_megatron.integrations.job import (
     own_gloo_group,
 )
 from envpipe_megatron.integrations.options import prepare_files
-from envpipe_megatron.integrations.recorded_order import recognized
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec

@@ -17,7 +17,7 @@ from envpipe_megatron.prove.page import line_to_paste, sections_of
 from envpipe_megatron.prove.settings import ProveSettings
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import to_markdown
-from envpipe_megatron.runtime.job.job_file import PROFILE_FILE
+from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE
 
 CLAIMS_FORMAT = "envpipe-claims/1"
 

@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
-from envpipe_megatron.runtime.job.job_file import PROFILE_FILE, plan_file
+from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE, plan_file
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 
 #: The profile's own warm-up: what it loads and compiles is not measured.

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.flags import add_arguments
-from envpipe_megatron.integrations.hooking import HookError
+from envpipe_megatron.integrations.hooks.hooking import HookError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
     REFUSED,

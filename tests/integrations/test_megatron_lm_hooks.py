@@ -17,7 +17,7 @@ import torch
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.flags import add_arguments
-from envpipe_megatron.integrations.hooking import HookError
+from envpipe_megatron.integrations.hooks.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy

@@ -16,10 +16,10 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
-from envpipe_megatron.runtime.job import folder as job_folder_module
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import JobKeys
+from envpipe_megatron.runtime.job.restarts import folder as job_folder_module
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.job_file import JobKeys
 
 KEYS = JobKeys(
     {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},

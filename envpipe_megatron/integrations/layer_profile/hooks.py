@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.integrations.hooks.hooking import refuse
 from envpipe_megatron.search.layer_jobs import LayerJob
 
 #: Of a job without stages, data parallelism, recomputation, checkpoints and logs.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.integrations.hooks.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import Held, repeats_that_fit
 from envpipe_megatron.integrations.layer_profile.microbatch import measure_microbatches

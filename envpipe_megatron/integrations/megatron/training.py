@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from envpipe_megatron.integrations.hooking import check_profiled
+from envpipe_megatron.integrations.hooks.hooking import check_profiled
 from envpipe_megatron.integrations.job import Job, close_at_exit
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import options_of
+from envpipe_megatron.integrations.hooks.hooking import options_of
 from envpipe_megatron.integrations.megatron.limits import check_metered
 from envpipe_megatron.integrations.megatron.training import Training, say
 from envpipe_megatron.integrations.megatron_bridge.arguments import (

@@ -18,7 +18,7 @@ from envpipe_megatron.integrations.deepspeed.configuration import check_version
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin
 from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
-from envpipe_megatron.integrations.hooking import (
+from envpipe_megatron.integrations.hooks.hooking import (
     NEEDED_BY_ITERATION,
     check_profiled,
     check_reached,

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import flags
-from envpipe_megatron.integrations.hooking import (
+from envpipe_megatron.integrations.hooks.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
     check_reached,

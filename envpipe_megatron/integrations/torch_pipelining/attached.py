@@ -24,7 +24,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.framework_units import Followed, Recorded
+from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.integrations.framework_units import Reporter
+from envpipe_megatron.integrations.hooks.framework_units import Reporter
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from envpipe_megatron.control.command import Command
 from envpipe_megatron.control.controller import Controller, Run
-from envpipe_megatron.control.knowledge import Knowledge, power_nodes_mhz
+from envpipe_megatron.control.known.knowledge import Knowledge, power_nodes_mhz
 from envpipe_megatron.control.planner import Limits, Planner
 from envpipe_megatron.control.window import Report, Window, merged
 from envpipe_megatron.core.kinds import Kind

@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 
 

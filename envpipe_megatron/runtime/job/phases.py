@@ -20,12 +20,12 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, on_every_rank
 from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.online import run_online
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import adopt_plan
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
+from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s

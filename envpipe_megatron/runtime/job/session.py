@@ -28,9 +28,9 @@ from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.batches import Batches
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.iterations import Iterations
 from envpipe_megatron.runtime.job.parts import JobParts, SessionState
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory.limit import check_memory_is_known
 from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory

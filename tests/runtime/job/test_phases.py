@@ -29,11 +29,11 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.parts import SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import Adopted
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.profiling.profiler import ProfilerError, ProfilerSettings
 

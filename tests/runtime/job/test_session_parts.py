@@ -23,7 +23,7 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import batches
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.session import Session, _prepare
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError
 

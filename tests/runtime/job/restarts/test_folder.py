@@ -20,10 +20,10 @@ from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
-from envpipe_megatron.runtime.job import job_file
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import JobKeys, StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import job_file
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
 
 GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
 

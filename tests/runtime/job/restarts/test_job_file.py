@@ -17,7 +17,7 @@ from kept_job import BASELINE, KEYS, STEP, job_folder, kept_job
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
-from envpipe_megatron.runtime.job.job_file import (
+from envpipe_megatron.runtime.job.restarts.job_file import (
     JobFileError,
     JobKeys,
     StoredJob,

@@ -26,10 +26,10 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import StoredJob
-from envpipe_megatron.runtime.job.known_profile import known_profile
 from envpipe_megatron.runtime.job.parts import SessionState
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
+from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 
 STAGES, MICROBATCHES, TOP_MHZ = 2, 4, 1410
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}

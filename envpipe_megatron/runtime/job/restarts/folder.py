@@ -28,7 +28,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.job_file import (
+from envpipe_megatron.runtime.job.restarts.job_file import (
     JOB_FILE,
     PROFILE_FILE,
     JobKeys,

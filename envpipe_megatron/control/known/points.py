@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.control.curves import fit_times_s
+from envpipe_megatron.control.known.curves import fit_times_s
 from envpipe_megatron.core.arrays import FloatArray
 
 #: So many standard errors are no scatter: there are some hundred comparisons in each window.
