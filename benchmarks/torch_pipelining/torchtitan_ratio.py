@@ -45,7 +45,13 @@ _PARTS = ("no-meter", "no-interrupts", "observe", "again")
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
 @click.option("--ranks", default=2, show_default=True)
-@click.option("--chunks", type=click.IntRange(1, 2), default=1, help="Stages of a rank.")
+@click.option(
+    "--chunks",
+    type=click.IntRange(1, 2),
+    default=1,
+    show_default=True,
+    help="Stages of a rank.",
+)
 @click.option("--microbatches", default=8, show_default=True)
 @click.option("--microbatch", default=3, show_default=True, help="Sequences of one.")
 @click.option("--sequence", default=2048, show_default=True, help="Tokens of a sequence.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -30,9 +31,12 @@ class Stage(nn.Module):
         super().__init__()
         layers = [model.layer(each, finished) for each in range(parts[index], parts[index + 1])]
         self.layers = nn.ModuleList(layers)
+        self.index = index
         self._extras = model.extras(0)
         #: The weights that another stage has, too; None without.
         self.tied_weight: nn.Parameter | None = None
+        #: The stage of the last layer that has them: BERT's is not the last of all.
+        self.tied_head: int | None = None
         tied = [
             layer
             for layer in layers
@@ -42,6 +46,8 @@ class Stage(nn.Module):
             layer.embedding = tied[0].embedding  # one module where one stage has both
         if len(tied) == 1:
             self.tied_weight = tied[0].embedding.weight
+            head = max(each for each in range(len(model.entries)) if model.is_tied(each))
+            self.tied_head = bisect_right(parts, head) - 1
 
     def forward(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take what the stage before gave, or the model's inputs.
@@ -117,7 +123,7 @@ def pipeline_stage(
 def reduce_tied_gradients(
     stages: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Add the gradients of weights that the first and the last stage share.
+    """Add the gradients of weights that the first stage shares with the head's.
 
     Every rank of the pipeline calls it in each step: after `schedule.step`, and before gradients
     are clipped and the optimizer steps. Weights begin equal, and so they stay. Without shared
@@ -125,12 +131,12 @@ def reduce_tied_gradients(
 
     Args:
         stages: this rank's `Stage`s.
-        group: of the pipeline, whose first rank has the first stage and whose last rank the last
-            one, or whose first rank has both (stages in a V); None for all ranks.
+        group: of the pipeline, whose ranks have the stages in turn, from the first rank on, or in
+            a V; None for all ranks.
     """
-    tied = [stage.tied_weight for stage in stages if isinstance(stage, Stage)]
-    own = [weight for weight in tied if weight is not None]
-    gradients = [weight.grad for weight in own if weight.grad is not None]
+    ours = [stage for stage in stages if isinstance(stage, Stage)]
+    own = [(stage, stage.tied_weight) for stage in ours if stage.tied_weight is not None]
+    gradients = [weight.grad for _, weight in own if weight.grad is not None]
     if len(gradients) != len(own):
         raise EnvPipeError(
             "Shared weights have no gradient",
@@ -144,7 +150,9 @@ def reduce_tied_gradients(
         mine = gradients[0].contiguous()
         theirs = torch.empty_like(mine)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        peer = size - 1 - rank
+        head = own[0][0].tied_head
+        assert head is not None
+        peer = 0 if rank else rank_of(head, [stage.index for stage in ours], size)
         exchange = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for operation, tensor in ((dist.isend, mine), (dist.irecv, theirs))
@@ -152,3 +160,10 @@ def reduce_tied_gradients(
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         gradients[0].add_(theirs)  # a + b is b + a: both ranks have the same bits
+
+
+def rank_of(stage: int, of_first: Sequence[int], size: int) -> int:
+    """The rank that has a stage, by the stages that the first of so many ranks has."""
+    turn, along = divmod(stage, size)
+    in_v = 2 * size - 1 in of_first
+    return size - 1 - along if in_v and turn % 2 else along

@@ -40,7 +40,9 @@ class Batch:
 
 
 class Batches:
-    """Those that have come so far; all ranks turn to the same ones.
+    """The phases of each size of batch that has come, and what they run next.
+
+    All ranks turn to the same ones.
 
     Args:
         describe_job: is told of new notes, and of what a new plan predicts.
@@ -52,8 +54,9 @@ class Batches:
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
-        #: Set while phases decide, and by whoever runs an iteration until it has ended.
-        self.broken = False
+        #: Whether an iteration, or what phases do behind it, has begun and not ended: no other may
+        #: begin. Whoever runs iterations says so too.
+        self.unfinished = False
 
     def next_order(
         self,
@@ -68,13 +71,13 @@ class Batches:
 
         Raises SessionError if an earlier iteration failed.
         """
-        if self.broken:
+        if self.unfinished:
             raise SessionError(
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
         if self.now is not None and last is not None:
-            self.broken = True  # even if the phases raise
+            self.unfinished = True  # even if the phases raise
             self._advance(self.now, last)
         left = self.now
         if left is not None and left.num_microbatches == num_microbatches:

@@ -46,13 +46,13 @@ class Iterations:
         self.catch_up()
         return self._kept
 
-    def add(self, number: int, run: StageRun, batch: str, *, controlled: bool) -> None:
+    def add(self, number: int, run: StageRun, batch: str, controlled: Callable[[], bool]) -> None:
         """All units of an iteration have run; its times are read now, or later.
 
         Args:
             number: of the iteration.
             batch: name of the batch whose iteration it is.
-            controlled: whether the clocks of its order were asked for.
+            controlled: whether clocks are still asked for.
 
         Raises ChannelError if a neighbour is gone or silent.
         """
@@ -60,7 +60,7 @@ class Iterations:
         record = self.last_record = run.end(number)
         phase = phase_in_batch(run.order.phase, batch)
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
-        clocks_mhz = run.frequencies_mhz if controlled else None
+        clocks_mhz = run.frequencies_mhz if controlled() else None
 
         def write_down() -> None:
             self._energy.catch_up()

@@ -309,11 +309,13 @@ class Session:
             return
         self._running = None
         assert self._batches.now is not None
-        # Once control has ended, requests are dropped.
-        controlled = self._controlled and self.clock.error is None
         name = self._batches.now.name
-        self._iterations.add(self.state.iteration, run, name, controlled=controlled)
-        self._batches.broken = False
+        self._iterations.add(self.state.iteration, run, name, self._asks_for_clocks)
+        self._batches.unfinished = False
+
+    def _asks_for_clocks(self) -> bool:
+        """Once control has ended, requests are dropped."""
+        return self._controlled and self.clock.error is None
 
     def _units_ended(self) -> None:
         self._memory.units_ended()
@@ -447,7 +449,7 @@ class Session:
         )
         self._iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
-        self._batches.broken = True  # until it is closed
+        self._batches.unfinished = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
         self._last_run = run
         self._request(run.frequencies_mhz[0], Done())

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 import tiny_models as tiny
 import torch
+import torch.distributed as dist
 import transformers
 from on_request import on_request
 from safetensors.torch import load_file, save_file
@@ -360,6 +361,37 @@ def test_messages_are_known_without_a_forward(monkeypatch):
         assert got.shape == hidden.shape
         assert got.requires_grad
         assert given.requires_grad == (index > 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "peers"),
+    [
+        ([[0], [1], [2], [3]], {0: 2, 2: 0}),
+        ([[0, 3], [1, 2]], {0: 1, 1: 0}),  # in a V
+        ([[0, 2], [1, 3]], {}),  # the first rank has both
+    ],
+)
+def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypatch, ranks, peers):
+    model = split_model(tiny.config_of("bert"))
+    parts = [0, 2, 4, 7, 8]
+    asked: dict[int, int] = {}
+
+    def exchange(operations):
+        for operation in operations:
+            asked[rank] = operation["group_peer"]
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda *_, **how: how)
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(ranks))
+    for rank, of_rank in enumerate(ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        stages = [Stage(model, parts, index) for index in of_rank]
+        for stage in stages:
+            if stage.tied_weight is not None:
+                stage.tied_weight.grad = torch.zeros_like(stage.tied_weight)
+        reduce_tied_gradients(stages)
+    assert asked == peers
 
 
 def test_shared_weights_need_their_gradients():
