@@ -12,7 +12,7 @@ import pytest
 from attached_ranks import Case
 from changed_preset import write_changed_preset
 from memory_folder import memory_folder
-from on_request import asked_for, on_request
+from on_request import on_request
 from rank_pool import RankFailedError, RankPool
 
 from envpipe_megatron.core.kinds import parse_unit
@@ -60,15 +60,14 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_orders_that_are_kept_train_as_by_torch_alone(trained, pool, two_ranks, name):
+def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
     """Splits, Vs and backwards in reverse get clocks in their own order, at any clock."""
-    count, ranks = (8, pool) if asked_for("PIPELINE") else (4, two_ranks)
-    count += count // 2 if name == "ScheduleDualPipeV" else 0
+    count = 12 if name == "ScheduleDualPipeV" else 8
     # Torch's own evaluation hangs where stages lie in a V.
     evaluated = () if name in attached_ranks.V_SHAPED else (3,)
     settings = {"baseline_steps": 4}
     case = Case(name, count, chunks=2, steps=10, settings=settings, evaluated=evaluated)
-    _, ours = trained(case, ranks=ranks)
+    _, ours = trained(case)
     for rank in ours:
         assert rank["level"] == UNITS
         assert rank["phases"][-1] in ("profile", "reconfigure")
@@ -84,15 +83,15 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, pool, two_ranks, 
     ("name", "chunks", "forward_s"),
     [
         ("Schedule1F1B", 1, (0.03,)),
-        pytest.param("ScheduleGPipe", 1, (0.03,), marks=on_request("PIPELINE")),
-        ("ScheduleInterleaved1F1B", 2, (0.02, 0.03)),
+        ("ScheduleGPipe", 1, (0.03,)),
+        ("ScheduleInterleaved1F1B", 2, (0.02, 0.03, 0.02, 0.03)),
     ],
 )
-def test_planned_orders_train_as_by_torch_alone(trained, pool, two_ranks, name, chunks, forward_s):
+def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s):
     evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
     settings = {"baseline_steps": 4}
     case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated)
-    _, ours = trained(case, ranks=pool if chunks == 1 else two_ranks)
+    _, ours = trained(case)
     plan = ours[0]["plan"]
     for stage, rank in enumerate(ours):
         assert rank["level"] == ORDER
@@ -122,10 +121,10 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
         assert found["executed"] == plan.labels()[rank // 2]
 
 
-def test_a_job_saves_as_its_plan_says(trained, two_ranks):
+def test_a_job_saves_as_its_plan_says(trained):
     """Within a point of saving, and no slower than half a percent."""
-    case = Case("Schedule1F1B", steps=60, forward_s=(0.03, 0.05))
-    _, ours = trained(case, "a100-sxm", two_ranks)
+    case = Case("Schedule1F1B", 8, steps=50, forward_s=(0.03, 0.03, 0.03, 0.05))
+    _, ours = trained(case, "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     cost, baseline = ours[0]["predicted"]
     assert cost.saving_percent(baseline) > 8
@@ -136,7 +135,6 @@ def test_a_job_saves_as_its_plan_says(trained, two_ranks):
     assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 
 
-@on_request("PIPELINE")
 def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained):
     settings = {
         "type": "envelope",
