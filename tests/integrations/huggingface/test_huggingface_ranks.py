@@ -1,6 +1,6 @@
 """Two ranks train split models as one process trains the whole: torch's pipelines, DeepSpeed's.
 
-CI trains a Llama and a GPT-2 for some steps; with ENVPIPE_HUGGINGFACE_FULL=1 every model for ten.
+CI trains a Llama and a GPT-2; with ENVPIPE_HUGGINGFACE_FULL=1 every model.
 """
 
 from __future__ import annotations

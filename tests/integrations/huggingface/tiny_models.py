@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from on_request import asked_for
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +20,7 @@ from transformers import (
 from envpipe_megatron.integrations.losses import image_class_loss, language_model_loss
 
 WORDS, LENGTH, MICROBATCH, MICROBATCHES = 61, 12, 2, 4
-STEPS = 10 if asked_for("HUGGINGFACE") else 4
+STEPS = 10
 _SIZES = {
     "hidden_size": 32,
     "num_attention_heads": 4,
