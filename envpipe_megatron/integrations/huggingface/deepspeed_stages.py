@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor
 
 from envpipe_megatron.integrations.deepspeed.partition import PARTS, PipelineModule
-from envpipe_megatron.integrations.huggingface.layers import TokenEmbedding, tied_logits
+from envpipe_megatron.integrations.huggingface.layers import (
+    Message,
+    TokenEmbedding,
+    tied_logits,
+)
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 _KEY = "embedding"
@@ -27,7 +32,7 @@ def deepspeed_layers(model: SplitModel) -> list[LayerSpec]:
     for index, entry in enumerate(model.entries):
         if entry.tied:
             spec = TiedLayerSpec(
-                _KEY, TokenEmbedding, model, 0, forward_fn=tied_logits, tied_weight_attr=_WEIGHT
+                _KEY, TokenEmbedding, model, 0, forward_fn=_logits, tied_weight_attr=_WEIGHT
             )
         elif model.is_tied(index):
             spec = TiedLayerSpec(_KEY, entry.layer, model, index, tied_weight_attr=_WEIGHT)
@@ -60,3 +65,11 @@ def pipeline_module(
         partition_method=PARTS + ",".join(map(str, parts)),
         **{"loss_fn": model.loss, **arguments},
     )
+
+
+def _logits(layer: TokenEmbedding, message: Message) -> Message:
+    """Logits, and what comes with the hidden states."""
+    if isinstance(message, Tensor):
+        return tied_logits(layer, message)
+    hidden, *others = message
+    return (tied_logits(layer, hidden), *others)

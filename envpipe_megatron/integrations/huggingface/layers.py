@@ -47,7 +47,7 @@ class Builder(Protocol):
         """A module of the unsplit model, on the device `meta`."""
 
     def extras(self, index: int) -> tuple[str, ...]:
-        """Those of `EXTRAS` that a layer or a later one needs."""
+        """Those of `EXTRAS` that come to a layer."""
 
     def finish(self, layer: Layer) -> None:
         """Give a layer its weights."""

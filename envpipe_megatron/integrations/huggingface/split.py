@@ -99,8 +99,13 @@ class SplitModel:
         return self._skeleton.module(name)
 
     def extras(self, index: int) -> tuple[str, ...]:
-        """Which inputs beside the first a layer or a later one needs, in order."""
+        """Which inputs beside the first come to a layer, in order: it or a later one needs them.
+
+        A mask comes to all: DeepSpeed takes the last part of every message for one.
+        """
         needed = {name for entry in self.entries[index:] for name in entry.layer.needs}
+        if index < len(self.entries):
+            needed |= {EXTRAS[1]} & {name for entry in self.entries for name in entry.layer.needs}
         return tuple(name for name in EXTRAS if name in needed)
 
     def finish(self, layer: Layer) -> None:
