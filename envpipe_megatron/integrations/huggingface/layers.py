@@ -19,8 +19,9 @@ from envpipe_megatron.integrations.huggingface.attention import Attention
 
 #: Hidden states, alone or with what later layers need.
 Message = Tensor | tuple[Tensor, ...]
+MASK = "attention_mask"
 #: Inputs of a model beside the first, in the order in which messages have them.
-EXTRAS = ("token_type_ids", "attention_mask")
+EXTRAS = ("token_type_ids", MASK)
 
 
 @dataclass(frozen=True)

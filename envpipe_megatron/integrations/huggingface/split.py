@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Entry, Layer
+from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Entry, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Skeleton
 from envpipe_megatron.integrations.huggingface.weights import Checkpoint
 from envpipe_megatron.policies.partitions.parts import make_parts
@@ -104,8 +104,8 @@ class SplitModel:
         A mask comes to all: DeepSpeed takes the last part of every message for one.
         """
         needed = {name for entry in self.entries[index:] for name in entry.layer.needs}
-        if index < len(self.entries):
-            needed |= {EXTRAS[1]} & {name for entry in self.entries for name in entry.layer.needs}
+        if index < len(self.entries) and any(MASK in each.layer.needs for each in self.entries):
+            needed.add(MASK)
         return tuple(name for name in EXTRAS if name in needed)
 
     def finish(self, layer: Layer) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, Layer, TokenEmbedding
+from envpipe_megatron.integrations.huggingface.layers import MASK, Layer, TokenEmbedding
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 
@@ -67,7 +67,7 @@ class Stage(nn.Module):
                 value=unknown,
                 remedy="Sequences are of full length. Pad at the end, where no token before it "
                 "looks, with labels of -100, and leave the mask out."
-                if EXTRAS[1] in unknown
+                if MASK in unknown
                 else "Leave them out.",
             )
         for layer in self.layers:
@@ -152,7 +152,7 @@ def reduce_tied_gradients(
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         head = own[0][0].tied_head
         assert head is not None
-        peer = 0 if rank else rank_of(head, [stage.index for stage in ours], size)
+        peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
         exchange = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for operation, tensor in ((dist.isend, mine), (dist.irecv, theirs))
@@ -162,7 +162,7 @@ def reduce_tied_gradients(
         gradients[0].add_(theirs)  # a + b is b + a: both ranks have the same bits
 
 
-def rank_of(stage: int, of_first: Sequence[int], size: int) -> int:
+def _rank_of(stage: int, of_first: Sequence[int], size: int) -> int:
     """The rank that has a stage, by the stages that the first of so many ranks has."""
     turn, along = divmod(stage, size)
     in_v = 2 * size - 1 in of_first

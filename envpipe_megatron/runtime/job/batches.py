@@ -116,8 +116,7 @@ class Batches:
             # One that does not count, and one that what an earlier start measured is held against.
             job = replace(job, config=replace(job.config, warmup_iterations=2))
         if name:
-            named = _named(name, job.say), _named(name, job.print_grid)
-            job = replace(job, say=named[0], print_grid=named[1])
+            job = replace(job, say=_named(name, job.say), print_grid=_named(name, job.print_grid))
         return PhaseParts(
             **vars(job),
             batch=name,
