@@ -157,6 +157,7 @@ def _with_transformer_engine() -> list[Setting]:
         "te-fp8-current-pp2": (PP2, f"{fp8} --fp8-recipe tensorwise"),
         "te-fp8-blocks-pp2": (PP2, f"{fp8} --fp8-recipe blockwise"),
         "te-llama-pp2vp2": (replace(PP2, chunks=2), llama),
+        "te-llama-pp2vp4": (replace(PP2, chunks=4), llama),
         "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),
         "te-deepseek-pp2": (PP2, _DEEPSEEK),
         "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {EXPERT_PARALLEL}"),

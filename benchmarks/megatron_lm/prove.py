@@ -85,6 +85,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
 @click.option("--resting", is_flag=True, help="Of `ratio`: EnvPipe rests, in place of unmodified.")
+@click.option("--zero-weights", is_flag=True, help="Of `ratio`: GPUs stay below their power limit.")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -217,8 +218,8 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        of = options["microbatches"], options["like"], options["arm"], options["resting"]
-        setting = ratio.setting(site, *of)
+        of = ("microbatches", "like", "arm", "resting", "zero_weights")
+        setting = ratio.setting(site, *(options[name] for name in of))
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),

@@ -7,7 +7,8 @@ one order is predicted by the units of the other (`unit_times`).
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
 each arm, made of several turns. Or one job at level `units` has all turns, and EnvPipe rests in
-half of them (`running.rest`).
+half of them (`running.rest`). Or weights are zero: then GPUs stay below their power limit and at one
+clock, and times tell apart what random weights hide behind a wandering clock.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _WARMUP = 3
 TARGET, TARGET_OF_UNITS = 1.005, 1.003
 LEAST_ITERATION_S = 0.5
 _LOG_INTERVAL = 10
+#: Without weights that tell tokens apart, each expert gets its share of them by chance.
+_ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,13 @@ class Rounds:
 class Setting:
     """The model, how it is spread, and the setting of `equality` that it is like.
 
-    With `rests`, EnvPipe rests in half of the turns of its only arm.
+    With `rests`, EnvPipe rests in half of the turns of its only arm. With `zeros`, weights are.
     """
 
     size: Size
     like: equality.Setting
     rests: bool = False
+    zeros: bool = False
 
     @property
     def mapping(self) -> Mapping:
@@ -91,7 +95,13 @@ class Setting:
     @property
     def name(self) -> str:
         """Such as gpt-pp4-m14, for 14 microbatches."""
-        return f"{self.like.name}-m{self.size.microbatches}{self.rests * '-resting'}"
+        how = self.rests * "-resting" + self.zeros * "-zeros"
+        return f"{self.like.name}-m{self.size.microbatches}{how}"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What its job sets beyond size and mapping."""
+        return (*self.like.features, *[_ZERO_WEIGHTS] * self.zeros)
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -105,6 +115,7 @@ def setting(
     like: str | None = None,
     only: Collection[str] = (),
     rests: bool = False,
+    zeros: bool = False,
 ) -> Setting:
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
@@ -132,7 +143,8 @@ def setting(
     if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
         # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
         size = replace(size, layers=size.layers // 2)
-    return Setting(size.fitting(fitting[like].mapping), replace(fitting[like], arms=arms), rests)
+    like_it = replace(fitting[like], arms=arms)
+    return Setting(size.fitting(like_it.mapping), like_it, rests, zeros)
 
 
 def _job(
@@ -153,7 +165,7 @@ def _job(
             of.mapping,
             of.size.mock_data,
             training(iterations, log_interval=_LOG_INTERVAL),
-            *of.like.features,
+            *of.features,
             NO_EVALUATION,
             plan.arguments(_WARMUP) if plan else "",
             energy,

@@ -102,6 +102,16 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
         ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
 
 
+def test_weights_are_zero_in_jobs_and_rounds_of_their_own(site, state):
+    rounds = ratio.Rounds(3, 1, 25, 12)
+    given, zero = (ratio.setting(site, zeros=zeros) for zeros in (False, True))
+    of_given, of_zero = (ratio.jobs(site, state, of, rounds) for of in (given, zero))
+    for job in of_zero:
+        assert " --init-method-std 0 " in " ".join(job.arguments)
+    assert all("--init-method-std" not in job.arguments for job in of_given)
+    assert not {job.name for job in of_given} & {job.name for job in of_zero}
+
+
 class Turns(entry.Turns):
     """Of two iterations each; nobody else takes turns."""
 
