@@ -51,18 +51,6 @@ _FP16 = (
 
 #: By Transformer Engine's buffers that ranks of a node share.
 _OVERLAPPED_TENSORS = "--sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
-#: Of DeepSeek-V3's kind: latent attention, a dense layer before those of experts, a shared expert,
-#: a router without auxiliary loss, and a further token that is predicted.
-_DEEPSEEK = (
-    "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 64 "
-    "--qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm --no-rope-fusion "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 128 "
-    "--moe-shared-expert-intermediate-size 128 --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
-    "--moe-aux-loss-coeff 1e-4 --mtp-num-layers 1"
-)
 #: Of two virtual stages on each of two ranks; the last of them has the further token alone.
 _DEEPSEEK_LAYOUT = "Ett|ttt|ttt|mL"
 
@@ -93,8 +81,8 @@ def size_of(cpu: bool) -> Size:
     return TINY_ON_CPU if cpu else TINY
 
 
-def settings(num_ranks: int, cpu: bool) -> list[Setting]:
-    """All settings that fit, the most important first."""
+def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setting]:
+    """All settings that fit, the most important first; widths beside `hidden` go by that."""
     made = []
     for mapping in MAPPINGS:
         gpt = f"gpt-{mapping.name}"
@@ -138,12 +126,33 @@ def settings(num_ranks: int, cpu: bool) -> list[Setting]:
     split = replace(PP2DP2, chunks=2)
     made.append(Setting(f"gpt-{split.name}-distopt", split, (_BF16, overlapped), ALL_ARMS))
     if not cpu:
-        made += _with_transformer_engine()
+        made += _with_transformer_engine(hidden)
     return [setting for setting in made if setting.mapping.num_ranks <= num_ranks]
 
 
-def _with_transformer_engine() -> list[Setting]:
-    made = []
+def _deepseek(hidden: int) -> str:
+    """Of DeepSeek-V3's kind.
+
+    Latent attention, a dense layer before those of experts, a shared expert, a router without
+    auxiliary loss, and a further token that is predicted.
+    """
+    return (
+        f"--multi-latent-attention --q-lora-rank {hidden // 2} --kv-lora-rank {hidden // 4} "
+        "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm "
+        "--no-rope-fusion --position-embedding-type rope --normalization RMSNorm --swiglu "
+        "--disable-bias-linear --untie-embeddings-and-output-weights "
+        "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+        "--moe-token-dispatcher-type alltoall --moe-layer-freq [0]+[1]*7 "
+        f"--moe-ffn-hidden-size {hidden // 2} "
+        f"--moe-shared-expert-intermediate-size {hidden // 2} "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --mtp-num-layers 1"
+    )
+
+
+def _with_transformer_engine(hidden: int) -> list[Setting]:
+    made: list[Setting] = []
+    deepseek = _deepseek(hidden)
     for mapping in (PP2, PP4):
         made += [
             Setting(f"te-bf16-{mapping.name}", mapping, arms=(*ALL_ARMS, LOOP)),
@@ -159,9 +168,9 @@ def _with_transformer_engine() -> list[Setting]:
         "te-llama-pp2vp2": (replace(PP2, chunks=2), llama),
         "te-llama-pp2vp4": (replace(PP2, chunks=4), llama),
         "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),
-        "te-deepseek-pp2": (PP2, _DEEPSEEK),
-        "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {EXPERT_PARALLEL}"),
-        "te-deepseek-pp2vp2": (replace(PP2, chunks=2, layout=_DEEPSEEK_LAYOUT), _DEEPSEEK),
+        "te-deepseek-pp2": (PP2, deepseek),
+        "te-deepseek-pp2ep2": (PP2DP2, f"{deepseek} {EXPERT_PARALLEL}"),
+        "te-deepseek-pp2vp2": (replace(PP2, chunks=2, layout=_DEEPSEEK_LAYOUT), deepseek),
         "te-experts-pp2": (PP2, f"{EXPERTS} --moe-grouped-gemm"),
         "te-experts-pp2ep2": (PP2DP2, experts),
         "te-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2), experts),

@@ -7,8 +7,8 @@ one order is predicted by the units of the other (`unit_times`).
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
 each arm, made of several turns. Or one job at level `units` has all turns, and EnvPipe rests in
-half of them (`running.rest`). Or weights are zero: then GPUs stay below their power limit and at one
-clock, and times tell apart what random weights hide behind a wandering clock.
+half of them (`running.rest`). Where weights are zero, GPUs stay below their power limit and at one
+clock, and times tell apart what random weights hide behind a clock that wanders.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def setting(
     `rests`, level `units` alone. Raises click.UsageError if no such setting fits, or it has no such
     arm.
     """
-    fitting = {known.name: known for known in equality.settings(site.num_ranks, site.cpu)}
+    wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
+    known = equality.settings(site.num_ranks, site.cpu, wide.hidden)
+    fitting = {each.name: each for each in known}
     like = like or f"gpt-pp{site.num_ranks}"
     if rests and set(only) - {UNITS}:
         raise click.UsageError(f"EnvPipe rests in a job of the arm {UNITS} alone")
@@ -136,7 +138,6 @@ def setting(
         )
     compared = only if rests else (STOCK, *only)
     arms = tuple(arm for arm in fitting[like].arms if arm in compared or not (only or arm == OFF))
-    wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
     size = wide if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else size
     size = replace(size, microbatches=microbatches or size.microbatches)
