@@ -146,9 +146,9 @@ GPT_1_3B = Size(24, 2048, 2048, 32000, microbatch=1, microbatches=14)
 #: A few layers as wide as those of a model of 8B: the GPU has more to do in one than a slow host,
 #: which took 4 ms to launch a forward through Transformer Engine.
 WIDE = Size(4, 4096, 2048, 32000, microbatch=3, microbatches=14)
-#: Four layers in each of four virtual stages, of 8,192 tokens: units as long as those of NVIDIA's
-#: recipe of Llama-3 405B, and twice as long as those of 70B. A GPU holds one such job.
-LONG = replace(WIDE, layers=16, sequence=4096, microbatch=2)
+#: As NVIDIA's recipe of Llama-3 405B: two layers in each of four virtual stages, each as much work
+#: as a GPU has of one of 405B's, so that launching it takes far less. A GPU holds one such job.
+LONG = Size(8, 6144, 4096, 32000, microbatch=2, microbatches=14)
 TINY = Size(8, 256, 256, 8192, microbatch=2, microbatches=8)
 TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 #: Launches alone, so that delays and orders make the time.

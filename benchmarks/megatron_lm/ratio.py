@@ -141,9 +141,12 @@ def setting(
     size = wide if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else size
     size = replace(size, microbatches=microbatches or size.microbatches)
-    if not site.cpu and any("--num-experts" in feature for feature in fitting[like].features):
-        # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
-        size = replace(size, layers=size.layers // 2)
+    if not site.cpu:
+        features = " ".join(fitting[like].features)
+        if "--num-experts" in features and "--moe-ffn-hidden-size" not in features:
+            # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
+            size = replace(size, layers=size.layers // 2)
+        size = replace(size, layers=size.layers // site.ranks_per_gpu)
     like_it = replace(fitting[like], arms=arms)
     return Setting(size.fitting(like_it.mapping), like_it, rests, zeros)
 
