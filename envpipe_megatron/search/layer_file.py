@@ -225,6 +225,7 @@ _HELD: dict[str, Reader[Any]] = dict.fromkeys(BytesPerParameter.__dataclass_fiel
 _SIZES: dict[str, Reader[Any]] = dict.fromkeys(Sizes.__dataclass_fields__, COUNT)
 _MEASURE: dict[str, Reader[Any]] = {
     **dict.fromkeys(("forward_s", "backward_s", "forward_j", "backward_j"), _read_by_clock),
+    "rested_s": _read_by_clock,
     **dict.fromkeys(("parameters", "input_bytes", "output_bytes", "activation_bytes"), AMOUNT),
     **dict.fromkeys(("forward_workspace_bytes", "backward_workspace_bytes"), AMOUNT),
     **dict.fromkeys(("host_s", "expert_parameters"), AMOUNT),

@@ -76,6 +76,8 @@ class Measure:
         host_s: in which the host hands over forward and backward, at the highest clock; with the
             piece's own waits for the GPU. None if it is not known.
         expert_parameters: of the parameters those of experts, which fewer data parallel ranks hold.
+        rested_s: [num_frequencies] forward and backward where the GPU rests as long before: at its
+            power limit it then runs at a higher clock. None if it is not known.
     """
 
     forward_s: FloatArray
@@ -91,16 +93,26 @@ class Measure:
     recomputation: tuple[Recomputation, ...] = ()
     host_s: float | None = None
     expert_parameters: float = 0.0
+    rested_s: FloatArray | None = None
 
     def way(self, name: str | None) -> Recomputation | None:
         """The recomputation of a name; None if the piece does not know it."""
         return next((way for way in self.recomputation if way.name == name), None)
 
     @property
+    def both_s(self) -> FloatArray:
+        """[num_frequencies] forward and backward, without a rest."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def known_rested_s(self) -> FloatArray:
+        """The same where the GPU rests as long, if that is known."""
+        return self.both_s if self.rested_s is None else self.rested_s
+
+    @property
     def is_host_bound(self) -> bool:
         """Whether the host hands over hardly faster than the GPU runs, at the highest clock."""
-        both_s = self.forward_s[0] + self.backward_s[0]
-        return self.host_s is not None and bool(self.host_s >= _HOST_BOUND * both_s)
+        return self.host_s is not None and bool(self.host_s >= _HOST_BOUND * self.both_s[0])
 
 
 @dataclass(frozen=True)
@@ -226,6 +238,12 @@ class LayerProfile:
             for measure in by_piece.values()
         )
 
+    @cached_property
+    def least_rested(self) -> float:
+        """The least that any piece takes where a GPU rests, of its time without a rest."""
+        measures = (each for by_piece in self.measures.values() for each in by_piece.values())
+        return min(float((each.known_rested_s / each.both_s)[0]) for each in measures)
+
     def at(self, sizes: Sizes) -> Mapping[str, Measure]:
         """The measures at some sizes; EnvPipeError if they were not measured."""
         if sizes not in self.measures:
@@ -283,7 +301,7 @@ def check_profile(profile: LayerProfile) -> LayerProfile:
                         f"{profile.source}: '{piece}' at {sizes} needs {width} values, one a clock",
                         value=values.tolist(),
                     )
-            for time_s in (measure.forward_s, measure.backward_s):
+            for time_s in (measure.forward_s, measure.backward_s, measure.known_rested_s):
                 if (time_s <= 0).any():
                     raise EnvPipeError(
                         f"{profile.source}: times of '{piece}' at {sizes} must be above 0",
@@ -301,7 +319,7 @@ def check_profile(profile: LayerProfile) -> LayerProfile:
 
 
 def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
-    optional = [measure.forward_j, measure.backward_j]
+    optional = [measure.forward_j, measure.backward_j, measure.rested_s]
     for way in measure.recomputation:
         yield way.time_s
         optional.append(way.energy_j)

@@ -10,6 +10,7 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Objective
 from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.cuts import Shape, best_cut
 from envpipe_megatron.search.megatron.search import search
@@ -92,6 +93,59 @@ def test_the_fastest_by_the_simulator_is_found_whatever_the_bounds_leave_out() -
     assert {each.configuration.num_chunks for each in candidates} == {1, 2}
     for each in candidates:
         assert (each.peak_bytes <= JOB.memory_bytes).all()
+
+
+def _with_rests(profile: LayerProfile, share: float) -> LayerProfile:
+    """The same on GPUs that are faster, by some of their pieces, where they rest half the time."""
+    faster = {
+        sizes: {
+            name: replace(each, rested_s=share * each.both_s) if name == "layer" else each
+            for name, each in by_piece.items()
+        }
+        for sizes, by_piece in profile.measures.items()
+    }
+    return replace(profile, measures=faster)
+
+
+def test_gpus_at_their_power_limit_are_the_faster_the_more_they_wait() -> None:
+    plain = whole_layers(5)
+    megatron = MegatronSpace(_with_rests(plain, 0.7), JOB, Space(max_chunks=2))
+    waits = set()
+    for cut in filter(None, map(megatron.best_cut, megatron.shapes)):
+        rested, busy = (
+            Candidate(cut.configuration, profile, JOB) for profile in (megatron.profile, plain)
+        )
+        assert 0.7 * busy.iteration_time_s < rested.iteration_time_s <= busy.iteration_time_s
+        assert (rested.peak_bytes == busy.peak_bytes).all()
+        for stage, work, measured in zip(
+            cut.configuration.stages, rested.works, busy.works, strict=True
+        ):
+            share = cut.configuration.num_microbatches * work.time_s / rested.iteration_time_s
+            waits.add(round(1 - share, 2))
+            kinds = [plain.pieces[piece] for piece in stage.pieces]
+            all_s, layers_s = (
+                sum(
+                    plain.at(stage.sizes)[kind].both_s[0]
+                    for kind in kinds
+                    if kind == "layer" or not only
+                )
+                for only in (False, True)
+            )
+            by_half = 1 - 0.3 * layers_s / all_s
+            factor = 1 - min(2 * (1 - share), 1) * (1 - by_half)
+            assert work.time_s == pytest.approx(factor * measured.time_s, rel=5e-3)
+    assert min(waits) < 0.05
+    assert max(waits) > 0.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rests_hide_no_shape_from_the_search(seed: int) -> None:
+    profile, space = _with_rests(whole_layers(seed), 0.5), Space(max_chunks=2)
+    megatron = MegatronSpace(profile, JOB, space)
+    cuts = filter(None, map(megatron.best_cut, megatron.shapes))
+    times_s = sorted(Candidate(cut.configuration, profile, JOB).iteration_time_s for cut in cuts)
+    found = search(profile, JOB, space, FASTEST)
+    assert found.ranked[0].candidate.iteration_time_s == times_s[0]
 
 
 def test_stages_that_recompute_alike_are_one_of_megatrons_own_jobs() -> None:

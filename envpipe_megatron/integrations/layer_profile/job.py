@@ -139,7 +139,7 @@ def _measure(
             )
         )
     with pieces.running(name, size) as (piece, hidden):
-        return Measure(
+        measure = Measure(
             forward_s=plain.forward_s,
             backward_s=plain.backward_s,
             forward_j=_known(plain.forward_j),
@@ -152,6 +152,9 @@ def _measure(
             recomputation=tuple(recomputation),
             host_s=plain.host_s,
         )
+    # Where the host is the slower one, a rest lets it get ahead: that is no clock's doing.
+    rested_s = None if measure.is_host_bound else _known(plain.rested_s)
+    return replace(measure, rested_s=rested_s)
 
 
 def _known(values: FloatArray) -> FloatArray | None:

@@ -58,6 +58,23 @@ def measure_time(piece: Piece, hidden: torch.Tensor, window_s: float) -> Timing:
     return Timing(float(np.median(forwards)), float(np.median(backwards)), window)
 
 
+def measure_rested_s(
+    piece: Piece, hidden: torch.Tensor, timing: Timing, window_s: float, frequency_mhz: int
+) -> float:
+    """Forward and backward where the device rests as long before each, as in a pipeline's bubbles.
+
+    At its power limit it is then faster. It waits itself, so that the host stays ahead. Runs for
+    about twice the window; every rank calls it. NaN on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return math.nan
+    both_s = timing.forward_s + timing.backward_s
+    gradient, count = torch.randn_like(_forward(piece, hidden)), _count(both_s, window_s)
+    rest_cycles = int(both_s * frequency_mhz * 1e6)
+    forwards, backwards, _ = _rounds(piece, hidden, gradient, count, rest_cycles)
+    return float(np.median(forwards + backwards))
+
+
 def run_forwards(piece: Piece, hidden: torch.Tensor, forward_s: float, window_s: float) -> Window:
     """Run forwards that take so long each, for about this long in all; every rank calls it."""
     count = _count(forward_s, window_s)
@@ -112,12 +129,17 @@ def repeats_that_fit(held: Held, wanted: int) -> int:
 
 
 def _rounds(
-    piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor, count: int
+    piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor, count: int, rest_cycles: int = 0
 ) -> tuple[Any, Any, Window]:
-    """Forward and backward times of each of some rounds, and their window."""
+    """Forward and backward times of each of some rounds, and their window.
+
+    Before each, a GPU rests for so many of its clock's cycles.
+    """
     marks = _CudaMarks() if torch.cuda.is_available() else _HostMarks()
     begin_s = time.monotonic()
     for _ in range(count):
+        if rest_cycles:
+            torch.cuda._sleep(rest_cycles)  # type: ignore[no-untyped-call]  # one thread
         marks.add()
         outputs = _forward(piece, hidden)
         marks.add()

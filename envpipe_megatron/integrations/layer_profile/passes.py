@@ -6,6 +6,7 @@ shorter one would run at a higher clock. Each holds three refreshes of the GPU's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from envpipe_megatron.integrations.layer_profile.measuring import (
     Window,
     measure_host_s,
     measure_memory,
+    measure_rested_s,
     measure_time,
     repeats_that_fit,
     run_forwards,
@@ -28,7 +30,7 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.integrations.layer_profile.undisturbed import not_held_up, undisturbed_s
 
 _PASSES = 3
-_WINDOW_S = 0.3
+_WINDOW_S, _RESTED_WINDOW_S = 0.3, 0.2
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Way:
             known, as the forward's is where it is recomputed.
         host_s: of both directions, until the host has handed them over to the device. None where
             it is recomputed, and on a CPU, which nobody hands anything over to.
+        rested_s: of both directions where the GPU rests as long; NaN where `host_s` is None.
     """
 
     held: Held
@@ -48,6 +51,7 @@ class Way:
     both_j: FloatArray
     forward_j: FloatArray
     host_s: float | None
+    rested_s: FloatArray
 
     @property
     def both_s(self) -> FloatArray:
@@ -67,6 +71,7 @@ class _Repeat(NamedTuple):
     backward_s: float
     both_j: float
     forward_j: float
+    rested_s: float
 
 
 @dataclass
@@ -82,9 +87,10 @@ class _Row:
     def way(self) -> Way:
         """Of one layer."""
         medians = np.array([_undisturbed(repeats) for repeats in self.repeats]) / self.length
-        forward_s, backward_s, both_j, forward_j = medians.T
+        forward_s, backward_s, both_j, forward_j, rested_s = medians.T
         host_s = undisturbed_s(np.array(self.hosts_s)) / self.length if self.hosts_s else None
-        return Way(self.held, forward_s, backward_s, both_j, forward_j, host_s)
+        rested_s = np.minimum(rested_s, forward_s + backward_s)
+        return Way(self.held, forward_s, backward_s, both_j, forward_j, host_s, rested_s)
 
 
 def measure_pieces(
@@ -113,19 +119,25 @@ def _measure_once(
     """One pass over all pieces, at the clock of this number."""
     timings: list[Timing] = []
     forwards: list[Window | None] = []
+    rested_s: list[float] = []
     for key, row in rows.items():
         with pieces.running(key.piece, size, key.way, row.length) as (piece, hidden):
             timing = measure_time(piece, hidden, _WINDOW_S)
-            alone = key.way is None
             timings.append(timing)
-            forwards.append(
-                run_forwards(piece, hidden, timing.forward_s, _WINDOW_S) if alone else None
-            )
-            if alone and at == 0 and gpu.name is not None:
+            if key.way is not None:
+                forwards.append(None)
+                rested_s.append(math.nan)
+                continue
+            forwards.append(run_forwards(piece, hidden, timing.forward_s, _WINDOW_S))
+            clock_mhz = gpu.frequency_mhz[at]
+            rested_s.append(measure_rested_s(piece, hidden, timing, _RESTED_WINDOW_S, clock_mhz))
+            if at == 0 and gpu.name is not None:
                 row.hosts_s.append(measure_host_s(piece, hidden))
     joules = gpu.energies_j([*(timing.window for timing in timings), *forwards])
     both_j, forward_j = joules[: len(timings)], joules[len(timings) :]
-    for row, timing, *of_run in zip(rows.values(), timings, both_j, forward_j, strict=True):
+    for row, timing, *of_run in zip(
+        rows.values(), timings, both_j, forward_j, rested_s, strict=True
+    ):
         row.repeats[at].append(_Repeat(timing.forward_s, timing.backward_s, *of_run))
 
 

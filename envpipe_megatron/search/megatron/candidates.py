@@ -34,6 +34,9 @@ from envpipe_megatron.search.megatron.work import (
     tails_s,
 )
 
+#: Of computing the shares of time in which stages compute, which depend on their times.
+_ROUNDS = 4
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -55,33 +58,48 @@ class Candidate:
 
     @cached_property
     def works(self) -> tuple[StageWork, ...]:
-        """What each stage does."""
+        """What each stage does; at its power limit a GPU is the faster the more it waits."""
+        works = measured = self._measured_works
+        for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
+            share = self.configuration.num_microbatches / self._timeline(works).iteration_time_s
+            works = tuple(
+                each.busy_for(min(1.0, share * work.time_s))
+                for each, work in zip(measured, works, strict=True)
+            )
+        return works
+
+    @cached_property
+    def _measured_works(self) -> tuple[StageWork, ...]:
+        """The same where no GPU ever waits."""
         return tuple(stage_work(self.profile, stage) for stage in self.configuration.stages)
 
     @cached_property
     def peak_bytes(self) -> FloatArray:
         """[num_stages] the most that a GPU holds."""
-        return peak_bytes(self.profile, self.configuration, self.works)
+        return peak_bytes(self.profile, self.configuration, self._measured_works)
 
     @cached_property
     def hops_s(self) -> FloatArray:
         """[num_stages - 1] time of a message between neighbouring stages."""
-        return hops_s(self.profile, self.configuration, self.works, self.job)
+        return hops_s(self.profile, self.configuration, self._measured_works, self.job)
 
     @cached_property
     def tails_s(self) -> FloatArray:
         """[num_stages] gradient reduction and optimizer."""
-        return tails_s(self.profile, self.configuration, self.works, self.job)
+        return tails_s(self.profile, self.configuration, self._measured_works, self.job)
 
     @cached_property
     def timeline(self) -> Timeline:
         """One iteration."""
+        return self._timeline(self.works)
+
+    def _timeline(self, works: Sequence[StageWork]) -> Timeline:
         configuration = self.configuration
         schedule = framework_order(
-            len(self.works), configuration.num_microbatches, configuration.num_chunks
+            len(works), configuration.num_microbatches, configuration.num_chunks
         )
-        by_kind_s = np.array([[w.forward_s[:, 0], w.backward_s[:, 0]] for w in self.works])
-        stage = np.arange(len(self.works))[:, None]
+        by_kind_s = np.array([[w.forward_s[:, 0], w.backward_s[:, 0]] for w in works])
+        stage = np.arange(len(works))[:, None]
         duration_s = by_kind_s[stage, schedule.is_backward.astype(int), schedule.chunks]
         return Timeline(schedule, duration_s, self.hops_s.tolist(), self.tails_s)
 

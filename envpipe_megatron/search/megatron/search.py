@@ -138,11 +138,14 @@ def _simulated(
     """
     found: list[tuple[float, int, Candidate]] = []
     num_cut = 0
+    # Cuts and bounds are by times without rests.
+    rested = megatron.profile.least_rested
     for number, shape in enumerate(megatron.shapes):
         progress("cutting", number, len(megatron.shapes))
         longest_s = found[0][0] * (1 + max_slowdown) if found else math.inf
         if most is not None:
             longest_s = found[-1][0] if len(found) == most else math.inf
+        longest_s /= rested
         if megatron.bound_s(shape) > longest_s:
             break
         num_cut += 1

@@ -39,6 +39,7 @@ class StageWork:
         beside_bytes: held at the peak besides: workspace, and one layer that is computed again.
         parameters, expert_parameters: that the GPU holds, and those of them that are experts'.
         message_bytes: [num_chunks] the output of each chunk.
+        rested: [num_frequencies] times where the GPU rests half of the time, of those without.
     """
 
     forward_s: FloatArray
@@ -51,11 +52,22 @@ class StageWork:
     parameters: float
     expert_parameters: float
     message_bytes: FloatArray
+    rested: FloatArray
 
     @property
     def time_s(self) -> float:
         """One microbatch through all chunks, forward and backward, at the highest clock."""
         return float(self.forward_s[:, 0].sum() + self.backward_s[:, 0].sum())
+
+    def busy_for(self, share: float) -> StageWork:
+        """The same where the GPU computes for this share of the time; see docs/search.md."""
+        factor = 1.0 - min(2.0 * (1.0 - share), 1.0) * (1.0 - self.rested)
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            recomputed_s=self.recomputed_s * factor[0],
+        )
 
 
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
@@ -66,7 +78,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     times, held, messages, parameters, experts = [], [], [], 0.0, 0.0
     forward_bytes = backward_bytes = working_bytes = 0.0
     for first, end in stage.chunks:
-        chunk = np.zeros((5, width))
+        chunk = np.zeros((6, width))
         chunk_bytes = measures[names[first]].input_bytes if first else 0.0
         # Most layers are alike, so each kind is taken once, as often as it is there.
         alike = Counter(zip(names[first:end], islice(identities, end - first), strict=True))
@@ -86,7 +98,8 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
         times.append(chunk)
         held.append(chunk_bytes)
         messages.append(output_bytes)
-    forward_s, backward_s, forward_j, backward_j, recomputed = np.stack(times, axis=1)
+    forward_s, backward_s, forward_j, backward_j, recomputed, saved = np.stack(times, axis=1)
+    plain_s = (forward_s + backward_s - recomputed).sum(axis=0)
     beside = workspace_bytes(profile, forward_bytes, backward_bytes, working_bytes, parameters)
     return StageWork(
         forward_s,
@@ -99,6 +112,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
         parameters,
         experts,
         np.array(messages),
+        1.0 - saved.sum(axis=0) / plain_s,
     )
 
 
@@ -275,12 +289,12 @@ def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | Non
 
 
 def _times(measure: Measure, way: Recomputation | None) -> FloatArray:
-    """[5, num_frequencies]: forward s, backward s, forward J, backward J, computed again s."""
+    """[6, num_frequencies]: s and J of forward and backward, s computed again, s saved by rests."""
     nothing = np.zeros_like(measure.forward_s)
     forward_j = nothing if measure.forward_j is None else measure.forward_j
     backward_j = nothing if measure.backward_j is None else measure.backward_j
     again_s = nothing if way is None else way.time_s
     again_j = nothing if way is None or way.energy_j is None else way.energy_j
-    return np.stack(
-        [measure.forward_s, measure.backward_s + again_s, forward_j, backward_j + again_j, again_s]
-    )
+    saved_s = measure.both_s - measure.known_rested_s
+    times_s = measure.forward_s, measure.backward_s + again_s
+    return np.stack([*times_s, forward_j, backward_j + again_j, again_s, saved_s])

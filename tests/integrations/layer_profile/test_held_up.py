@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.layer_profile.undisturbed import undisturbed_
 
 #: Of a layer; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S = 1.25, 2.75, 6.0
-SLOW = 1.9
+SLOW, RESTED = 1.9, 0.75
 ROW = 4
 
 
@@ -98,6 +98,9 @@ class Machine:
     def forwards(self, piece: Piece, *_: Any) -> Window:
         return Window(0.0, float(piece.name.split()[-1]), 1)
 
+    def rested(self, piece: Piece, _hidden: Any, timing: Timing, *_: Any) -> float:
+        return RESTED * (timing.forward_s + timing.backward_s)
+
     def host(self, piece: Piece, _hidden: Any) -> float:
         return int(piece.name.split()[-1]) * self.host_s * self.factor
 
@@ -108,6 +111,7 @@ def measured(
     for name, stands_in in (
         ("measure_time", machine.time),
         ("run_forwards", machine.forwards),
+        ("measure_rested_s", machine.rested),
         ("measure_host_s", machine.host),
         ("measure_memory", lambda *_: measuring.Held()),
         ("repeats_that_fit", lambda _, wanted: wanted),
@@ -128,6 +132,8 @@ def test_a_slow_phase_of_the_host_leaves_no_trace(
         np.testing.assert_allclose(each.both_s, [max(FORWARD_S + BACKWARD_S, host_s)] * 2)
         np.testing.assert_allclose(each.backward_s, [BACKWARD_S] * 2)
         assert each.host_s == (pytest.approx(host_s) if way is None else None)
+        rested = RESTED if way is None else math.nan
+        np.testing.assert_allclose(each.rested_s, rested * each.both_s)
 
 
 def test_a_host_that_is_always_slow_counts(monkeypatch: pytest.MonkeyPatch) -> None:
