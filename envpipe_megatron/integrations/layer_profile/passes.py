@@ -30,7 +30,7 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.integrations.layer_profile.undisturbed import not_held_up, undisturbed_s
 
 _PASSES = 3
-_WINDOW_S, _RESTED_WINDOW_S = 0.3, 0.2
+_WINDOW_S, _RESTED_WINDOW_S = 0.3, 0.15
 
 
 @dataclass(frozen=True)
