@@ -132,10 +132,10 @@ def test_gpus_at_their_power_limit_are_the_faster_the_more_they_wait() -> None:
                 for only in (False, True)
             )
             by_half = 1 - 0.3 * layers_s / all_s
-            factor = 1 - min(2 * (1 - share), 1) * (1 - by_half)
+            factor = 1 - (1 - share) * (1 - by_half)
             assert work.time_s == pytest.approx(factor * measured.time_s, rel=5e-3)
     assert min(waits) < 0.05
-    assert max(waits) > 0.5
+    assert max(waits) > 0.4
 
 
 @pytest.mark.parametrize("seed", range(4))

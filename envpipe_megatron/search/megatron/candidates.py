@@ -35,7 +35,7 @@ from envpipe_megatron.search.megatron.work import (
 )
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
-_ROUNDS = 4
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)

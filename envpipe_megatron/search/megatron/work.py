@@ -60,8 +60,11 @@ class StageWork:
         return float(self.forward_s[:, 0].sum() + self.backward_s[:, 0].sum())
 
     def busy_for(self, share: float) -> StageWork:
-        """The same where the GPU computes for this share of the time; see docs/search.md."""
-        factor = 1.0 - min(2.0 * (1.0 - share), 1.0) * (1.0 - self.rested)
+        """The same where the GPU computes for this share of the time.
+
+        Layers that each rest gain twice as much at that share; a pipeline's rests are few and long.
+        """
+        factor = 1.0 - (1.0 - share) * (1.0 - self.rested)
         return replace(
             self,
             forward_s=self.forward_s * factor,
