@@ -42,8 +42,9 @@ _MOST_CORRECTIONS = 6
 #: The framework's order runs at the highest clocks for so many iterations, each time that so many
 #: others have passed: less than a hundredth of what is saved.
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
-#: After so many windows a few units run at the highest clock, if no others do.
-_LOOKS_AT_TOP = 2
+#: After so many windows a few units run at the highest clock, if no others do; after twice as many
+#: each time that all is as before, up to the second number.
+_LOOKS_AT_TOP, _SELDOM = 2, 8
 #: Harm within so many windows of the last is the same harm, which is understood if it does not
 #: come back more often than this.
 _CALM, _UNDERSTOOD = 10, 2
@@ -89,6 +90,8 @@ class Controller:
         self._latest_s = 0.0
         #: Windows of the plan, how many of them were slow in a row, and which was the last.
         self._windows, self._harms, self._harmed_at = 0, 0, -_CALM
+        #: Windows between looks at the highest clock, and the one after which the next is due.
+        self._look_every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
         self._since_baseline = 0
         #: The plan that ranks have not heard of yet.
         self._adopted: Plan | None = None
@@ -98,8 +101,9 @@ class Controller:
         self._silence = Silence(own.num_stages)
         #: How often planning failed, and the window after which it is tried again, if it is.
         self._failures, self._again_at = 0, 0
-        #: By which share stages changed since the last plan was begun.
+        #: By which share stages changed since the last plan was begun, and in the last window.
         self._drift: FloatArray = np.zeros(own.num_stages)
+        self._drift_before = self._drift
         #: Whether the order of the last command began with it.
         self._fresh = False
         #: By which share plans must be faster than what is asked, for they turned out slower.
@@ -182,9 +186,12 @@ class Controller:
         window = yield self._plan_command(Phase.STEADY, settle=0 if len(self._steps) else 1)
         drift = self._learn_plan(window)
         drifted = np.abs(drift).max() > _DRIFT
-        if (drifted or self._windows % _LOOKS_AT_TOP == 0) and not self._harmed():
+        if (drifted or self._windows >= self._look_at) and not self._harmed():
             at_top = yield from self._look_at_the_top()
             drift = np.where(np.abs(at_top) > np.abs(drift), at_top, drift)
+            calm = np.abs(drift).max() <= _DRIFT
+            self._look_every = min(2 * self._look_every, _SELDOM) if calm else _LOOKS_AT_TOP
+            self._look_at = self._windows + self._look_every
         # What came while a plan was being made is not in that plan.
         drift = self._drift = np.where(np.abs(drift) > np.abs(self._drift), drift, self._drift)
         if self._harmed():
@@ -291,7 +298,6 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
-            self._knowledge.forget(_upset(drift))
             self._steps = Steps()
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
@@ -302,10 +308,17 @@ class Controller:
     def _learn_usual(
         self, orders: Sequence[Clocked], which: Sequence[int], window: Window
     ) -> FloatArray:
-        """Take in what the usual replica measured, and all that ran the same."""
+        """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
         usual = which[self._followers.usual]
         replicas = [replica for replica in self._everyone if which[replica] == usual]
-        return self._learn(orders[usual], window, replicas, fades=_FADES)
+        drift = self._learn(orders[usual], window, replicas, fades=_FADES)
+        # What changes in the middle of a window is half seen there, and half in the next one.
+        before, self._drift_before = self._drift_before, drift
+        both = (1 + before) * (1 + drift) - 1
+        drift = np.where((np.abs(drift) > _DRIFT) & (np.abs(both) > np.abs(drift)), both, drift)
+        if np.abs(drift).max() > _DRIFT:
+            self._knowledge.forget(_upset(drift))
+        return drift
 
     def _compare(self, window: Window, *, alike: bool = False) -> None:
         tail_s = self._knowledge.tail_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from on_request import on_request
 
@@ -59,6 +60,13 @@ def run(
 def calm() -> Ran:
     """A job that nothing happens to."""
     return run()
+
+
+def test_looks_at_the_highest_clock_become_rare(calm):
+    """They come after two reports, four, and then each time eight, of four iterations each."""
+    energies_j = np.array([each.energy_j for each in calm.job[calm.steady :]])
+    looks = np.flatnonzero(energies_j > 1.001 * np.median(energies_j))
+    assert np.diff(looks).tolist() == [17, 33, 33]
 
 
 #: Times of forwards.
@@ -178,9 +186,13 @@ def test_a_profile_of_other_gpus_is_refused(tmp_path):
 
 
 @on_request("CONTROL")
-def test_a_clock_that_follows_no_request_is_left_alone_until_it_follows_again(monkeypatch):
-    """Low clocks that save nothing would be slow as soon as they are followed again."""
+@pytest.mark.parametrize("begin", range(BEGIN, BEGIN + controller.WINDOW))
+def test_a_clock_that_follows_no_request_is_left_alone_until_it_follows_again(monkeypatch, begin):
+    """Low clocks that save nothing would be slow as soon as they are followed again.
+
+    Also where it begins in the middle of what a report is about.
+    """
     monkeypatch.setattr(controller, "BASELINE_EVERY", 60)
-    ran = run(iterations=170, faults=scripted("stuck", BEGIN, END, STAGES))
+    ran = run(iterations=170, faults=scripted("stuck", begin, END, STAGES))
     assert ran.slower(END, END + FOUND_OUT) < 0.005
     assert ran.saved(150, 170) > ran.saved(BEGIN - 10, BEGIN) - 0.01
