@@ -142,6 +142,7 @@ class Gpu(ABC):
     address: GpuAddress
     name: str
     supported_frequencies_mhz: tuple[int, ...]
+    _requested_mhz: int | None = None
 
     def __init_subclass__(cls) -> None:
         """Refuse, by a TypeError, a subclass (or a mixin of it) that replaces a checked method."""
@@ -175,12 +176,14 @@ class Gpu(ABC):
                 remedy=f"Nearest supported: {', '.join(f'{f} MHz' for f in near) or 'none'}",
             )
         self._lock(frequency_mhz)
+        self._requested_mhz = frequency_mhz
 
     @final
     def reset_frequency(self) -> None:
         """Undo any lock: back to the driver's default. Raises as `lock_frequency` does."""
         self._refuse_if_forbidden("reset the clock")
         self._reset()
+        self._requested_mhz = None
 
     def _refuse_if_forbidden(self, action: str) -> None:
         # Read at every call: a process may get the variable after it has made its GPU objects.
@@ -200,12 +203,12 @@ class Gpu(ABC):
         """Remove any lock."""
 
     @property
-    @abstractmethod
     def requested_frequency_mhz(self) -> int | None:
-        """The clock that this library last requested, None after a reset or before any.
+        """The clock that this object last requested, None after a reset or before any.
 
         It is a memory of requests: NVML has no getter for a lock.
         """
+        return self._requested_mhz
 
     @property
     @abstractmethod

@@ -53,11 +53,9 @@ class CommandGpu(ReadThroughGpu):
 
     def _lock(self, frequency_mhz: int) -> None:
         self._run(self._site.lock_command, {**self._values, "mhz": str(int(frequency_mhz))})
-        self._requested_mhz = frequency_mhz
 
     def _reset(self) -> None:
         self._run(self._site.reset_command, self._values)
-        self._requested_mhz = None
 
     def _run(self, command: Sequence[str], values: Mapping[str, str]) -> None:
         # In one pass, so that nothing that was put in is read as a placeholder again.

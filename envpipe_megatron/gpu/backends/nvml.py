@@ -115,7 +115,6 @@ class NvmlGpu(Gpu):
         self.name = found.name
         self.supported_frequencies_mhz = self._read_supported()
         self._reset_range_mhz = reset_range_mhz
-        self._requested_mhz: int | None = None
         self._instant_power: bool | None = None
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
         self._profiles = WorkloadProfiles(self._call)
@@ -144,7 +143,6 @@ class NvmlGpu(Gpu):
 
     def _lock(self, frequency_mhz: int) -> None:
         self._set_range(f"lock the clock at {frequency_mhz} MHz", frequency_mhz, frequency_mhz)
-        self._requested_mhz = frequency_mhz
 
     def _reset(self) -> None:
         if self._reset_range_mhz is None:
@@ -152,7 +150,6 @@ class NvmlGpu(Gpu):
         else:
             low, high = self._reset_range_mhz
             self._set_range(f"reset the clock to the site's {low} to {high} MHz", low, high)
-        self._requested_mhz = None
 
     def _set_range(self, action: str, low_mhz: int, high_mhz: int) -> None:
         self._change(action, pynvml.nvmlDeviceSetGpuLockedClocks, low_mhz, high_mhz)
@@ -188,11 +185,6 @@ class NvmlGpu(Gpu):
             value=uid,
             remedy="Train without clock control, or on a GPU that is passed through whole",
         )
-
-    @property
-    def requested_frequency_mhz(self) -> int | None:
-        """The clock last locked through this object, None after a reset or before any."""
-        return self._requested_mhz
 
     @property
     def observed_frequency_mhz(self) -> int:

@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 class ReadThroughGpu(Gpu):
     """Name, clock table and meters of another GPU object, whose own clock control is never used.
 
-    A subclass sets the clock its own way, names its `backend` and keeps `_requested_mhz`.
+    A subclass sets the clock its own way, and names its `backend`.
     """
 
     backend: ClassVar[str]
@@ -33,12 +33,6 @@ class ReadThroughGpu(Gpu):
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
         self._reader = reader
-        self._requested_mhz: int | None = None
-
-    @property
-    def requested_frequency_mhz(self) -> int | None:
-        """The clock that this object last requested, None after a reset or before any."""
-        return self._requested_mhz
 
     @property
     def observed_frequency_mhz(self) -> int:
@@ -75,11 +69,9 @@ class DryRunGpu(ReadThroughGpu):
 
     def _lock(self, frequency_mhz: int) -> None:
         _LOG.debug("dry run: would lock %s at %d MHz", self.name, frequency_mhz)
-        self._requested_mhz = frequency_mhz
 
     def _reset(self) -> None:
         _LOG.info("dry run: would reset the clock of %s", self.name)
-        self._requested_mhz = None
 
 
 class ReadOnlyGpu(ReadThroughGpu):

@@ -238,14 +238,12 @@ class ZeusdGpu(ReadThroughGpu):
 
     def _lock(self, frequency_mhz: int) -> None:
         self._set_range(frequency_mhz, frequency_mhz)
-        self._requested_mhz = frequency_mhz
 
     def _reset(self) -> None:
         if self._reset_range_mhz is None:
             self._zeusd.post(self._pci_address, "reset_gpu_locked_clocks")
         else:
             self._set_range(*self._reset_range_mhz)
-        self._requested_mhz = None
 
     def _set_range(self, low_mhz: int, high_mhz: int) -> None:
         self._zeusd.post(
