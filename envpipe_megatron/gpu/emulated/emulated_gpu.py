@@ -21,16 +21,11 @@ from envpipe_megatron.gpu.emulated.store import StateFile, default_root, stored_
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """How a unit ran: in virtual time, and without the energy of waiting before it.
-
-    The frequencies are the requested clocks in force when it began and for its last part.
-    """
+    """How a unit ran: in virtual time, and without the energy of waiting before it."""
 
     start_s: float
     end_s: float
     energy_j: float
-    frequency_mhz_start: int
-    frequency_mhz_end: int
 
 
 class EmulatedGpu(Gpu):
@@ -104,10 +99,10 @@ class EmulatedGpu(Gpu):
 
         def run(state: EmulatedState) -> UnitRun:
             state.wait_until(ready_s, model.wait_power_w, model.refresh_s)
-            start_s, start_mhz, energy_j = state.end_s, state.clock_mhz, 0.0
+            start_s, energy_j = state.end_s, 0.0
             work_left = 1.0
             if state.pending is not None:
-                settle_s = state.pending[1]
+                start_mhz, settle_s = state.clock_mhz, state.pending[1]
                 whole_s = model.unit_time_s(kind, start_mhz, time_at_max_s)
                 if settle_s < start_s + whole_s:
                     work_left -= (settle_s - start_s) / whole_s
@@ -118,7 +113,7 @@ class EmulatedGpu(Gpu):
             end_s = state.end_s + work_left * model.unit_time_s(kind, end_mhz, time_at_max_s)
             energy_j += state.commit(end_s, model.busy_power_w(kind, end_mhz), model.refresh_s)
             state.settle()
-            return UnitRun(start_s, end_s, energy_j, start_mhz, end_mhz)
+            return UnitRun(start_s, end_s, energy_j)
 
         return self._file.change(run)
 
