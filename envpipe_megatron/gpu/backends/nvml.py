@@ -85,13 +85,9 @@ def _identify(handle: object) -> NvmlDevice:
     return NvmlDevice(
         pynvml.nvmlDeviceGetIndex(handle),
         pynvml.nvmlDeviceGetUUID(handle),
-        _text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
+        pynvml.nvmlDeviceGetPciInfo(handle).busId,
         pynvml.nvmlDeviceGetName(handle),
     )
-
-
-def _text(text: bytes | str) -> str:
-    return text.decode() if isinstance(text, bytes) else text
 
 
 class NvmlGpu(Gpu):
