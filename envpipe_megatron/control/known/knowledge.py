@@ -92,8 +92,7 @@ class Knowledge:
         keys = num_stages * num_chunks * len(self.kinds)
         #: For each key (part, then kind), what units take.
         self._times = [Times(self.clocks_mhz) for _ in range(keys)]
-        model = PowerModel(self.nodes_mhz, len(self.kinds))
-        self._power_model = model
+        self._power_model = PowerModel(self.nodes_mhz, len(self.kinds))
         #: By stage, what was last found.
         self._power_w: dict[int, FloatArray] = {}
         columns = (len(self.kinds) + 1) * NUM_NODES + 1

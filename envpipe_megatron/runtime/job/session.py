@@ -57,7 +57,6 @@ class Session:
         gpu: as `rank_gpu.open_rank_gpu` opens it.
         make_executor: gets a function that waits for the clock controller.
         say: prints progress, on the planning rank alone.
-        print_grid: prints reconfigure grids there; the output folder has them too.
         memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
@@ -75,7 +74,6 @@ class Session:
         collectives: Collectives,
         *,
         say: Callable[[str], None] = lambda text: None,
-        print_grid: Callable[[str], None] = lambda text: None,
         memory: CudaMemory | None = None,
     ) -> None:
         self._gpu = gpu
@@ -83,7 +81,6 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self._print_grid = print_grid
         self.state = SessionState()
         memory = memory or device_memory()
         self._memory = JobMemory(memory, self._stage, collectives, self._say)
@@ -167,7 +164,7 @@ class Session:
                 collectives=collectives,
                 memory=self._memory,
                 say=self._say,
-                print_grid=self._show_grid,
+                print_grid=self._folder.add_grid,
             ),
             self.describe_job,
         )
@@ -454,11 +451,6 @@ class Session:
         self._last_run = run
         self._request(run.frequencies_mhz[0], Done())
         return run
-
-    def _show_grid(self, text: str) -> None:
-        """Called on the planning rank alone."""
-        self._folder.add_grid(text)
-        self._print_grid(text)
 
 
 def _unheard(frequency_mhz: int, after: Completion) -> None:
