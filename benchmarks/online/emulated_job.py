@@ -33,32 +33,30 @@ from envpipe_megatron.runtime.memory.peak import JobMemory
 
 
 class MemoryGroup:
-    """`HostGroup` between threads: `boxes[sender, receiver]` carry values in their order."""
+    """`HostGroup` between threads: `boxes[sender, receiver]` carry values in their order.
+
+    The first leads.
+    """
 
     def __init__(
-        self, index: int, leader: int, size: int, boxes: dict[tuple[int, int], SimpleQueue[Any]]
+        self, index: int, size: int, boxes: dict[tuple[int, int], SimpleQueue[Any]]
     ) -> None:
-        self._index, self._leader, self._size, self._boxes = index, leader, size, boxes
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank does."""
-        return self._index == self._leader
+        self._index, self._size, self._boxes = index, size, boxes
+        self.leads = index == 0
 
     def gather(self, value: Any) -> list[Any]:
         """As `HostGroup.gather`."""
         if not self.leads:
-            self._boxes[self._index, self._leader].put(value)
+            self._boxes[self._index, 0].put(value)
             return []
-        return [value if index == self._leader else self._get(index) for index in range(self._size)]
+        return [value, *(self._get(index) for index in range(1, self._size))]
 
     def broadcast(self, value: Any) -> Any:
         """As `HostGroup.broadcast`."""
         if not self.leads:
-            return self._get(self._leader)
-        for index in range(self._size):
-            if index != self._index:
-                self._boxes[self._index, index].put(value)
+            return self._get(0)
+        for index in range(1, self._size):
+            self._boxes[0, index].put(value)
         return value
 
     def _get(self, sender: int) -> Any:
@@ -158,10 +156,10 @@ class EmulatedJob:
 
     def _collectives(self, replica: int, stage: int, groups: _Boxes) -> Collectives:
         tree = [
-            groups.group((stage, tuple(members)), members.index(replica), 0, len(members))
+            groups.group((stage, tuple(members)), members.index(replica), len(members))
             for members in tree_groups(replica, self._replicas)
         ]
-        pipeline = groups.group(("pipeline", replica), stage, 0, self._stages)
+        pipeline = groups.group(("pipeline", replica), stage, self._stages)
         return Collectives(stage, pipeline, tree, self._replicas)  # type: ignore[arg-type]
 
     def _parts(
@@ -229,14 +227,14 @@ class _Boxes:
         self._made = made
         self._by_name: dict[object, dict[tuple[int, int], SimpleQueue[Any]]] = {}
 
-    def group(self, name: object, index: int, leader: int, size: int) -> MemoryGroup:
+    def group(self, name: object, index: int, size: int) -> MemoryGroup:
         """A rank's end of a group."""
         boxes = self._by_name.get(name)
         if boxes is None:
             pairs = [(a, b) for a in range(size) for b in range(size)]
             boxes = self._by_name[name] = {pair: SimpleQueue() for pair in pairs}
             self._made.append(boxes)
-        return MemoryGroup(index, leader, size, boxes)
+        return MemoryGroup(index, size, boxes)
 
 
 def _nothing(*args: object, **named: object) -> None:

@@ -124,6 +124,7 @@ class MemoryGpu:
         return self.preset.wait_power_w * (1 - self._wait_follows * below)
 
 
+_HICCUP_S = 0.01
 #: More than a window of iterations has.
 _KEPT_REFRESHES = 10_000
 
@@ -184,7 +185,7 @@ class Pipelines:
     Args:
         forward_s: of each stage, at the highest clock; a backward takes `backward_ratio` as long.
         faults: what is the matter in which iteration.
-        hiccups: share of units that take `hiccup_s` longer.
+        hiccups: share of units that take 10 ms longer.
         scatter: standard deviation of the time of a unit, as a share of it.
         wait_follows: share of the power of waiting at the highest clock that follows the clock.
     """
@@ -198,7 +199,6 @@ class Pipelines:
         backward_ratio: float = 2.0,
         faults: Faults = lambda iteration: {},
         hiccups: float = 0.0,
-        hiccup_s: float = 0.01,
         scatter: float = 0.0,
         wait_follows: float = 0.0,
     ) -> None:
@@ -212,8 +212,7 @@ class Pipelines:
         self._unit_s = [
             {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
         ]
-        self._faults, self._hiccups, self._hiccup_s = faults, hiccups, hiccup_s
-        self._scatter = scatter
+        self._faults, self._hiccups, self._scatter = faults, hiccups, scatter
         self._random = np.random.default_rng(7)
         self.iterations: list[Iteration] = []
         #: After how many waits that were parked in a unit began at its own clock, and did not.
@@ -293,7 +292,7 @@ class Pipelines:
                 self.parked[gpu.state.clock_mhz == clocks[stage][position]] += 1
             start_s, end_s = gpu.run_unit(kind, at_max_s, ready_s)
             if late[node]:
-                end_s += self._hiccup_s
+                end_s += _HICCUP_S
                 gpu.advance_to(end_s)
             following = (position + 1) % width
             gpu.request(parked[stage].get(following, (clocks[stage][following],))[0])

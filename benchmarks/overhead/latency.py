@@ -10,7 +10,6 @@ import torch
 from benchmarks.overhead.trigger_latency import StandIn, measure
 
 _LOOK_S = 2e-4
-_UNIT_MS = 4.0
 #: Width of a matrix whose product takes about a millisecond on a core.
 _MATRIX = 256
 
@@ -19,7 +18,7 @@ class _Waiting(StandIn):
     """The training thread sleeps between launches: it waits for a neighbour."""
 
     def launch(self, position: int) -> None:
-        time.sleep(0.9 * self._unit_s)
+        time.sleep(0.9 * self.UNIT_S)
 
     def end_iteration(self) -> list[float]:
         while not self.end_ns(self._count - 1):
@@ -30,21 +29,21 @@ class _Waiting(StandIn):
 class _Computing(_Waiting):
     """The training thread is inside torch, which gives up the interpreter lock."""
 
-    def __init__(self, unit_ms: float = _UNIT_MS) -> None:
-        super().__init__(unit_ms)
+    def __init__(self) -> None:
+        super().__init__()
         self._matrix = torch.randn(_MATRIX, _MATRIX)
 
     def launch(self, position: int) -> None:
-        end_s = time.perf_counter() + 0.9 * self._unit_s
+        end_s = time.perf_counter() + 0.9 * self.UNIT_S
         while time.perf_counter() < end_s:
             self._matrix @ self._matrix
 
 
 #: What the training thread does, in words, and a stand-in for the GPU beside such a thread.
 THREADS: dict[str, Callable[[], StandIn]] = {
-    "waits": lambda: _Waiting(_UNIT_MS),
-    "is inside torch": lambda: _Computing(_UNIT_MS),
-    "runs pure Python": lambda: StandIn(_UNIT_MS),
+    "waits": _Waiting,
+    "is inside torch": _Computing,
+    "runs pure Python": StandIn,
 }
 
 

@@ -256,14 +256,14 @@ class StandIn:
     """Without a GPU: a second process that ends units in order, each a few ms after the last."""
 
     MOST_UNITS = 100_000
+    UNIT_S = 4e-3
 
-    def __init__(self, unit_ms: float = 4.0) -> None:
-        self._unit_s = unit_ms / 1e3
+    def __init__(self) -> None:
         self.ends = mmap.mmap(-1, 8 * self.MOST_UNITS)
         to_device, self._launches = os.pipe()
         self.ended, from_device = os.pipe()
         context = multiprocessing.get_context("fork")
-        arguments = (self.ends, to_device, from_device, self._unit_s, self._launches)
+        arguments = (self.ends, to_device, from_device, self.UNIT_S, self._launches)
         self._process = context.Process(target=_end_units, args=arguments, daemon=True)
         self._process.start()
         os.close(to_device)
@@ -282,7 +282,7 @@ class StandIn:
 
     def launch(self, position: int) -> None:
         """Bytecode and short C calls, for less than the unit will take."""
-        _burn_until(time.perf_counter() + 0.9 * self._unit_s)
+        _burn_until(time.perf_counter() + 0.9 * self.UNIT_S)
 
     def end_unit(self) -> Completion:
         """Hand the unit over."""

@@ -70,13 +70,7 @@ class LowtimeRun:
     stated_energy_j: NDArray[np.float64]
     available_after_s: NDArray[np.float64]
     seconds_total: float
-    wall_seconds_total: float
     finished: bool
-
-    @property
-    def num_plans(self) -> int:
-        """How many plans were found."""
-        return len(self.plans)
 
     @property
     def seconds_to_fastest(self) -> float:
@@ -204,7 +198,6 @@ def _read_run(folder: Path, request: _Request) -> LowtimeRun:
         stated_energy_j=found["stated_energy_j"],
         available_after_s=found["cpu_s"],
         seconds_total=result["cpu_s"],
-        wall_seconds_total=result["wall_s"],
         finished=result["finished"],
     )
 

@@ -123,14 +123,10 @@ class AtRivalTime:
         return 100.0 * (self.ours.energy_j / self.rival.cost.energy_j - 1.0)
 
     @property
-    def in_time(self) -> bool:
-        """Whether ours is not slower."""
-        return self.ours.iteration_time_s <= self.rival.cost.iteration_time_s * (1 + _SAME_TIME)
-
-    @property
     def passed(self) -> bool:
         """Whether ours is neither dearer nor slower."""
-        return self.in_time and self.energy_percent <= 0.0
+        longest_s = self.rival.cost.iteration_time_s * (1 + _SAME_TIME)
+        return self.ours.iteration_time_s <= longest_s and self.energy_percent <= 0.0
 
 
 @dataclass(frozen=True)

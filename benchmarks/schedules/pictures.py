@@ -62,11 +62,6 @@ class Case:
         busy_s = float(self.plan.timeline.duration_s.sum())
         return 100 * (1 - busy_s / (STAGES * self.plan.cost.iteration_time_s))
 
-    @property
-    def peak_in_flight(self) -> tuple[float, ...]:
-        """[num_stages] microbatches held; a chunk's activations count as a part of a stage's."""
-        return self.plan.schedule.microbatches_in_flight
-
 
 @click.command()
 @click.option(
@@ -187,7 +182,7 @@ def table(cases: Iterable[Case]) -> str:
             case.clocks,
             f"{cost.iteration_time_s:.3f}",
             f"{case.bubble_percent:.1f}",
-            ", ".join(f"{peak:g}" for peak in case.peak_in_flight),
+            ", ".join(f"{peak:g}" for peak in case.plan.schedule.microbatches_in_flight),
             f"{cost.energy_j:.0f}",
             f"{round(cost.saving_percent(reference), 1) + 0.0:.1f}",  # never -0.0
         )

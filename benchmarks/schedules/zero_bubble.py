@@ -252,11 +252,8 @@ def compare(rival: Rival, case: Case) -> Iterator[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """By scheduler and measure: how often ours is shorter, and the mean bubble of both."""
-    columns = ("theirs", "measure", "jobs", "ours shorter", "equal", "ours longer")
     lines = [
-        markdown_line(
-            (*columns, "longer by at most (%)", "bubble, theirs (%)", "bubble, ours (%)")
-        ),
+        markdown_line(_COLUMNS),
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for scheduler, measure in dict.fromkeys((r["scheduler"], r["measure"]) for r in rows):

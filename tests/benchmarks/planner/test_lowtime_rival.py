@@ -49,7 +49,7 @@ def test_plans_are_priced_as_ours_and_near_the_time_that_lowtime_states(run_smal
     profile, run = run_small
     found = run(recipe=recipe)
     assert found.finished
-    assert found.num_plans == len(found.stated_energy_j) == len(found.available_after_s) > 10
+    assert len(found.plans) == len(found.stated_energy_j) == len(found.available_after_s) > 10
     stated_s = [time_s for time_s, _ in found.plans]
     assert stated_s == sorted(stated_s, reverse=True)
     assert np.all(np.diff(found.available_after_s) >= 0)
@@ -88,10 +88,10 @@ def test_a_run_that_ends_at_its_limit_keeps_its_plans_and_is_repeated_with_more_
     cut = run_lowtime(profile, 32, POWER_W, time_limit_s=2, **options)
     assert not cut.finished
     assert cut.seconds_to_fastest == math.inf
-    assert cut.num_plans > 0
+    assert len(cut.plans) > 0
     longer = run_lowtime(profile, 32, POWER_W, time_limit_s=3, **options)
-    assert longer.num_plans > cut.num_plans
-    assert np.array_equal(longer.plans[cut.num_plans - 1][1], cut.plans[-1][1])
+    assert len(longer.plans) > len(cut.plans)
+    assert np.array_equal(longer.plans[len(cut.plans) - 1][1], cut.plans[-1][1])
 
 
 def test_a_failure_of_lowtime_is_an_error_and_leaves_nothing(tmp_path, capfd):
