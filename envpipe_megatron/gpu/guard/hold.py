@@ -56,7 +56,6 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,
-    OpenGpu,
     list_leases,
     undo_dead_ranks,
     undo_lease,
@@ -140,14 +139,12 @@ def hold_gpu(
     on_event: Callable[[GuardEvent], None],
     settings: GuardSettings | None = None,
     timeout_s: float = _ANSWER_S,
-    open_gpu: OpenGpu = open_gpu,
 ) -> "Hold":
     """Start a guard for a GPU; once this returns, the rank may lock its clock.
 
     Args:
         job: the job's name on this node, by default `job_key()`.
         on_event: called on its own thread with what the guard reports.
-        open_gpu: used when this rank stands in for the guard.
 
     Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
     LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
@@ -172,13 +169,13 @@ def hold_gpu(
         finally:
             process.kill()  # the guard has detached, or could not start
             process.wait()
-        return Hold(ours, address, job, settings, _accepted(answer, log), on_event, open_gpu)
+        return Hold(ours, address, job, settings, _accepted(answer, log), on_event)
     except BaseException as error:
         with suppress(OSError):  # in case the guard still starts: nobody waits for it
             send(ours, {"op": "release"})
         ours.close()
         with suppress(Exception):
-            _undo_unanswered(address, open_gpu)
+            _undo_unanswered(address)
         if not isinstance(error, OSError):
             raise
         raise GuardError(
@@ -231,7 +228,7 @@ def _accepted(answer: dict[str, Any] | None, log: Path) -> int:
     raise kind(str(answer.get("what")))
 
 
-def _undo_unanswered(address: GpuAddress, open_gpu: OpenGpu) -> None:
+def _undo_unanswered(address: GpuAddress) -> None:
     """Undo the lease of a guard that died before it answered this process."""
     for record in list_leases():
         if (record.address, record.rank) == (address, ProcessIdentity.own()):
@@ -249,7 +246,6 @@ class Hold:
         settings: GuardSettings,
         guard_pid: int,
         on_event: Callable[[GuardEvent], None],
-        open_gpu: OpenGpu,
     ) -> None:
         self.address = address
         self.job = printable(job)
@@ -257,7 +253,6 @@ class Hold:
         self._heartbeat_s = settings.heartbeat_s
         self._connection = connection
         self._on_event = on_event
-        self._open_gpu = open_gpu
         self._pid = os.getpid()
         self._gave_up = False
         self._is_back = False
@@ -370,7 +365,7 @@ class Hold:
             try:
                 if not self._settled:
                     self._undo_own()
-                if not undo_dead_ranks(self.job, self._open_gpu) and self._settled:
+                if not undo_dead_ranks(self.job, open_gpu) and self._settled:
                     return
             except Exception as error:
                 if str(error) != failure:
@@ -385,11 +380,11 @@ class Hold:
         name = lease_name(self.address)
         there = [record for record in list_leases() if record.path.name == name]
         own = [record for record in there if self._is_own(record)]
-        left = [r for r in own if r.live or not undo_lease(r, self._open_gpu, gave_up=gave_up)]
+        left = [r for r in own if r.live or not undo_lease(r, open_gpu, gave_up=gave_up)]
         # A guard that hangs still holds the lease, or somebody undid it before this rank's last
         # lock. Another job's GPU, or one that this rank holds again, is left alone.
         if own == left and own == there and not self._is_back:
-            self._open_gpu(self.address).reset_frequency()
+            open_gpu(self.address).reset_frequency()
             self._is_back = gave_up
         if gave_up and not left:
             self._settle()

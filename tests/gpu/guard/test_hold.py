@@ -32,6 +32,7 @@ class Played:
         self.gpu = FakeGpu()
         self.calls = []
         monkeypatch.setattr(hold_module.subprocess, "Popen", self._start)
+        monkeypatch.setattr(hold_module, "open_gpu", lambda _: self.gpu)
 
     def _start(self, command, **how):
         self.command, self.how = command, how
@@ -49,7 +50,7 @@ class Played:
     def hold(self, heartbeat_s=1000.0, on_event=None, **named):
         named.setdefault("settings", GuardSettings(heartbeat_s))
         on_event = on_event or self.events.put
-        return hold_gpu(ADDRESS, "job", on_event=on_event, open_gpu=lambda _: self.gpu, **named)
+        return hold_gpu(ADDRESS, "job", on_event=on_event, **named)
 
     def hear(self):
         return receive(self.end)
