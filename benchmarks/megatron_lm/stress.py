@@ -324,7 +324,7 @@ def replace_work(make: Callable[[Any], ToldWork]) -> None:
     """Let sessions of this process run other work in place of a stage's, until it ends."""
     inner = interpreter.execute
 
-    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun) -> None:
-        inner(schedule, stage, make(work), run)
+    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun, *more: Any) -> None:
+        inner(schedule, stage, make(work), run, *more)
 
     mock.patch.object(session, "execute", execute).start()

@@ -151,12 +151,15 @@ class FakeStage:
             self.gradients = 0
 
 
-def run_units(work: object, units: tuple[Unit, ...]) -> None:
+def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     """What the interpreter does with a stage's work, without messages."""
+    unit_ended = memory.begin_units()
     for unit in units:
         run = work.forward if unit.kind is Kind.FORWARD else work.backward  # type: ignore[attr-defined]
         run(unit, None)
         work.sent(unit)  # type: ignore[attr-defined]
+        if unit_ended is not None:
+            unit_ended(unit)
 
 
 SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
@@ -216,7 +219,7 @@ class FakeJob:
         def run(stage, work, memory):
             for _ in range(iterations):
                 memory.watch = watch
-                run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+                run_units(work, schedule.stages[stage], memory)
                 memory.units_ended()
                 peak = memory._source.peak
                 work.end_iteration()
@@ -233,7 +236,7 @@ class FakeJob:
         def run(stage, work, memory):
             for left in reversed(range(profiled)):
                 memory.watch = Watch.PEAK
-                run_units(memory.watched(lambda schedule: work)(self.own), self.own.stages[stage])
+                run_units(work, self.own.stages[stage], memory)
                 if not left:
                     memory.learn(self.own, specs)
                 work.end_iteration()

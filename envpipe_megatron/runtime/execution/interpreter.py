@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,9 +25,16 @@ class StageWork(Protocol):
         """The unit's output is in the channel: what only it needed may be freed."""
 
 
-def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> None:
+def execute(
+    schedule: Schedule,
+    stage: int,
+    work: StageWork,
+    run: StageRun,
+    unit_ended: Callable[[Unit], None] | None = None,
+) -> None:
     """Execute one stage's order of a schedule once; `run.end` tells the times measured.
 
+    `unit_ended` is called with each unit once its output is in the channel and its memory freed.
     Raises ChannelError if a neighbour is gone or silent.
     """
     run.begin()
@@ -37,4 +45,6 @@ def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> N
         run.end_unit(outputs)
         del inputs, outputs  # they would take memory from the next unit
         work.sent(unit)
+        if unit_ended is not None:
+            unit_ended(unit)
     run.hand_over()

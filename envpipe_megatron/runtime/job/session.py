@@ -250,8 +250,8 @@ class Session:
         in_step = self._step_begun
         run = self._open(num_microbatches, specs, None, self._channel, full_batch=full_batch)
         schedule = run.order.schedule
-        work = self._memory.watched(make_work)(schedule)
-        execute(schedule, self._stage, work, run)
+        work = make_work(schedule)
+        execute(schedule, self._stage, work, run, self._memory.begin_units())
         self._units_ended()
         self._running = run
         if not in_step:

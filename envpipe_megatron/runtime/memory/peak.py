@@ -26,7 +26,6 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
-from envpipe_megatron.runtime.execution.interpreter import StageWork
 from envpipe_megatron.runtime.going_on import in_words, on_every_rank
 from envpipe_megatron.runtime.memory.device import CudaMemory, Reading
 
@@ -134,18 +133,6 @@ class JobMemory:
         self._step_peak_bytes = 0
         self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
-
-    def watched(
-        self, make_work: Callable[[Schedule], StageWork]
-    ) -> Callable[[Schedule], StageWork]:
-        """Make the work of the next training iteration so that it is watched."""
-
-        def make(schedule: Schedule) -> StageWork:
-            work = make_work(schedule)
-            unit_ended = self.begin_units()
-            return work if unit_ended is None else _WatchedWork(work, unit_ended)
-
-        return make
 
     def begin_units(self) -> Callable[[Unit], None] | None:
         """The next training iteration begins; what to call as a unit ends, if each is watched."""
@@ -299,19 +286,6 @@ class JobMemory:
     def _warn(self, text: str) -> None:
         if self._collectives.is_planner:
             logger.warning("%s", text)
-
-
-class _WatchedWork:
-    """Looks at memory after each unit, when its output has been handed to the channel."""
-
-    def __init__(self, work: StageWork, unit_ended: Callable[[Unit], None]) -> None:
-        self.forward, self.backward = work.forward, work.backward
-        self._work, self._unit_ended = work, unit_ended
-
-    def sent(self, unit: Unit) -> None:
-        """Let the unit end, then look."""
-        self._work.sent(unit)
-        self._unit_ended(unit)
 
 
 def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:

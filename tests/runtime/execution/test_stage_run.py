@@ -112,7 +112,7 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
     parts: Any = Parts()
     schedule = builders.one_f_one_b(2, 2)
     run = run_of(schedule, 0, parts, parts)
-    execute(schedule, 0, parts, run)
+    execute(schedule, 0, parts, run, lambda unit: parts.calls.append(("ended", str(unit))))
     assert run.executed == ["F0", "F1", "B0", "B1"]
     assert parts.calls == [
         ("begin step", "1f1b", SPECS),
@@ -122,21 +122,25 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         (1, "event 1"),
         ("send", "F0", [100.0]),
         ("sent", "F0", [None]),
+        ("ended", "F0"),
         "unit",
         ("forward", "F1", None),
         (2, "event 2"),
         ("send", "F1", [101.0]),
         ("sent", "F1", [None]),
+        ("ended", "F1"),
         ("receive", "B0"),
         "unit",
         ("backward", "B0", [2.0]),
         (3, "event 3"),
         ("sent", "B0", [None, None]),
+        ("ended", "B0"),
         ("receive", "B1"),
         "unit",
         ("backward", "B1", [3.0]),
         (0, "event 4"),  # for the next iteration's first
         ("sent", "B1", [None, None]),
+        ("ended", "B1"),
         "end step",
     ]
     parts.calls.clear()  # an optimizer is handed over

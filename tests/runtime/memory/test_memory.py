@@ -146,7 +146,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
 
     def run(stage, work, memory):
         memory.watch = Watch.PEAK if lacks == "units" else Watch.UNITS
-        run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+        run_units(work, schedule.stages[stage], memory)
         memory.units_ended()
         assert memory.peak_bytes() is None
         if lacks.startswith("readings") and stage == 1:
@@ -166,7 +166,7 @@ def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
 
     def run(stage, work, memory):
         memory.watch = Watch.PEAK
-        run_units(memory.watched(lambda schedule: work)(job.own), job.own.stages[stage])
+        run_units(work, job.own.stages[stage], memory)
         assert memory.peak_bytes() == memory._source.peak
         peak = memory._source.peak
         memory.units_ended()
@@ -203,7 +203,7 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
             memory.watch = Watch.PEAK
             if stage == 1:
                 work.memory.take(leak)
-            run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+            run_units(work, schedule.stages[stage], memory)
             memory.compare(memory.peak_bytes())
             work.end_iteration()
             return memory.stages
