@@ -38,6 +38,7 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.quickstart.model import forward_step
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
@@ -219,7 +220,7 @@ class Bench:
 
     def _run(self, name: str, step: int) -> list[Any]:
         result: list[Any] = self.functions[name](
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=self._data(step),
             model=self.model,
             num_microbatches=self.options["num_microbatches"],
@@ -263,20 +264,6 @@ class Bench:
             share_embeddings_and_output_weights=False,
         )
         return model.to(self.device, self.dtype)  # position embeddings are made in 32 bits
-
-
-def _forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
-    tokens = next(data)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    length = inputs.shape[1]
-    positions = torch.arange(length, device="cuda").expand_as(inputs)
-    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)[None, None]
-    return model(inputs, positions, mask, labels=labels), _mean_loss
-
-
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mean = losses.float().mean()
-    return mean, {"loss": mean.detach().clone()}
 
 
 def equal(
