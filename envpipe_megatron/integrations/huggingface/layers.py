@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
 from torch import Tensor, nn
 
-from envpipe_megatron.integrations.huggingface.attention import Attention
+if TYPE_CHECKING:
+    from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 #: Hidden states, alone or with what later layers need.
 Message = Tensor | tuple[Tensor, ...]
@@ -36,29 +37,11 @@ class Entry:
     tied: bool = False
 
 
-class Builder(Protocol):
-    """Gives layers what they are made of."""
-
-    attention: Attention
-
-    def entry(self, index: int) -> Entry:
-        """What a layer is made of."""
-
-    def module(self, name: str) -> nn.Module:
-        """A module of the unsplit model, on the device `meta`."""
-
-    def extras(self, index: int) -> tuple[str, ...]:
-        """Those of `EXTRAS` that come to a layer."""
-
-    def finish(self, layer: Layer) -> None:
-        """Give a layer its weights."""
-
-
 class Layer(nn.Module):
     """A layer of a split model; DeepSpeed's specs call the class.
 
     Args:
-        builder: has the unsplit model's modules, and weights.
+        model: has the unsplit model's modules, and weights.
         index: the layer's place in the model.
         finished: whether it gets weights, or stays on the device `meta`.
     """
@@ -66,18 +49,17 @@ class Layer(nn.Module):
     #: Those of `EXTRAS` that `run` takes.
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, builder: Builder, index: int, finished: bool = True) -> None:
+    def __init__(self, model: SplitModel, index: int, finished: bool = True) -> None:
         super().__init__()
-        entry = builder.entry(index)
         self.index = index
-        self.attention = builder.attention
-        self.takes, self.gives = builder.extras(index), builder.extras(index + 1)
-        self.names = dict(entry.modules)
-        for attribute, name in entry.modules.items():
-            self.add_module(attribute, copy.deepcopy(builder.module(name)))
+        self.attention = model.attention
+        self.takes, self.gives = model.extras(index), model.extras(index + 1)
+        self.names = dict(model.entries[index].modules)
+        for attribute, name in self.names.items():
+            self.add_module(attribute, copy.deepcopy(model.module(name)))
         self.arrange()
         if finished:
-            builder.finish(self)
+            model.finish(self)
 
     def arrange(self) -> None:
         """Leave out what other layers hold."""

@@ -90,10 +90,6 @@ class SplitModel:
 
     # What layers ask for.
 
-    def entry(self, index: int) -> Entry:
-        """What a layer is made of."""
-        return self.entries[index]
-
     def module(self, name: str) -> nn.Module:
         """A module of the unsplit model, on the device `meta`."""
         return self._skeleton.module(name)
