@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import pynvml
 
@@ -15,6 +14,7 @@ from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.gpu.visible_devices import visible_gpus
+from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.prove.settings import ProveError
 
 _PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
@@ -117,10 +117,5 @@ def newcomers(machine: Machine) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    known = {"envpipe-megatron": __version__}
-    for package in _PACKAGES:
-        try:
-            known[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return known
+    installed = {package: found for package in _PACKAGES if (found := version_of(package))}
+    return {"envpipe-megatron": __version__, **installed}
