@@ -51,15 +51,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Part:
-    """A plot with its name; `div` is where the library draws it."""
+    """A plot with its name."""
 
     figure: Model
     title: str = ""
-    div: str = ""
 
     @property
     def plot(self) -> str:
-        """What the script finds the plot by."""
+        """What the script finds the plot by, and the page the place where it is drawn."""
         return str(self.figure.name)
 
 
@@ -81,22 +80,13 @@ def page_text(
     views = list(_views(folder, facts))
     figures = {part.plot: part.figure for view in views for part in view.parts}
     script, divs = components(figures) if figures else ("", {})
-    shown = [
-        View(
-            view.key,
-            view.title,
-            view.text,
-            [Part(part.figure, part.title, Markup(divs[part.plot])) for part in view.parts],
-            view.choices,
-        )
-        for view in views
-    ]
     kept = [_without_viewed(section) for section in sections]
     return _rendered(
         title=title,
         tiles=_tiles(facts),
         marks=marks_of(folder),
-        views=shown,
+        views=views,
+        divs={plot: Markup(div) for plot, div in divs.items()},
         sections=[part for part in kept if part.rows or part.lines or part.pictures],
         stills={
             picture.name: Markup(
