@@ -28,15 +28,19 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles
 from envpipe_megatron.report.drawing.style import (
+    BLUE,
     INK,
     MUTED,
     SKY,
+    VERMILION,
     add_colour_bar,
     clock_map,
+    dress,
     legend_below,
     new_figure,
     save_picture,
     scale_range,
+    set_title,
 )
 
 #: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
@@ -45,7 +49,7 @@ _MOST_TICKS = 32
 _MARKER: dict[str, Any] = {
     "markerfacecolor": "#f0c000", "markeredgecolor": INK, "markersize": 6.5,
 }  # fmt: skip
-_FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = "#0072b2", "#d55e00", INK
+_FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = BLUE, VERMILION, INK
 
 
 def plot_timeline(
@@ -156,7 +160,7 @@ def energy_valley_figure(
     for axes in panels[len(shown) :]:
         axes.remove()
     panels[0].set_ylim(bottom=0)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)
+    set_title(figure, title)
     figure.supylabel("energy of one microbatch (J)", fontsize=9, color=MUTED)
     handles = [
         Line2D([], [], color=_SUM_LINE, linewidth=2, label="forward + backward"),
@@ -195,10 +199,7 @@ def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
         saved = 100 * (1 - both[best] / both[top])
         heading += f": optimum {best} MHz saves {saved:.0f} %"
     axes.set_title(heading, fontsize=9, loc="left", color=INK)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=MUTED, labelsize=8)
+    dress(axes)
 
 
 def _caption(plan: Plan) -> str:
