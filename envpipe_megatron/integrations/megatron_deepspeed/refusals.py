@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.integrations.levels import AUTO, Asks, Level, above_one, any_of, on
-from envpipe_megatron.integrations.refusals import RefusedError, check_refused
+from envpipe_megatron.integrations.refusals import (
+    FREES_WHILE_TRAINING,
+    RefusedError,
+    frees_while_training,
+)
 
 #: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
 _WITHOUT_PIPELINE = {
@@ -88,11 +92,15 @@ REFUSED: Mapping[str, Asks] = {
         _configured("activation_checkpointing", "profile"),
     ),
     "--skip-train": on("skip_train"),
+    FREES_WHILE_TRAINING: lambda _: frees_while_training(),
 }
 
 
 def check_supported(args: argparse.Namespace) -> None:
-    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe."""
+    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe.
+
+    And a job without a pipeline.
+    """
     script = Path(sys.argv[0]).name
     if script in _WITHOUT_PIPELINE:
         raise RefusedError(
@@ -101,7 +109,17 @@ def check_supported(args: argparse.Namespace) -> None:
             remedy="Leave --envpipe out. pretrain_gpt.py and finetune_llama.py train in a "
             "pipeline, and Megatron-LM under --envpipe does.",
         )
-    check_refused(args, REFUSED)
+    if args.pipeline_model_parallel_size < 2:
+        raise RefusedError(
+            "--envpipe needs a pipeline",
+            value=args.pipeline_model_parallel_size,
+            remedy="Give --pipeline-model-parallel-size of at least 2, or leave --envpipe out.",
+        )
+    if asked_for := [feature for feature, asks in REFUSED.items() if asks(args)]:
+        raise RefusedError(
+            f"Under --envpipe, these are refused until they are proven: {'; '.join(asked_for)}",
+            remedy="Leave them out, or train without --envpipe.",
+        )
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
