@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ MICROBATCHES_OPTION = click.option(
     "--num-microbatches", type=click.IntRange(min=1), required=True,
     help="Microbatches of an iteration.",
 )  # fmt: skip
+
+TEXT_OPTION = click.option(
+    "--text",
+    type=click.Path(exists=True, path_type=Path),
+    default=Path(sysconfig.get_path("stdlib")),
+    help="File or folder to train on. Default: the Python standard library's sources.",
+)
 
 #: A file's mark stands within these.
 _HEAD_BYTES = 1 << 16
@@ -154,6 +162,14 @@ def known_blocking_power(
         "" if sidecar.exists() else ", or copy the profile's sidecar there",
     )
     return 0.0
+
+
+def warn_of_free_waiting() -> None:
+    """Say that no blocking power is known, where energies are computed with one of 0."""
+    logger.warning(
+        "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
+        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
+    )
 
 
 def numbers(values: Iterable[float]) -> str:

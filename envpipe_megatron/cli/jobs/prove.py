@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import OUTPUT_FOLDER
+from envpipe_megatron.cli.common import OUTPUT_FOLDER, TEXT_OPTION
 from envpipe_megatron.cli.machine.doctor import all_checks
 
 
 @click.command()
-@click.option(
-    "--text",
-    type=click.Path(exists=True, path_type=Path),
-    help="File or folder to train on. Default: the Python standard library's sources.",
-)
+@TEXT_OPTION
 @click.option("--output", type=OUTPUT_FOLDER, default=Path("runs/prove"), show_default=True)
 @click.option("--gpu", "preset", metavar="PRESET", help="Emulated GPUs, on this machine's CPU.")
 @click.option("--dry-run", is_flag=True, help="Read all, and change no clock.")
@@ -29,7 +24,7 @@ from envpipe_megatron.cli.machine.doctor import all_checks
     help="Measured ones of each turn. Default: as many as last 15 s.",
 )
 def prove(
-    text: Path | None,
+    text: Path,
     output: Path,
     preset: str | None,
     dry_run: bool,
@@ -52,10 +47,7 @@ def prove(
     from envpipe_megatron.prove.settings import ProveSettings, gpt_for_gpus
     from envpipe_megatron.quickstart.settings import Settings
 
-    folder, source = (
-        str(output.resolve()),
-        str((text or Path(sysconfig.get_path("stdlib"))).resolve()),
-    )
+    folder, source = str(output.resolve()), str(text.resolve())
     checks = [asdict(check) for check in all_checks()]
     if preset is not None:
         job = Settings(folder, source, preset)

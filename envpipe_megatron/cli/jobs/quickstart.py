@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import OUTPUT_FOLDER
+from envpipe_megatron.cli.common import OUTPUT_FOLDER, TEXT_OPTION
 from envpipe_megatron.cli.jobs.report import report_on
 from envpipe_megatron.console import say
 
 
 @click.command()
-@click.option(
-    "--text",
-    type=click.Path(exists=True, path_type=Path),
-    help="File or folder to train on. Default: the Python standard library's sources.",
-)
-@click.option(
-    "--output",
-    type=OUTPUT_FOLDER,
-    default=Path("runs/quickstart"),
-    show_default=True,
-)
+@TEXT_OPTION
+@click.option("--output", type=OUTPUT_FOLDER, default=Path("runs/quickstart"), show_default=True)
 @click.option("--gpu", "preset", default="a100-sxm", show_default=True, help="Emulated GPU.")
-def quickstart(text: Path | None, output: Path, preset: str) -> None:
+def quickstart(text: Path, output: Path, preset: str) -> None:
     """Train a small GPT on this machine, with and without EnvPipe.
 
     Four pipeline ranks on the CPU, each with an emulated GPU; about three minutes.
@@ -39,7 +29,7 @@ def quickstart(text: Path | None, output: Path, preset: str) -> None:
     from envpipe_megatron.quickstart.settings import Settings
     from envpipe_megatron.report.report import PAGE_FILE
 
-    source, console = text or Path(sysconfig.get_path("stdlib")), Console()
-    run_quickstart(Settings(str(output.resolve()), str(source.resolve()), preset), console)
+    console = Console()
+    run_quickstart(Settings(str(output.resolve()), str(text.resolve()), preset), console)
     report_on(output, output / "report")
     say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")

@@ -88,7 +88,7 @@ def _facts(plan: Plan, baseline: Cost) -> dict[str, Any]:
         **vars(plan.cost),
         "saving_percent": plan.cost.saving_percent(baseline),
         "slowdown_percent": plan.cost.slowdown_percent(baseline),
-        "mean_power_w": plan.cost.energy_j / plan.cost.iteration_time_s,
+        "mean_power_w": plan.cost.mean_power_w,
         "num_chunks": plan.schedule.num_chunks,
         "peak_in_flight": list(plan.schedule.peak_in_flight),
         "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FILE,
     Finite,
     check_outputs,
+    warn_of_free_waiting,
 )
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.kinds import WHOLE
@@ -37,8 +37,6 @@ from envpipe_megatron.policies.partitions.layers import (
     stage_profile,
 )
 from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least_bottleneck
-
-logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -100,10 +98,7 @@ def partition(
     check_outputs([output], [layers_path], {sidecar_path(output): SIDECAR_FORMAT})
     table = read_layers(layers_path)
     if blocking_power is None and table.has_energy:
-        logger.warning(
-            "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
-            "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
-        )
+        warn_of_free_waiting()
     job = _Job(SplitSpace(table, num_stages, num_microbatches, memory_limit), blocking_power or 0.0)
     console = Console()
     found: Found

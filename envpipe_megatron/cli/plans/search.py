@@ -10,7 +10,12 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    OUTPUT_FOLDER,
+    Finite,
+    warn_of_free_waiting,
+)
 from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
 from envpipe_megatron.console import say
@@ -279,10 +284,7 @@ def _with_power(
             blocking_power_w = model.wait_power_w
         return with_modelled_energy(profile, model), blocking_power_w
     if profile.has_energy and blocking_power_w is None:
-        logger.warning(
-            "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
-            "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
-        )
+        warn_of_free_waiting()
     return profile, blocking_power_w or 0.0
 
 
