@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
@@ -41,3 +46,16 @@ class Stretches:
         for _ in range(count):
             records.append((yield order))
         return records
+
+
+def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
+    """What one stage measures of its tail in iterations that followed each other.
+
+    For each iteration but the last: the end of its last unit after its own begin, in s, and the
+    time from there to the begin of the next iteration, in s; see `control.window.tail_times_s`.
+    """
+    ends_s = [float(record.end_s[-1]) for record in records[:-1]]
+    gaps_s = [
+        after.begin_s - (before.begin_s + before.end_s[-1]) for before, after in pairwise(records)
+    ]
+    return np.array(ends_s), np.array(gaps_s)
