@@ -162,7 +162,7 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
         patch("socket.gethostname", lambda: node.name),
     ):
         session, gpu = plain_stages.session(rank, config, node)
-        begin_j = gpu.committed_energy_j()
+        begin_j = gpu._file.read().energy_j
         try:
             _iterate(session, rank, 12)
         finally:
@@ -170,7 +170,7 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
     hold = session._rank_clock._hold
     assert hold is not None
     return {
-        "counter_j": gpu.committed_energy_j() - begin_j,
+        "counter_j": gpu._file.read().energy_j - begin_j,
         "logged_j": sum(total.energy_j for total in session.energy_log.totals.values()),
         "guard": (hold.guard_pid, hold.job),
         "locked": gpu.requested_frequency_mhz,

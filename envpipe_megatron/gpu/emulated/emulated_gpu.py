@@ -126,10 +126,6 @@ class EmulatedGpu(Gpu):
         """Return the virtual instant up to which work and waiting are committed."""
         return self._file.read().end_s
 
-    def committed_energy_j(self) -> float:
-        """Return the exact energy up to the committed end; a real counter does not show it."""
-        return self._file.read().energy_j
-
     # --- clocks ---------------------------------------------------------------------------------
 
     def _lock(self, frequency_mhz: int) -> None:

@@ -45,7 +45,7 @@ def test_concurrent_units_are_all_counted(tmp_path, round_preset):
         process.communicate(timeout=30)
         assert process.returncode == 0
     assert gpu.committed_end_s() == 400 * 0.0625
-    assert gpu.committed_energy_j() == 400 * 0.0625 * 300
+    assert gpu._file.read().energy_j == 400 * 0.0625 * 300
 
 
 def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
