@@ -26,7 +26,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import plan_online
+from envpipe_megatron.runtime.job.planning import make_room, plan_online
 from envpipe_megatron.runtime.job.reports import make_report
 from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -141,9 +141,8 @@ def _adopt(job: PhaseParts, plan: Plan) -> None:
     """A new plan runs from now on, on every rank: its memory is made ready, and it is kept."""
     before = job.state.plan
     if before is None or before.schedule.stages != plan.schedule.stages:
-        own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
         try:
-            job.memory.predict(plan.schedule, own_bytes)
+            make_room(job, plan)
         except MemoryFullError as error:
             raise GoesOnError(str(error)) from error
     job.state.plan, job.state.profile = plan, plan.profile

@@ -70,21 +70,16 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             return error  # it names what is wrong in the user's input
         return plan, notes
 
-    def predict(plan: Plan) -> None:
-        # A framework that runs its units itself carries their messages too.
-        own = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
-        job.memory.predict(plan.schedule, own)
-
     given = None if job.batch else job.config.plan_file
     path = job.folder.found_plan(job.batch) or given
     if path is not None and path == given and not job.state.several_sizes:
         plan = job.collectives.agreed(lambda: by_file(path))
-        predict(plan)
+        make_room(job, plan)
         return Adopted(plan, (), made_now=False)
     if path is not None:
         try:
             plan = by_planner(job.collectives, lambda: by_file(path))
-            predict(plan)
+            make_room(job, plan)
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
             job.say(f"the plan {path} is made again: {error}")
@@ -92,10 +87,17 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
     if isinstance(made, EnvPipeError):
         raise made
     try:
-        predict(made[0])
+        make_room(job, made[0])
     except MemoryFullError as error:
         raise GoesOnError(str(error)) from error
     return Adopted(*made, made_now=True)
+
+
+def make_room(job: PhaseParts, plan: Plan) -> None:
+    """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
+    # A framework that runs its units itself carries their messages too.
+    own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
+    job.memory.predict(plan.schedule, own_bytes)
 
 
 def plan_online(
