@@ -39,7 +39,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -105,14 +105,13 @@ class GuardEvent(enum.Enum):
     WAS_RESET = "was_reset"
 
 
-def job_key(environ: Mapping[str, str] | None = None) -> str:
+def job_key() -> str:
     """Return the name of this process's job on this node, from what launchers set.
 
     All ranks that one launcher started on a node get the same one; a process without any launcher
     is a job by itself.
     """
-    given = os.environ if environ is None else environ
-    parts = []
+    given, parts = os.environ, []
     if given.get("SLURM_JOB_ID"):
         step = given.get("SLURM_STEP_ID", "")
         parts.append(f"slurm {given['SLURM_JOB_ID']}{'.' + step if step else ''}")

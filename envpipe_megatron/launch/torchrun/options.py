@@ -63,11 +63,7 @@ class TorchrunOptions(NamedTuple):
     settings: tuple[Setting, ...]
 
 
-def options_here(
-    line: CommandLine,
-    environ: Mapping[str, str],
-    num_cuda_gpus: Callable[[], int] | None = None,
-) -> TorchrunOptions:
+def options_here(line: CommandLine, environ: Mapping[str, str]) -> TorchrunOptions:
     """Return what torchrun is started with on this node.
 
     Where the rendezvous is given (`--standalone`, or a `--rdzv-backend` other than static), node
@@ -80,12 +76,11 @@ def options_here(
     parser = TorchrunParser()
     known = _Known(line, environ, parser)
     slurm = Slurm(environ)
-    count = num_cuda_gpus or _cuda_gpus
     known.settle(
         "--nproc-per-node",
         known.variable,
         slurm.find,
-        lambda _: ("gpu" if count() else "1", DEFAULT),
+        lambda _: ("gpu" if _cuda_gpus() else "1", DEFAULT),
     )
     if not known.standalone:
         known.settle("--nnodes", known.variable, slurm.find)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from fake_gpu import FakeGpu
@@ -184,7 +185,8 @@ def test_a_log_that_is_a_link_is_not_written(guard, tmp_path):
     ],
 )  # fmt: skip
 def test_a_jobs_name_is_what_its_launchers_said(environ, key):
-    assert job_key(environ) == (key or f"process {os.getpid()}")
+    with patch.dict(os.environ, environ, clear=True):
+        assert job_key() == (key or f"process {os.getpid()}")
 
 
 # --- while it is held ----------------------------------------------------------------------------

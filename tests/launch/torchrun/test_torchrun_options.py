@@ -2,6 +2,7 @@
 
 import sys
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,8 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
 
 
 def here(*words, gpus=0, **environ):
-    return options_here(split(words, OWN_OPTIONS), environ, lambda: gpus)
+    with patch("torch.cuda.device_count", lambda: gpus):
+        return options_here(split(words, OWN_OPTIONS), environ)
 
 
 def options(plan):
