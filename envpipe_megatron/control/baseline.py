@@ -31,11 +31,11 @@ class Steps:
         """Their median: a pause between two steps, or a hiccup, moves no median."""
         return float(np.median(self._times_s))
 
-    def error(self, count: int | None = None) -> float:
-        """Standard error of the median of so many steps, by default of all, as a share of it."""
+    def error(self, count: int) -> float:
+        """Standard error of the median of so many steps, as a share of it."""
         times_s = np.array(self._times_s)
         deviation_s = float(np.median(np.abs(times_s - np.median(times_s))))
-        return median_error(deviation_s / self.median_s, count or len(times_s))
+        return median_error(deviation_s / self.median_s, count)
 
 
 class Baseline:

@@ -37,9 +37,9 @@ class Limits:
         min_dwell_s: least time between two changes of a GPU's clock.
     """
 
-    max_slowdown: float = 0.005
-    deadline_factor: float = 1.0
-    min_dwell_s: float = 0.0
+    max_slowdown: float
+    deadline_factor: float
+    min_dwell_s: float
 
     @property
     def allowed(self) -> float:

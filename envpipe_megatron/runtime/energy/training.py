@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -117,8 +116,8 @@ class TrainingEnergy:
         log: EnergyLog,
         now_s: Callable[[], float],
         collectives: Collectives,
-        baselines: Mapping[str, BaselineEnergy] = MappingProxyType({}),
-        describe: Callable[[Mapping[str, Any]], None] = lambda facts: None,
+        baselines: Mapping[str, BaselineEnergy],
+        describe: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.log = log
         self._describe = describe

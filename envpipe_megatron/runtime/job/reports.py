@@ -22,7 +22,7 @@ def make_report(
     clocks_mhz: Sequence[int],
     kinds: Sequence[int],
     *,
-    parked: Mapping[int, tuple[int, float]] | None = None,
+    parked: Mapping[int, tuple[int, float]],
     meter: EnergyMeter,
     nodes_mhz: FloatArray,
     num_kinds: int,
@@ -52,7 +52,7 @@ def make_report(
     stretches: list[Stretch] = []
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
         until_s = record.begin_s + step_s
-        stretches += _stretches(record, clocks_mhz, kinds, parked or {}, late_s, tail_s, until_s)
+        stretches += _stretches(record, clocks_mhz, kinds, parked, late_s, tail_s, until_s)
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s

@@ -33,7 +33,7 @@ def report(
         records,
         [1400, 1000],
         [0, 1],
-        parked=parked,
+        parked=parked or {},
         meter=meter(),
         nodes_mhz=NODES,
         num_kinds=2,
