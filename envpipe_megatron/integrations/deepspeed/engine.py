@@ -192,27 +192,22 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             )
 
 
-def adopt(
-    engine: PipelineEngine, job: Job, own_steps: int | None = None, *, tells: bool = True
-) -> EnvPipeEngine:
+def adopt(engine: PipelineEngine, job: Job, *, tells: bool = True) -> EnvPipeEngine:
     """Let a session execute the training steps of an engine that `deepspeed.initialize` has made.
 
-    The engine becomes one of the subclass; nothing else of DeepSpeed is touched.
+    The engine becomes one of the subclass; nothing else of DeepSpeed is touched. DeepSpeed makes
+    one training step first by its own schedule, from which the shapes of messages are learned; on
+    GPUs two, since a kernel that is loaded while a receive spins can hang both.
 
     Args:
         engine: one that `check_engine` lets pass.
         job: whose session executes iterations.
-        own_steps: training steps that DeepSpeed makes first by its own schedule. One at least,
-            from which the shapes of messages are learned; on GPUs two, since a kernel that is
-            loaded while a receive spins can hang both.
         tells: whether the engine prints energy when DeepSpeed prints its steps.
     """
-    if own_steps is None:
-        own_steps = 2 if engine.device.type == "cuda" else 1
     engine.__class__ = EnvPipeEngine
     assert isinstance(engine, EnvPipeEngine)
     engine._job = job
-    engine._own_steps = engine._own_steps_left = own_steps
+    engine._own_steps = engine._own_steps_left = 2 if engine.device.type == "cuda" else 1
     engine._tells = tells
     return engine
 
