@@ -31,6 +31,7 @@ from envpipe_megatron.integrations.job import (
     Placement,
     close_at_exit,
     own_gloo_group,
+    say_line,
 )
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
@@ -86,7 +87,7 @@ class InstrumentedPipeline:
         message: tuple[Sequence[int], torch.dtype] = ((1,), torch.float32),
         facts: Mapping[str, Any] | None = None,
         timeout: timedelta = default_pg_timeout,
-        say: Callable[[str], None] = lambda text: print(f"[envpipe] {text}", flush=True),
+        say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
         refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]

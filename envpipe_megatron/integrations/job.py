@@ -279,6 +279,11 @@ class Job:
             self.say(line)
 
 
+def say_line(text: str) -> None:
+    """Print a line of the log; the planning rank alone does."""
+    print(f"[envpipe] {text}", flush=True)
+
+
 def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """Another group of a pipeline's ranks if theirs is of gloo, else the same.
 

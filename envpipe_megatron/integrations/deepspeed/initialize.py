@@ -25,7 +25,13 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     adopt,
     check_engine,
 )
-from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobFacts,
+    Placement,
+    close_at_exit,
+    say_line,
+)
 from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.settings import read_settings
 
@@ -98,10 +104,10 @@ def begin(
         tells: as in `adopt`.
     """
     check_engine(engine)
-    job = Job(options, _placement(engine), _facts(engine, config, sequence_length), _say)
+    job = Job(options, _placement(engine), _facts(engine, config, sequence_length), say_line)
     close_at_exit(job.close)
     if job.collectives.is_planner:
-        _say(job.banner())
+        say_line(job.banner())
     return adopt(engine, job, tells=tells)
 
 
@@ -151,7 +157,3 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
             "layers_of_stages": [int(first) for first in engine.module.parts],
         },
     )
-
-
-def _say(text: str) -> None:
-    print(f"[envpipe] {text}", flush=True)

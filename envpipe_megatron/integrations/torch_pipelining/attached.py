@@ -32,6 +32,7 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     close_at_exit,
     own_gloo_group,
+    say_line,
 )
 from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.options import Options, prepare_files
@@ -67,7 +68,7 @@ def attach(
     *,
     facts: Mapping[str, Any] | None = None,
     timeout: timedelta = default_pg_timeout,
-    say: Callable[[str], None] = lambda text: print(f"[envpipe] {text}", flush=True),
+    say: Callable[[str], None] = say_line,
     **settings: object,
 ) -> AttachedPipeline:
     """Attach EnvPipe to a schedule, whose `step` and `eval` are called as ever.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.integrations.job import say_line
 from envpipe_megatron.integrations.torch_pipelining.attached import (
     AttachedPipeline,
     AttachError,
@@ -64,7 +65,7 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
     if settings.get("output") is None:
         settings = {**settings, "output": Path(_dump_folder(config)) / "envpipe"}
     try:
-        pipeline = attach(schedule, facts=_facts(config), say=_say, **settings)
+        pipeline = attach(schedule, facts=_facts(config), say=say_line, **settings)
     except AttachError as error:  # alike on every rank
         logger.warning("EnvPipe does nothing: %s", error)
         return train()
@@ -81,11 +82,6 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
     return result
 
 
-def _say(text: str) -> None:
-    """A line of the log; of the planning rank alone."""
-    print(f"[envpipe] {text}", flush=True)
-
-
 def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callable[..., Any]:
     """What logs energy beside torchtitan's metrics; all ranks log at the same steps."""
 
@@ -95,7 +91,7 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
     ) -> Any:
         report = pipeline.report()
         if pipeline.job.collectives.is_planner and (line := report.line()):
-            _say(line.strip(" |"))
+            say_line(line.strip(" |"))
         extra_metrics = {**(extra_metrics or {}), **report.scalars()}
         return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 
