@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from envpipe_megatron.console import say, table_of
-from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.report.shares import gpu_shares
@@ -91,7 +91,7 @@ def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
 def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[str, Any]:
     baseline, envpipe = (runs[run] for run, *_ in RUNS)
     compared = results["envpipe"]["stages"]
-    plan, _ = _plan(output)
+    plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
     for run, ran in (("baseline", plan.baseline), ("envpipe", plan)):
         runs[run]["shares_by_gpu"] = [
             asdict(gpu_shares(ran, stage, facts["metered"]["steady"]))
@@ -113,11 +113,6 @@ def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[st
         "peak_in_flight": list(plan.schedule.peak_in_flight),
         "times_trusted": all(run["times_trusted"] for run in runs.values()),
     }
-
-
-def _plan(output: Path) -> tuple[Plan, Profile]:
-    profile = read_profile(output / "profile.csv")
-    return read_plan(output / "plan.json", profile), profile
 
 
 def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:

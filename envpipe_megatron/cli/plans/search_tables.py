@@ -6,6 +6,7 @@ Enter at `Shown`; the command in `search.py` prints it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.table import Table
 
@@ -147,12 +148,7 @@ def recomputation_words(each: Ranked) -> str:
 
 def pieces_words(names: tuple[str, ...]) -> str:
     """Pieces in the order they run, those of a name in a row counted."""
-    runs: list[tuple[str, int]] = []
-    for name in names:
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
+    runs = ((name, len(list(same))) for name, same in groupby(names))
     return ", ".join(name if count == 1 else f"{count} {name}s" for name, count in runs)
 
 
