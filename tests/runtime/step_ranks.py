@@ -20,7 +20,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import compare
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, compare
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -179,6 +179,11 @@ def bill_random_steps(rank: int, root: Path) -> Any:
     return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
 
 
+def _baseline(session: Session) -> BaselineEnergy | None:
+    """Of the batches of full size."""
+    return session._energy.baselines.get("")
+
+
 def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_steps: int) -> Any:
     """Warm up, with some first steps that take long; the baseline, and what it should be."""
     made = framework(rank, config(root, warmup, schedule="1f1b", policy="baseline"), root)
@@ -189,7 +194,7 @@ def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_
             made.step(optimizer_s=4.0 if iteration < slow_first else 0.25)
             if iteration < slow_first:
                 made.lapped()
-            before_settled.append(session.baseline)
+            before_settled.append(_baseline(session))
         truth = made.lapped()
         made.step(optimizer_s=0.25)  # before it lies what belongs to no phase
         session.lap()
@@ -197,10 +202,11 @@ def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_
             made.step(optimizer_s=0.25)
         lap = session.lap()
         job = session.gather(lap)
-        comparison = compare(job.step, session.baseline.mean) if job and session.baseline else None
+        baseline = _baseline(session)
+        comparison = compare(job.step, baseline.mean) if job and baseline else None
     finally:
         session.close()
-    return before_settled, session.baseline, truth, comparison, session.summary()
+    return before_settled, baseline, truth, comparison, session.summary()
 
 
 def fail_and_close(rank: int, root: Path, victim: int) -> Any:
@@ -300,7 +306,7 @@ def start_job(
         "said": said,
         "profile": csv,
         "plan": plan,
-        "baseline": session.baseline,
+        "baseline": _baseline(session),
         "summary": session.summary(),
         "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
     }

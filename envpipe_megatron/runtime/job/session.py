@@ -186,11 +186,6 @@ class Session:
         return self._channel.ranks
 
     @property
-    def baseline(self) -> BaselineEnergy | None:
-        """What a step of the warm-up took; None until it is known, or if it was too short."""
-        return self._energy.baselines.get("")
-
-    @property
     def only_measures(self) -> bool:
         """Whether the job keeps the framework's order at baseline clocks, from begin to end."""
         return self._config.measures_alone()
