@@ -10,11 +10,10 @@ from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
 
 class NullGpu(Gpu):
-    """Remembers the last request; power and energy are 0, time is the monotonic clock."""
+    """Power and energy are 0, time is the monotonic clock."""
 
     drives_hardware: ClassVar[bool] = False
     name = "no GPU"
-    requested_frequency_mhz: int | None = None
     observed_frequency_mhz: int = 0
     power_w: float = 0.0
 
@@ -24,10 +23,10 @@ class NullGpu(Gpu):
         self.observed_frequency_mhz = frequencies_mhz[0]
 
     def _lock(self, frequency_mhz: int) -> None:
-        self.requested_frequency_mhz = frequency_mhz
+        """Do nothing."""
 
     def _reset(self) -> None:
-        self.requested_frequency_mhz = None
+        """Do nothing."""
 
     def read_energy(self) -> EnergyReading:
         """Return 0 J at the present instant."""

@@ -143,8 +143,10 @@ def setting(
     size = replace(size, microbatches=microbatches or size.microbatches)
     if not site.cpu:
         features = " ".join(fitting[like].features)
-        if "--num-experts" in features and "--moe-ffn-hidden-size" not in features:
-            # Four experts have nearly three times the parameters: all arms are to fit into 80 GB.
+        wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
+        if wide_experts or (rests and "--fp8" in features):
+            # Four experts have nearly three times the parameters, and FP8 has more copies of them:
+            # all arms are to fit into 80 GB.
             size = replace(size, layers=size.layers // 2)
         size = replace(size, layers=size.layers // site.ranks_per_gpu)
     like_it = replace(fitting[like], arms=arms)
