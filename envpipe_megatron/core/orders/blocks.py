@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import accumulate, islice, product
 
 from envpipe_megatron.core.orders.job import (
     FORWARD,
@@ -98,13 +98,9 @@ def _repeated(
 
 def _fits(job: OrderJob, timed: _Timed) -> bool:
     """Whether there is room, if weight gradients come as soon as they must."""
-    for stage, own in enumerate(timed):
-        held = 0.0
-        for _, (kind, part, _) in own:
-            held += job.part_held[part] * (1 if kind == FORWARD else -1)
-            if held > job.stage_limits[stage] + HELD_TOLERANCE:
-                return False
-    return True
+    peaks = (max(accumulate(1 if turn[0] == FORWARD else -1 for _, turn in own)) for own in timed)
+    rooms = zip(peaks, job.stage_limits, strict=True)
+    return all(peak <= limit + HELD_TOLERANCE for peak, limit in rooms)
 
 
 class _Squeeze:
@@ -137,26 +133,23 @@ class _Squeeze:
 
     def _next(self, stage: int, slot: int) -> tuple[int, int, int] | None:
         """Remove and return the next turn, or the first after it that there is room for."""
-        held, left = self._job.part_held, self._left[stage]
-        kept = self._job.weight_share
-        now = most = self._held[stage] - kept * sum(
-            held[part] for _, part, _ in self._pending[stage]
-        )
+        left = self._left[stage]
+        now = most = self._held[stage] - self._job.weight_share * len(self._pending[stage])
         for at in range(len(left) - 1, max(-1, len(left) - 1 - _REACH), -1):
             own_slot, (kind, part, microbatch) = left[at]
             waits = slot in self._steady and slot < own_slot
             room = kind == GRADIENT or at == len(left) - 1
-            room = room or most + held[part] <= self._job.stage_limits[stage] + HELD_TOLERANCE
+            room = room or most + 1 <= self._job.stage_limits[stage] + HELD_TOLERANCE
             if room and not waits and self._ready[kind][part][microbatch] <= slot:
                 return left.pop(at)[1]
-            now += held[part] if kind == FORWARD else -held[part]
+            now += 1 if kind == FORWARD else -1
             most = max(most, now)
         return None
 
     def _take(self, stage: int, turn: tuple[int, int, int], slot: int) -> None:
         job, pending, (kind, part, microbatch) = self._job, self._pending[stage], turn
         if kind == FORWARD:
-            limit = job.stage_limits[stage] - job.part_held[part] + HELD_TOLERANCE
+            limit = job.stage_limits[stage] - 1 + HELD_TOLERANCE
             while pending and self._held[stage] > limit:
                 self._add(stage, pending.pop(0))
         else:
@@ -170,4 +163,4 @@ class _Squeeze:
 
     def _add(self, stage: int, turn: tuple[int, int, int]) -> None:
         self.orders[stage].append(turn)
-        self._held[stage] += self._job.holds[turn[0]] * self._job.part_held[turn[1]]
+        self._held[stage] += self._job.holds[turn[0]]

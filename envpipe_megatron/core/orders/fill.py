@@ -95,7 +95,7 @@ class _Walk:
             if in_s != in_s:
                 break
             if self._pending[stage]:
-                self._wait(stage, in_s, job.part_held[part] if kind == FORWARD else 0.0)
+                self._wait(stage, in_s, holds=kind == FORWARD)
             end_s = self._run(stage, turn, in_s)
             self._at[stage] += 1
             if kind == WEIGHTS:
@@ -111,14 +111,14 @@ class _Walk:
                 inputs_s[GRADIENT][part][microbatch] = end_s
         return fed
 
-    def _wait(self, stage: int, until_s: float, needed: float) -> None:
-        """Run weight gradients before a unit that can start at `until_s` and needs some room."""
+    def _wait(self, stage: int, until_s: float, *, holds: bool) -> None:
+        """Run weight gradients before a unit that can start at `until_s`, and may need room."""
         job, pending, tolerance_s = self._job, self._pending[stage], TIME_TOLERANCE * until_s
         while pending:
             _, part, microbatch = pending[0]
             duration_s = job.durations_s[WEIGHTS][part][microbatch]
             gap_s = until_s - self._now_s[stage]
-            full = needed and self._held[stage] + needed > job.stage_limits[stage] + HELD_TOLERANCE
+            full = holds and self._held[stage] + 1 > job.stage_limits[stage] + HELD_TOLERANCE
             if duration_s > gap_s + tolerance_s and not full:
                 late_s = until_s + self._left_s[stage] + job.stage_tail_s[stage] - self._target_s
                 if late_s <= tolerance_s or gap_s <= max(tolerance_s, self._least_gap * duration_s):
@@ -134,8 +134,7 @@ class _Walk:
         if self._rising:
             unavoidable_s = end_s + left_s + self._job.stage_tail_s[stage]
             self._target_s = max(self._target_s, unavoidable_s)
-        held = self._held[stage] + self._job.holds[kind] * self._job.part_held[part]
-        self._held[stage] = held
+        held = self._held[stage] = self._held[stage] + self._job.holds[kind]
         if held > self._peak[stage]:
             self._peak[stage] = held
         self._orders[stage].append(turn)

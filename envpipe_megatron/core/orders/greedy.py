@@ -1,8 +1,8 @@
 """A list scheduler: a good order for any durations, placement and limit of memory.
 
 Forwards and gradients take turns in a simulation, by a handful of rules (`turns`). Weight gradients
-go between them, for a few targets (`fill`), and the best orders are polished. `shortest` and
-`frugal` are the entries; builders call them with equal units, policies with planned durations.
+go between them, for a few targets (`fill`), and the best orders are polished. `shortest` is the
+entry; builders call it with equal units, policies with planned durations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RULES: tuple[tuple[Callable[[OrderJob], OrderJob], Rule], ...] = (
     (lambda job: job.level(weight_s=0.3), Rule(pace=0.9)),
     (lambda job: job, Rule(strict=False, pace=1.0)),
     (lambda job: job, Rule(patience=1.0)),
-    (OrderJob.without_latency, Rule(patience=0.25)),
+    (lambda job: replace(job, latency_s=0.0), Rule(patience=0.25)),
     (lambda job: job.level(weight_s=0.3), Rule(patience=0.5)),
     (lambda job: job.level(weight_s=0.3), Rule(pace=0.75)),
     (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=0.8)),
@@ -56,56 +56,25 @@ def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> S
     `looks` limits how many orders are looked at; two take 40 ms for 8 stages x 96 microbatches x
     2 chunks with split backwards, and without it that job takes about a second.
     """
-    return _schedule(job, _search(job, job.floor_s, looks), name)
-
-
-def frugal(
-    job: OrderJob, deadline_s: float, name: str = "greedy", looks: int | None = None
-) -> Schedule | None:
-    """An order that ends by a deadline and whose stages hold as little as is found, or None.
-
-    The job's limits are lowered for all stages alike, by as many forwards as leave an order that
-    meets the deadline; `looks` is for each limit.
-    """
-    enough_s = deadline_s * (1 + TIME_TOLERANCE)
-    best = _search(job, deadline_s, looks)
-    if best.time_s > enough_s:
-        return None
-    forward = max(job.part_held)
-    failed = job.shape[1] - 1
-    while (kept := round(max(best.peak_held) / forward)) - failed > 1:
-        tried = (kept + failed) // 2
-        lowered = [min(limit, tried * forward) for limit in job.stage_limits]
-        found = _search(replace(job, limits=lowered), deadline_s, looks)
-        if found.time_s <= enough_s:
-            best = found
-        else:
-            failed = tried
-    return _schedule(job, best, name)
-
-
-def _search(job: OrderJob, enough_s: float, looks: int | None) -> Filled:
-    """The shortest order, or the first one that takes no longer than is enough."""
     if looks is None:
         units = len(job.kinds) * job.num_per_kind * job.shape[0]
         looks = max(_FEWEST_LOOKS, _LOOK_BUDGET // units)
-    enough_s *= 1 + TIME_TOLERANCE
-    orders = islice(_orders(job, enough_s), looks)
+    least_s = job.floor_s * (1 + TIME_TOLERANCE)
+    orders = islice(_orders(job, least_s), looks)
     best = next(orders)
     for filled in orders:
-        if best.time_s <= enough_s:
+        if best.time_s <= least_s:
             break
         best = min(best, filled, key=_rank)
-    return best
+    return _schedule(job, best, name)
 
 
 def _rank(filled: Filled) -> tuple[float, float]:
     return filled.time_s, sum(filled.peak_held)
 
 
-def _orders(job: OrderJob, enough_s: float) -> Iterator[Filled]:
-    """Orders of a job, those first that are likely to be short."""
-    first_s = max(job.floor_s, enough_s)
+def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
+    """Orders of a job, those first that are likely to be short; `first_s` is the first target."""
     found: dict[tuple[int, _Way, float], Filled] = {}
     turns: list[Turns] = []
 

@@ -32,10 +32,8 @@ class OrderJob:
         latency_s: of every message, or one for each boundary between neighbouring stages; between
             the last stage and the first it is the longest of them.
         placement: where chunks lie.
-        limits: [num_stages] the most that a stage may hold, in the unit of `held`; None: no limit.
-        held: [num_stages, num_chunks] what one forward leaves on its stage until its backward;
-            None: 1, so that microbatches x chunks are counted.
-        weight_share: how much of it stays from the input gradient to the weight gradient.
+        limits: [num_stages] the most microbatches x chunks that a stage may hold; None: no limit.
+        weight_share: how much of one stays from its input gradient to its weight gradient.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
         in_order: messages of a kind from one stage to another must be taken as they are sent.
         group_size: microbatches that pass a looped chunk before the next comes first; None: p.
@@ -48,7 +46,6 @@ class OrderJob:
     latency_s: float | Sequence[float] = 0.0
     placement: Placement = Placement.LOOPED
     limits: Sequence[float] | None = None
-    held: FloatArray | None = None
     weight_share: float = 1.0
     tail_s: float | Sequence[float] = 0.0
     in_order: bool = False
@@ -71,13 +68,12 @@ class OrderJob:
             raise ScheduleError("Messages are kept in order for looped chunks alone")
         if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
             raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
-        least = np.reshape(self.part_held, shapes[0][:2]).sum(axis=1)
         for stage, limit in enumerate(self.stage_limits):
-            if limit < least[stage] - HELD_TOLERANCE:
+            if limit < self.shape[1] - HELD_TOLERANCE:
                 raise ScheduleError(
                     f"Stage {stage} may hold less than one microbatch",
                     value=limit,
-                    remedy=f"One microbatch holds {least[stage]:g} there; allow at least that.",
+                    remedy=f"One microbatch holds {self.shape[1]} there; allow at least that.",
                 )
 
     @cached_property
@@ -103,14 +99,8 @@ class OrderJob:
         return [t.reshape(-1, self.shape[2]).tolist() for t in times]
 
     @cached_property
-    def part_held(self) -> list[float]:
-        """[num_parts] what one forward leaves on its stage."""
-        held = np.ones(self.shape[:2]) if self.held is None else np.asarray(self.held)
-        return [*map(float, held.ravel())]
-
-    @cached_property
     def holds(self) -> tuple[float, float, float]:
-        """By kind how much more its stage holds after a unit, in forwards of its part."""
+        """By kind how many microbatches x chunks more its stage holds after a unit."""
         kept = self.weight_share if self.kinds is SPLIT else 0.0
         return 1.0, kept - 1.0, -kept
 
@@ -187,7 +177,3 @@ class OrderJob:
         unit_s = dict.fromkeys(self.duration_s, 1.0) | {Kind.WEIGHT_GRADIENT: weight_s}
         level_s = {kind: np.full(self.shape, unit_s[kind]) for kind in self.kinds}
         return replace(self, duration_s=level_s, latency_s=0.0, tail_s=0.0)
-
-    def without_latency(self) -> OrderJob:
-        """The same with messages that take no time."""
-        return replace(self, latency_s=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from envpipe_megatron.core.orders.fill import TIME_TOLERANCE, Filled, fill
 from envpipe_megatron.core.orders.job import (
@@ -57,12 +58,8 @@ def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
 
 
 def _fits(job: OrderJob, stage: int, order: list[tuple[int, int, int]]) -> bool:
-    held, most = 0.0, job.stage_limits[stage] + HELD_TOLERANCE
-    for kind, part, _ in order:
-        held += job.holds[kind] * job.part_held[part]
-        if held > most:
-            return False
-    return True
+    most = job.stage_limits[stage] + HELD_TOLERANCE
+    return all(held <= most for held in accumulate(job.holds[kind] for kind, _, _ in order))
 
 
 def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:

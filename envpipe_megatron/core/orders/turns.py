@@ -76,8 +76,6 @@ class _Simulation:
         pace_s = rule.pace * max(job.work_s) / self._microbatches
         self._in_s[FORWARD][job.chain[0]] = [pace_s * m for m in range(self._microbatches)]
         self._queues = _queues(job)
-        parts = range(0, len(job.chain), self._chunks)
-        self._most_held = [max(job.part_held[part : part + self._chunks]) for part in parts]
         self._wake = [(0.0, stage) for stage in range(stages)]
         self._wake += [(in_s, 0) for in_s in self._in_s[FORWARD][job.chain[0]][1:]]
         self._pending: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
@@ -152,17 +150,14 @@ class _Simulation:
         return microbatch // self._group_size * self._chunks + along
 
     def _has_room(self, stage: int, part: int, microbatch: int) -> bool:
-        held, started = self._job.part_held, self._started[FORWARD]
         limit = self._job.stage_limits[stage] + HELD_TOLERANCE
-        if self._held[stage] + held[part] > limit:
+        if self._held[stage] + 1 > limit:
             return False
         if self._job.in_order:
             return part != self._job.chain[0] or self._may_come_in(microbatch)
-        last = (stage + 1) * self._chunks - 1
-        oldest = started[last]
-        needed = held[part]
-        for own in range(last - self._chunks + 1, last + 1):
-            needed += held[own] * max(1, started[own] - oldest)
+        started = self._started[FORWARD][stage * self._chunks : (stage + 1) * self._chunks]
+        oldest = started[-1]
+        needed = 1 + sum(max(1, count - oldest) for count in started)
         return microbatch == oldest or needed <= limit
 
     def _may_come_in(self, microbatch: int) -> bool:
@@ -173,8 +168,7 @@ class _Simulation:
         """
         under_way = microbatch - self._started[FORWARD][self._chunks - 1]
         most = (under_way + 1) * (self._chunks - 1) + 1
-        rooms = zip(self._most_held, self._job.stage_limits, strict=True)
-        return under_way == 0 or all(most * held <= limit + HELD_TOLERANCE for held, limit in rooms)
+        return under_way == 0 or most <= min(self._job.stage_limits) + HELD_TOLERANCE
 
     def _waits(
         self, stage: int, now_s: float, until_s: float, other_s: float, patience: float
@@ -190,7 +184,7 @@ class _Simulation:
 
     def _start(self, stage: int, kind: int, part: int, now_s: float) -> None:
         job, microbatch = self._job, self._started[kind][part]
-        end_s = self._occupy(stage, kind, part, now_s, self._duration_s(kind, part))
+        end_s = self._occupy(stage, kind, now_s, self._duration_s(kind, part))
         self._started[kind][part] += 1
         self.turns[stage].append((kind, part, microbatch))
         if queue := self._queues[kind][part]:
@@ -212,10 +206,10 @@ class _Simulation:
         duration_s = self._job.durations_s[WEIGHTS][part][microbatch]
         if not self._waits(stage, now_s, until_s, duration_s, _WEIGHTS_PATIENCE):
             self._weights[stage] += 1
-            self._occupy(stage, WEIGHTS, part, now_s, duration_s)
+            self._occupy(stage, WEIGHTS, now_s, duration_s)
 
-    def _occupy(self, stage: int, kind: int, part: int, now_s: float, duration_s: float) -> float:
-        self._held[stage] += self._job.holds[kind] * self._job.part_held[part]
+    def _occupy(self, stage: int, kind: int, now_s: float, duration_s: float) -> float:
+        self._held[stage] += self._job.holds[kind]
         self._left_s[stage] -= duration_s
         end_s = self._free_s[stage] = now_s + duration_s
         heappush(self._wake, (end_s, stage))
