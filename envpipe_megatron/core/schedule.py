@@ -130,7 +130,7 @@ class Schedule:
     @cached_property
     def is_backward(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there is a backward."""
-        return self._codes >= self.num_microbatches * self.num_chunks
+        return self.places >= self.num_microbatches * self.num_chunks
 
     @cached_property
     def kinds(self) -> IntArray:
@@ -139,13 +139,8 @@ class Schedule:
 
     def _by_kind(self, listed: Iterable[int]) -> IntArray:
         """[num_stages, units_per_stage] what is listed for the kind of the unit there."""
-        kind = self._codes // (self.num_microbatches * self.num_chunks)
+        kind = self.places // (self.num_microbatches * self.num_chunks)
         return np.array(list(listed), dtype=np.int32)[kind]
-
-    @property
-    def places(self) -> IntArray:
-        """[num_stages, units_per_stage] the place of the unit there in `all_units`."""
-        return self._codes
 
     @cached_property
     def combined(self) -> BoolArray:
@@ -207,7 +202,7 @@ class Schedule:
         chunk, along = np.divmod(place, self.num_stages)
         exists = (way != 0) & (chunk >= 0) & (chunk < self.num_chunks)
         exists &= self.placement is not Placement.APART
-        code = self._codes + (chunk - chunks) * self.num_microbatches
+        code = self.places + (chunk - chunks) * self.num_microbatches
         stage = self._along(chunk, along)
         node_of_code = self._position_of_code + stages * self.units_per_stage
         source = node_of_code[stage, np.where(exists, code, 0)]
@@ -345,8 +340,11 @@ class Schedule:
         return [[unit.label(self.num_chunks) for unit in order] for order in self.stages]
 
     @cached_property
-    def _codes(self) -> IntArray:
-        """[num_stages, units_per_stage] each unit as a number, dense by kind, chunk, microbatch."""
+    def places(self) -> IntArray:
+        """[num_stages, units_per_stage] the place of the unit there in `all_units`.
+
+        That numbers units densely by kind, chunk, microbatch.
+        """
         known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
         code_of = {u: code for code, u in enumerate(known)}
         code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
@@ -380,12 +378,12 @@ class Schedule:
     @cached_property
     def _position_of_code(self) -> NDArray[np.intp]:
         """[num_stages, units_per_stage] where the unit of each code stands in its stage's order."""
-        return np.argsort(self._codes, axis=1)
+        return np.argsort(self.places, axis=1)
 
     @property
     def chunks(self) -> IntArray:
         """[num_stages, units_per_stage] the chunk of the unit there."""
-        return (self._codes // self.num_microbatches) % self.num_chunks
+        return (self.places // self.num_microbatches) % self.num_chunks
 
     def _check_own_inputs(self) -> None:
         """Each unit after those that it needs on its own stage."""
@@ -405,7 +403,7 @@ class Schedule:
         own = (self._source >= 0) & (self._source // self.units_per_stage == stage_of)
         nodes = np.flatnonzero(own & (self._source > np.arange(self.num_units)))
         if nodes.size:
-            codes, node = self._codes.ravel(), int(nodes[0])
+            codes, node = self.places.ravel(), int(nodes[0])
             source = int(codes[self._source[node]])
             raise self._too_early(self.stage_of(node), int(codes[node]), source)
 
@@ -419,9 +417,9 @@ class Schedule:
 
     def _check_combined(self) -> None:
         block = self.num_microbatches * self.num_chunks
-        following = np.roll(self._codes, -1, axis=1)
-        same = following % block == self._codes % block
-        kind, kind_after = self._codes // block, following // block
+        following = np.roll(self.places, -1, axis=1)
+        same = following % block == self.places % block
+        kind, kind_after = self.places // block, following // block
         # A forward with a whole backward of other activations, or the two parts of one backward.
         whole = (not self.split) | np.roll(self.combined, -1, axis=1)
         pairs = (kind == 0) & (kind_after == 1) & whole & ~same
