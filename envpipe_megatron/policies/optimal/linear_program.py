@@ -84,16 +84,15 @@ class DurationProgram:
         self._fastest_s = fastest_s[key]
         #: With every unit at its fastest.
         self.fastest_iteration_s = self._iteration_s(self._fastest_s)
-        self._nodes, self._cross_nodes, problem = self._problem(choices, key, latency_s, tail_s)
-        self._stated = problem
+        self._nodes, self._cross_nodes, self._stated = self._problem(key)
         #: The last deadline and its solution: searches judge by what plans are then made from.
         self._last: tuple[float, Relaxed] | None = None
         if schedule.num_units <= max_simplex_units:
-            self._solver: Simplex | InteriorPoint = Simplex(problem)
+            self._solver: Simplex | InteriorPoint = Simplex(self._stated)
         else:
             # Like places of the stages depend on each other.
             position = np.arange(schedule.num_units) % schedule.units_per_stage
-            self._solver = InteriorPoint(problem, position)
+            self._solver = InteriorPoint(self._stated, position)
 
     def attainable(self, deadline_s: float) -> float:
         """The deadline, or the fastest iteration if that is later by rounding alone.
@@ -173,18 +172,12 @@ class DurationProgram:
         by_stage = duration_s.reshape(self._schedule.is_backward.shape)
         return Timeline(self._schedule, by_stage, self._latency_s, self._tail_s).iteration_time_s
 
-    def _problem(
-        self,
-        choices: Choices,
-        key: IntArray,
-        latency_s: float | tuple[float, ...],
-        tail_s: FloatArray,
-    ) -> tuple[IntArray, IntArray, DurationProblem]:
+    def _problem(self, key: IntArray) -> tuple[IntArray, IntArray, DurationProblem]:
         """Nodes with a unit before on their stage, nodes fed by a neighbour, and the program.
 
         Dependencies stand in this order: on the same stage, on a neighbour, on nothing.
         """
-        schedule, time_unit_s = self._schedule, self._time_unit_s
+        schedule, choices, time_unit_s = self._schedule, self._choices, self._time_unit_s
         width = schedule.units_per_stage
         node = np.arange(schedule.num_units)
         cross = schedule.cross_dependency.astype(np.int64)
@@ -194,7 +187,7 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed], np.full(len(free), -1)])
         least_s = self._fastest_s[target]
-        path = LongestPath(schedule, self._fastest_s.tolist(), latency_s)
+        path = LongestPath(schedule, self._fastest_s.tolist(), self._latency_s)
         least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
 
         def ends(stretch: FloatArray) -> FloatArray:
@@ -217,7 +210,7 @@ class DurationProgram:
             width=np.concatenate([widths_s[k] for k in key]) / time_unit_s,
             slope=np.concatenate([slopes[k] for k in key]),
             last_node=np.arange(1, schedule.num_stages + 1) * width - 1,
-            tail=tail_s / time_unit_s,
+            tail=self._tail_s / time_unit_s,
             waiting_cost=choices.waiting_power_w * time_unit_s / self._cost_unit_j,
             fixed_cost=float(fastest_j[key].sum()) / self._cost_unit_j,
             num_nodes=schedule.num_units,
