@@ -34,6 +34,8 @@ _SMALL_UNITS = 20_000
 _SPENDING_WORK = 30
 #: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.
 _PAIRS_WORK = 100_000
+#: Passes of moves over all units, and choices that one move makes a unit faster by.
+_MOST_PASSES, _MOST_STEPS = 3, 3
 
 
 def round_durations(
@@ -186,35 +188,29 @@ class Rounding:
         """
         self._spend(range(len(self.chosen)), self._work + max_work)
 
-    def move_pairs(
-        self,
-        enough_j: float,
-        max_passes: int = 3,
-        max_steps: int = 3,
-        max_work: float = math.inf,
-    ) -> None:
-        """Make units up to `max_steps` choices faster if the time that frees saves more elsewhere.
+    def move_pairs(self, enough_j: float, max_work: float = math.inf) -> None:
+        """Make units a few choices faster if the time that frees saves more elsewhere.
 
         Units that lose least for a second come first. Ends when the cost is at most `enough_j`,
         when `max_work` ends of units have moved, or after a pass over all units without success.
         """
         cost_j = self.cost_j
         most_work = self._work + max_work
-        for _ in range(max_passes):
+        for _ in range(_MOST_PASSES):
             before_j = cost_j
             can_move = [node for node, index in enumerate(self.chosen) if index]
             for node in sorted(can_move, key=self._step_rate_w):
                 if cost_j <= enough_j or self._work >= most_work:
                     return
-                cost_j -= self._try_pairs(node, max_steps)
+                cost_j -= self._try_pairs(node)
             if cost_j >= before_j:
                 return
 
-    def _try_pairs(self, node: int, max_steps: int) -> float:
+    def _try_pairs(self, node: int) -> float:
         """Planning cost saved by the first move from this node that saves any."""
         now = self.chosen[node]
         costs = self._cost[node]
-        for faster in range(now - 1, max(-1, now - 1 - max_steps), -1):
+        for faster in range(now - 1, max(-1, now - 1 - _MOST_STEPS), -1):
             lost_j = costs[faster] - costs[now]
             moved = self._choose(node, faster)
             moved.discard(node)
