@@ -31,7 +31,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
     check_job(num_stages, num_microbatches)
-    return _from_warmups("1f1b", one_f_one_b_warmups(num_stages), num_microbatches)
+    return _from_warmups("1f1b", reversed(range(num_stages)), num_microbatches)
 
 
 def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
@@ -149,11 +149,6 @@ def whole_iteration(num_stages: int) -> Schedule:
     check_job(num_stages, 1)
     order = (unit(Kind.FORWARD, 0),)
     return Schedule("whole-iteration", 1, 1, (order,) * num_stages, Placement.APART)
-
-
-def one_f_one_b_warmups(num_stages: int) -> list[int]:
-    """1F1B's warm-up forwards of each stage, before a limit by the number of microbatches."""
-    return [num_stages - stage - 1 for stage in range(num_stages)]
 
 
 def envpipe_extra_forwards(

@@ -101,7 +101,7 @@ class Optimizer:
         """
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
         relaxed = priced.program.solve(_NO_DEADLINE * self.fastest_s)
-        return self._iteration_time_s(relaxed.duration_s)
+        return iteration_time_s(self.schedule, relaxed.duration_s, self.conditions)
 
     def relaxed(self, deadline_s: float) -> Relaxed:
         """The durations between the profiled ones that take the least energy.
@@ -193,7 +193,7 @@ class Optimizer:
         schedule, choices = self.schedule, priced.choices
         relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
         # Earlier than the deadline if waiting costs more than slower units save.
-        end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
+        end_s = min(deadline_s, iteration_time_s(schedule, relaxed.duration_s, self.conditions))
         waiting_j = choices.waiting_power_w * end_s
         chosen = round_durations(
             schedule,
@@ -213,9 +213,6 @@ class Optimizer:
 
     def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         return park(plan, min_dwell_s) if self._parking else plan
-
-    def _iteration_time_s(self, duration_s: FloatArray) -> float:
-        return iteration_time_s(self.schedule, duration_s, self.conditions)
 
 
 def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:

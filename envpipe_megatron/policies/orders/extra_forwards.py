@@ -27,7 +27,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.judged import ROUNDED, Judged, memory_worth
@@ -149,15 +149,10 @@ class OrderSearch:
             max(self._deadline_s, or_at_s),
         ).energy_lower_bound_j
 
-    def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
+    def optimizer(self, extra_forwards: Extra) -> Optimizer:
         """The optimizer of an order."""
-        return Optimizer(
-            self._schedule(extra_forwards),
-            self._profile,
-            self._conditions,
-            parking=self._parking,
-            good_gap=good_gap,
-        )
+        schedule = self._schedule(extra_forwards)
+        return Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
 
     def _schedule(self, extra_forwards: Extra) -> Schedule:
         if not any(extra_forwards):

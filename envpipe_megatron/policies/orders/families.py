@@ -162,8 +162,9 @@ class FamilySearch:
 
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
         own, conditions = self._own, self._conditions
+        floor_w = waiting_floor_w(self._profile, conditions, self._parking)
         return any_order(
-            make_choices(profile, self._waiting_w(), conditions.gpus_by_stage),
+            make_choices(profile, floor_w, conditions.gpus_by_stage),
             own.num_stages,
             own.num_microbatches,
             conditions.latency_s,
@@ -172,9 +173,6 @@ class FamilySearch:
             num_chunks=own.num_chunks,
             split=self.family.split,
         )
-
-    def _waiting_w(self) -> FloatArray:
-        return waiting_floor_w(self._profile, self._conditions, self._parking)
 
     def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
         """Orders that may be the best of those that split all backwards or none."""

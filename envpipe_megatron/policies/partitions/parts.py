@@ -14,7 +14,7 @@ import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions.energy import least_energy
-from envpipe_megatron.policies.partitions.layers import LayerTable, read_layers
+from envpipe_megatron.policies.partitions.layers import read_layers
 from envpipe_megatron.policies.partitions.search import SplitSpace, least_bottleneck, minimax
 
 #: The slowest stage decides; of equal ones, the order of stages does, at a usual number of
@@ -76,8 +76,7 @@ def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
 
     Raises EnvPipeError for a wrong file, another model's file, or fewer layers than stages.
     """
-    space = SplitSpace(_table(path, num_layers), num_stages, _MICROBATCHES_PER_STAGE * num_stages)
-    return [0, *accumulate(least_bottleneck(space).split)]
+    return [0, *accumulate(least_bottleneck(_space(path, num_layers, num_stages)).split)]
 
 
 def parts_by_energy(path: Path, num_layers: int, num_stages: int) -> list[int]:
@@ -86,7 +85,7 @@ def parts_by_energy(path: Path, num_layers: int, num_stages: int) -> list[int]:
     Waiting is taken to cost nothing. Arguments and errors as `parts_by_time`, and an EnvPipeError
     for a file without energies.
     """
-    space = SplitSpace(_table(path, num_layers), num_stages, _MICROBATCHES_PER_STAGE * num_stages)
+    space = _space(path, num_layers, num_stages)
     return [0, *accumulate(least_energy(space, 0.0, _TIME_TOLERANCE).split)]
 
 
@@ -108,7 +107,7 @@ def parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
     return [0, *accumulate(minimax(edges, rising)[1])]
 
 
-def _table(path: Path, num_layers: int) -> LayerTable:
+def _space(path: Path, num_layers: int, num_stages: int) -> SplitSpace:
     table = read_layers(path)
     if table.names != tuple(str(layer) for layer in range(num_layers)):
         raise EnvPipeError(
@@ -116,4 +115,4 @@ def _table(path: Path, num_layers: int) -> LayerTable:
             value=list(table.names),
             remedy="Number all entries of the list of layers, embeddings too.",
         )
-    return table
+    return SplitSpace(table, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
