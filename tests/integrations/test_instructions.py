@@ -11,6 +11,7 @@ from typing import Any
 import instruction_ranks
 import pytest
 from changed_preset import write_changed_preset
+from json_lines import json_lines
 from memory_folder import memory_folder
 from preset_profile import preset_profile
 from rank_pool import RankPool
@@ -207,7 +208,7 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
     assert compared["slowdown_percent"] == pytest.approx(slower, abs=0.1)
     (line,) = (output / "one_clock.jsonl").read_text().splitlines()
     assert json.loads(line)["chosen_mhz"] == best
-    units_seen = [json.loads(line) for line in (output / "timeline.jsonl").read_text().splitlines()]
+    units_seen = json_lines(output / "timeline.jsonl")
     steady = [seen for seen in units_seen if seen.get("phase") == "steady"]
     assert {seen["rank"] for seen in steady} == {0, 1, 2, 3}
     assert {clock for seen in steady for clock in seen["frequency_mhz"]} == {best}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkouts import BRIDGE_VARIABLE
+from json_lines import json_lines
 from preset_profile import preset_profile
 from torchrun_ranks import Ended, run_ranks
 
@@ -170,8 +171,8 @@ def test_clocks_change_at_each_unit_and_results_do_not(job, level, schedule, tra
     assert run.computed == train(job).computed
     assert f"level {level};" in run.said
     assert "energy of 2 GPUs in training" in run.said
-    lines = (run.folder / "output" / "timeline.jsonl").read_text().splitlines()
-    steady = [step for step in map(json.loads, lines) if step["phase"] == "steady"]
+    lines = json_lines(run.folder / "output" / "timeline.jsonl")
+    steady = [step for step in lines if step["phase"] == "steady"]
     assert {step["rank"] for step in steady} == {0, 1}
     for step in steady:
         assert parse_order(step["units"]) == schedule.stages[step["stage"]]

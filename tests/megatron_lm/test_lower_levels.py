@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkouts import TAGS
+from json_lines import json_lines
 from lm_cases import (
     CASES,
     MICROBATCHES,
@@ -111,8 +112,8 @@ def test_units_have_clocks_in_megatrons_own_order(name, tag, checkout, patched, 
     assert phases[:2] == ["framework", "warm-up"]
     assert phases[-1] == "steady"
     units = 2 * MICROBATCHES * case.chunks * sum("steady" in phase for phase in phases)
-    requests = (tmp_path / "ours" / "output" / "clocks.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["changes"] >= units for line in requests)
+    requests = json_lines(tmp_path / "ours" / "output" / "clocks.jsonl")
+    assert all(line["changes"] >= units for line in requests)
 
 
 def test_clocks_are_adjusted_from_iteration_to_iteration(checkout, patched, tmp_path):

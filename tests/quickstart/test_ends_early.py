@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from json_lines import json_lines
 from on_request import on_request
 from quickstart_helpers import (
     is_training,
@@ -40,7 +41,7 @@ def assert_partial_results(output):
     told = summary["losses"]["baseline"]
     assert told
     assert all(isinstance(loss, float) for loss in told)
-    windows = [json.loads(line) for line in (output / "energy.jsonl").read_text().splitlines()]
+    windows = json_lines(output / "energy.jsonl")
     assert windows
     assert all(window["energy_j"] > 0 for window in windows)
     assert (output / "results.csv").read_text().startswith("Model,Microbatch size")

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from json_lines import json_lines
 from memory_folder import memory_folder
 from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console
@@ -26,8 +27,7 @@ class Run:
     def __init__(self, settings, output, screen):
         self.settings, self.output, self.screen = settings, output, screen
         self.summary = json.loads((output / "summary.json").read_text())
-        lines = (output / "energy.jsonl").read_text().splitlines()
-        self.windows = [json.loads(line) for line in lines]
+        self.windows = json_lines(output / "energy.jsonl")
         with (output / "results.csv").open(newline="") as file:
             self.rows = list(csv.DictReader(file))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
 import controlled_ranks
 import pytest
+from json_lines import json_lines
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -57,7 +57,7 @@ def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
         assert error is None
     assert requested_mhz(guards, 3) == [None] * 3
     assert not list_leases()
-    lines = [json.loads(line) for line in (guards / "clocks.jsonl").read_text().splitlines()]
+    lines = json_lines(guards / "clocks.jsonl")
     assert sorted(line["rank"] for line in lines) == [0, 1, 2]
     assert all(line["changes"] and line["error"] is None for line in lines)
 
@@ -69,7 +69,7 @@ def test_training_goes_on_at_baseline_clocks_when_the_guard_dies(three_ranks, gu
         assert after_mhz is None
         assert "guard" in error
     assert not list_leases()
-    lines = [json.loads(line) for line in (guards / "clocks.jsonl").read_text().splitlines()]
+    lines = json_lines(guards / "clocks.jsonl")
     assert all("guard" in line["error"] for line in lines)
 
 

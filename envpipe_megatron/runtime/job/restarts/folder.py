@@ -115,10 +115,8 @@ class JobFolder:
             return
         try:
             append(entry)
-        except (
-            OSError
-        ) as error:  # where writing fails, as on a full disk, it does not name the file
-            logger.error("%s%s.jsonl could not be written: %s", name, self._of_node, error)
+        except OSError as error:
+            logger.error("%s could not be written: %s", error.filename, error)
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
