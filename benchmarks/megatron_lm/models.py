@@ -113,13 +113,12 @@ class Size:
         )
 
     def fitting(self, mapping: Mapping) -> Size:
-        """The same, or if stages have chunks, with layers for all and whole groups of microbatches.
+        """The same with as many layers for each stage or chunk; of chunks, in whole groups.
 
         Megatron refuses a last group of less than a microbatch a stage.
         """
-        if mapping.chunks == 1:
-            return self
-        layers, group = mapping.pipeline * mapping.chunks, mapping.pipeline
+        layers = mapping.pipeline * mapping.chunks
+        group = mapping.pipeline if mapping.chunks > 1 else 1
         return replace(
             self,
             layers=-(-self.layers // layers) * layers,

@@ -32,6 +32,7 @@ from benchmarks.megatron_lm.models import (
     ONE_F_ONE_B,
     ORDER_ARMS,
     STOCK,
+    TINY,
     TINY_ON_CPU,
     TRANSFORMER_ENGINE,
     UNITS,
@@ -149,6 +150,8 @@ def setting(
             # all arms are to fit into 80 GB.
             size = replace(size, layers=size.layers // 2)
         size = replace(size, layers=size.layers // site.ranks_per_gpu)
+        if "--moe-layer-freq" in features:  # which says of each layer what it is
+            size = replace(size, layers=TINY.layers)
     like_it = replace(fitting[like], arms=arms)
     return Setting(size.fitting(like_it.mapping), like_it, rests, zeros)
 

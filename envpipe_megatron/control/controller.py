@@ -101,7 +101,8 @@ class Controller:
         self._silence = Silence(own.num_stages)
         #: How often planning failed, and the window after which it is tried again, if it is.
         self._failures, self._again_at = 0, 0
-        #: By which share stages changed since the last plan was begun, and in the last window.
+        #: By which share stages changed since the last plan was begun, and in the last window, if
+        #: that was of a plan.
         self._drift: FloatArray = np.zeros(own.num_stages)
         self._drift_before = self._drift
         #: Whether the order of the last command began with it.
@@ -249,6 +250,7 @@ class Controller:
         # A plan that fails again and again is not understood: each time it is left for longer.
         self._harms = self._harms + 1 if self._windows - self._harmed_at < _CALM else 1
         self._harmed_at = self._windows
+        self._look_every, self._look_at = _LOOKS_AT_TOP, self._windows + _LOOKS_AT_TOP
         stretches = 1 if self._harms <= _UNDERSTOOD else min(2**self._harms, _MOST_STRETCHES)
         self._note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
@@ -282,6 +284,7 @@ class Controller:
         *,
         fades: float = 1.0,
     ) -> FloatArray:
+        self._drift_before = np.zeros(self._own.num_stages)
         return self._knowledge.learn(
             clocked.schedule,
             clocked.frequency_mhz,
@@ -311,9 +314,10 @@ class Controller:
         """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
         usual = which[self._followers.usual]
         replicas = [replica for replica in self._everyone if which[replica] == usual]
+        before = self._drift_before
         drift = self._learn(orders[usual], window, replicas, fades=_FADES)
+        self._drift_before = drift
         # What changes in the middle of a window is half seen there, and half in the next one.
-        before, self._drift_before = self._drift_before, drift
         both = (1 + before) * (1 + drift) - 1
         drift = np.where((np.abs(drift) > _DRIFT) & (np.abs(both) > np.abs(drift)), both, drift)
         if np.abs(drift).max() > _DRIFT:

@@ -106,8 +106,8 @@ class Measure:
 
     @property
     def known_rested_s(self) -> FloatArray:
-        """The same where the GPU rests as long, if that is known."""
-        return self.both_s if self.rested_s is None else self.rested_s
+        """The same where the GPU rests as long, if that is known; never longer."""
+        return self.both_s if self.rested_s is None else np.minimum(self.rested_s, self.both_s)
 
     @property
     def is_host_bound(self) -> bool:

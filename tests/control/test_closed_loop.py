@@ -10,7 +10,7 @@ from on_request import on_request
 
 from benchmarks.online import long
 from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Faults, Pipelines
+from benchmarks.online.pipelines import Conditions, Faults, Pipelines
 from benchmarks.online.runs import (
     Ran,
     best_saving,
@@ -20,6 +20,7 @@ from benchmarks.online.runs import (
     scripted,
 )
 from envpipe_megatron.control import controller
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -116,6 +117,20 @@ def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(ki
     too_slow = [note for note in ran.notes if note.startswith("Too slow: ")]
     if kind != "grows":  # when they end, plans of slower units are too slow: by chance after these
         assert len(too_slow) == (kind in ("slow", "capped"))
+
+
+@on_request("CONTROL")
+def test_what_came_before_a_baseline_is_no_part_of_a_later_change():
+    """A stage is a tenth slower, which is planned for, and later a little more: not upset again."""
+
+    def faults(iteration):
+        slower = 1.0 if iteration < BEGIN + 1 else 1.12 if iteration < BEGIN + 25 else 1.14
+        return {(0, 1): Conditions(slower=dict.fromkeys(WHOLE, slower))}
+
+    ran = run(iterations=BEGIN + 60, faults=faults)
+    (said,) = (text for at, text in ran.said if at >= BEGIN + 25 and "units take" in text)
+    assert "stage 1's units take +1.8 %" in said
+    assert "looking at" not in said
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=on_request("CONTROL"))])

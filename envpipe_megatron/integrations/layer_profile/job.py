@@ -114,11 +114,14 @@ def _with_rest(
     pieces_s = sum(
         row[name] * (each.forward_s + each.backward_s) for name, each in measures.items()
     )
-    forward_s = loss.forward_s + np.maximum(whole_s - pieces_s, 0.0)
+    beside_s = np.maximum(whole_s - pieces_s, 0.0)
+    forward_s = loss.forward_s + beside_s
     joules = loss.forward_j
     if joules is not None:
         joules = joules * forward_s / loss.forward_s
-    return replace(loss, forward_s=forward_s, forward_j=joules)
+    # What no piece does is no faster after a rest.
+    rested_s = None if loss.rested_s is None else loss.rested_s + beside_s
+    return replace(loss, forward_s=forward_s, forward_j=joules, rested_s=rested_s)
 
 
 def _measure(

@@ -140,6 +140,8 @@ def _rounds(
     for _ in range(count):
         if rest_cycles:
             torch.cuda._sleep(rest_cycles)  # type: ignore[no-untyped-call]  # one thread
+            # Ranks whose rests end apart would wait for each other in the piece's collectives.
+            dist.all_reduce(torch.zeros(1, device=current_device()))
         marks.add()
         outputs = _forward(piece, hidden)
         marks.add()

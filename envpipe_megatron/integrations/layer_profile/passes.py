@@ -142,7 +142,7 @@ def _measure_once(
 
 
 def _undisturbed(repeats: Sequence[_Repeat]) -> FloatArray:
-    """[4] medians of the repeats that were not held up, by forward and backward together.
+    """[5] medians of the repeats that were not held up, by forward and backward together.
 
     Where the host is slower than the GPU, the GPU's waits lie in the one or the other.
     """

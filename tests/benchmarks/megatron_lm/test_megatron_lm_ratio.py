@@ -15,6 +15,7 @@ from envpipe_megatron.core.timeline import Timeline
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 from benchmarks.megatron_lm import ratio, unit_times
+from benchmarks.megatron_lm.equality import settings
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
 from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
@@ -100,6 +101,19 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
         ratio.setting(machine, like="llama-pp4", rests=True)
     with pytest.raises(click.UsageError, match="units alone"):
         ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
+
+
+@pytest.mark.parametrize("ranks_per_gpu", [1, 2, 4])
+@pytest.mark.parametrize("rests", [False, True])
+def test_every_model_can_be_cut_as_its_setting_says(site, ranks_per_gpu, rests):
+    machine = replace(site, num_gpus=4 // ranks_per_gpu, ranks_per_gpu=ranks_per_gpu)
+    for known in settings(4, cpu=False):
+        if rests and UNITS not in known.arms:
+            continue
+        size = ratio.setting(machine, like=known.name, rests=rests).size
+        assert size.layers % (known.mapping.pipeline * known.mapping.chunks) == 0
+        if any("--moe-layer-freq [0]+[1]*7" in feature for feature in known.features):
+            assert size.layers == 8
 
 
 def test_weights_are_zero_in_jobs_and_rounds_of_their_own(site, state):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -27,7 +28,7 @@ from envpipe_megatron.integrations.layer_profile.job import measure_model  # noq
 from envpipe_megatron.integrations.layer_profile.measuring import Window  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
 from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
-from envpipe_megatron.search.layer_profile import Block, Sizes  # noqa: E402
+from envpipe_megatron.search.layer_profile import Block, Measure, Sizes  # noqa: E402
 
 ARGS = Namespace(
     seq_length=8,
@@ -250,6 +251,12 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (layer.forward_j > 0).all()
     assert layer.host_s == pytest.approx(layer.forward_s[0] + layer.backward_s[0], rel=0.9)
     assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
+
+
+def test_what_no_piece_does_is_no_faster_after_a_rest() -> None:
+    loss = Measure(np.array([1.0]), np.array([2.0]), rested_s=np.array([2.75]))
+    found = job._with_rest({"loss": loss}, {"loss": 1}, np.array([5.0]))
+    assert (found.forward_s, found.backward_s, found.rested_s) == (3.0, 2.0, 4.75)
 
 
 def test_other_models_are_refused() -> None:
