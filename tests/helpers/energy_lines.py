@@ -1,9 +1,10 @@
-"""Lines of energy logs for tests."""
+"""Lines of energy logs for tests, and of files that several processes have written to."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
@@ -49,3 +50,8 @@ def parsed(entries: Iterable[Line]) -> list[EnergyWindow | EnergyNote]:
 
 def bill(*entries: Line) -> Bill:
     return bill_of(parsed(entries))
+
+
+def json_lines(path: Path) -> list[Any]:
+    """The objects of a file; writers that met have left an empty line, which readers pass over."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line]

@@ -11,7 +11,7 @@ from typing import Any
 import instruction_ranks
 import pytest
 from changed_preset import write_changed_preset
-from json_lines import json_lines
+from energy_lines import json_lines
 from memory_folder import memory_folder
 from preset_profile import preset_profile
 from rank_pool import RankPool

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkouts import BRIDGE_VARIABLE
-from json_lines import json_lines
+from energy_lines import json_lines
 from preset_profile import preset_profile
 from torchrun_ranks import Ended, run_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkouts import TAGS
-from json_lines import json_lines
+from energy_lines import json_lines
 from lm_cases import (
     CASES,
     MICROBATCHES,

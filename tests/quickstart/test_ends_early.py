@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from json_lines import json_lines
+from energy_lines import json_lines
 from on_request import on_request
 from quickstart_helpers import (
     is_training,

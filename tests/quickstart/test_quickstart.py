@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from json_lines import json_lines
+from energy_lines import json_lines
 from memory_folder import memory_folder
 from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console

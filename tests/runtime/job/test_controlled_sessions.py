@@ -7,7 +7,7 @@ from pathlib import Path
 
 import controlled_ranks
 import pytest
-from json_lines import json_lines
+from energy_lines import json_lines
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
