@@ -85,7 +85,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
 @click.option("--resting", is_flag=True, help="Of `ratio`: EnvPipe rests, in place of unmodified.")
-@click.option("--zero-weights", is_flag=True, help="Of `ratio`: GPUs stay below their power limit.")
+@click.option("--zero-weights", is_flag=True, help="Of `ratio`: matrix products take less power.")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
