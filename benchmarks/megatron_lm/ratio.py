@@ -139,21 +139,24 @@ def setting(
         )
     compared = only if rests else (STOCK, *only)
     arms = tuple(arm for arm in fitting[like].arms if arm in compared or not (only or arm == OFF))
-    size = wide if TRANSFORMER_ENGINE in fitting[like].needs else GPT_1_3B
-    size = TINY_ON_CPU if site.cpu else size
-    size = replace(size, microbatches=microbatches or size.microbatches)
-    if not site.cpu:
-        features = " ".join(fitting[like].features)
-        wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
-        if wide_experts or (rests and "--fp8" in features):
-            # Four experts have nearly three times the parameters, and FP8 has more copies of them:
-            # all arms are to fit into 80 GB.
-            size = replace(size, layers=size.layers // 2)
-        size = replace(size, layers=size.layers // site.ranks_per_gpu)
-        if "--moe-layer-freq" in features:  # which says of each layer what it is
-            size = replace(size, layers=TINY.layers)
     like_it = replace(fitting[like], arms=arms)
+    size = TINY_ON_CPU if site.cpu else _size_on_gpus(site, like_it, wide)
+    size = replace(size, microbatches=microbatches or size.microbatches)
     return Setting(size.fitting(like_it.mapping), like_it, rests, zeros)
+
+
+def _size_on_gpus(site: Site, like: equality.Setting, wide: Size) -> Size:
+    """What fits into 80 GB, as many arms as share a GPU's memory."""
+    features = " ".join(like.features)
+    size = wide if TRANSFORMER_ENGINE in like.needs else GPT_1_3B
+    layers = size.layers // site.ranks_per_gpu
+    # Four wide experts have nearly three times the parameters, and FP8 has more copies of them.
+    wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
+    if wide_experts or (size is LONG and "--fp8" in features):
+        layers //= 2
+    if "--moe-layer-freq" in features:  # which says of each layer what it is
+        layers = TINY.layers
+    return replace(size, layers=layers)
 
 
 def _job(

@@ -189,12 +189,12 @@ class Controller:
         drifted = np.abs(drift).max() > _DRIFT
         if (drifted or self._windows >= self._look_at) and not self._harmed():
             at_top = yield from self._look_at_the_top()
-            drift = np.where(np.abs(at_top) > np.abs(drift), at_top, drift)
+            drift = _larger(at_top, drift)
             calm = np.abs(drift).max() <= _DRIFT
             self._look_every = min(2 * self._look_every, _SELDOM) if calm else _LOOKS_AT_TOP
             self._look_at = self._windows + self._look_every
         # What came while a plan was being made is not in that plan.
-        drift = self._drift = np.where(np.abs(drift) > np.abs(self._drift), drift, self._drift)
+        drift = self._drift = _larger(drift, self._drift)
         if self._harmed():
             yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
         elif np.abs(drift).max() > _DRIFT and not self._planner.busy:
@@ -284,6 +284,7 @@ class Controller:
         *,
         fades: float = 1.0,
     ) -> FloatArray:
+        # What follows a probe or a baseline is compared with what these have shown.
         self._drift_before = np.zeros(self._own.num_stages)
         return self._knowledge.learn(
             clocked.schedule,
@@ -319,7 +320,7 @@ class Controller:
         self._drift_before = drift
         # What changes in the middle of a window is half seen there, and half in the next one.
         both = (1 + before) * (1 + drift) - 1
-        drift = np.where((np.abs(drift) > _DRIFT) & (np.abs(both) > np.abs(drift)), both, drift)
+        drift = np.where(np.abs(drift) > _DRIFT, _larger(both, drift), drift)
         if np.abs(drift).max() > _DRIFT:
             self._knowledge.forget(_upset(drift))
         return drift
@@ -446,6 +447,11 @@ class Controller:
         if np.abs(drift).max() <= _DRIFT:
             text = "steps last longer than they may, and no stage's units tell why"
         return "; ".join([text, *window.problems])
+
+
+def _larger(one: FloatArray, other: FloatArray) -> FloatArray:
+    """[num_stages] of two drifts that which is further from none."""
+    return np.where(np.abs(one) > np.abs(other), one, other)
 
 
 def _upset(drift: FloatArray) -> BoolArray:

@@ -42,7 +42,7 @@ def _shared(sizes: Sizes) -> tuple[int, int, int]:
 
 
 def _both_s(measure: Measure) -> float:
-    return float(measure.forward_s[0] + measure.backward_s[0])
+    return float(measure.both_s[0])
 
 
 def _sentence(piece: str, sizes: Sizes, other: Sizes, times: float) -> str:

@@ -111,9 +111,7 @@ def _with_rest(
         whole_s: [num_frequencies] of the microbatch.
     """
     loss = measures[LOSS]
-    pieces_s = sum(
-        row[name] * (each.forward_s + each.backward_s) for name, each in measures.items()
-    )
+    pieces_s = sum(row[name] * each.both_s for name, each in measures.items())
     beside_s = np.maximum(whole_s - pieces_s, 0.0)
     forward_s = loss.forward_s + beside_s
     joules = loss.forward_j

@@ -83,7 +83,7 @@ class Pieces:
         measures = profile.at(sizes)
         by_piece = [measures[piece] for piece in profile.pieces]
         self.forward_s = running([m.forward_s[0] for m in by_piece])
-        self.time_s = running([m.forward_s[0] + m.backward_s[0] for m in by_piece])
+        self.time_s = running([m.both_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
         self.expert_parameters = running([m.expert_parameters for m in by_piece])
