@@ -40,7 +40,7 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
-from envpipe_megatron.cli.plans.search_training import ITERATIONS, read_log
+from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.configuration_file import configuration_text
@@ -119,7 +119,7 @@ class Place:
         parts = (
             model.tiny if self.cpu else model.arguments,
             f"--micro-batch-size 1 --global-batch-size {model.global_batch} --sequence-parallel",
-            training(ITERATIONS),
+            training(ITERATIONS, log_interval=LOG_INTERVAL),
             NO_EVALUATION,
         )
         return (*base_arguments(self.cpu, {TRANSFORMER_ENGINE}), *joined(parts))

@@ -228,7 +228,7 @@ _MEASURE: dict[str, Reader[Any]] = {
     "rested_s": _read_by_clock,
     **dict.fromkeys(("parameters", "input_bytes", "output_bytes", "activation_bytes"), AMOUNT),
     **dict.fromkeys(("forward_workspace_bytes", "backward_workspace_bytes"), AMOUNT),
-    **dict.fromkeys(("host_s", "expert_parameters"), AMOUNT),
+    **dict.fromkeys(("host_s", "expert_parameters", "apart_s"), AMOUNT),
 }
 _RECOMPUTATION: dict[str, Reader[Any]] = {
     "name": TEXT,

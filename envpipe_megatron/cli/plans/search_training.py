@@ -22,6 +22,8 @@ from envpipe_megatron.search.megatron.candidates import Candidate
 
 #: Iterations that are trained, and those at first that take longer and are left out.
 ITERATIONS, WARM_UP = 30, 10
+#: A line of Megatron's log is for so many: each takes it milliseconds, and waits of all ranks.
+LOG_INTERVAL = 5
 _GIB, _MIB = 2.0**30, 2**20
 #: Megatron's arguments that a configuration or this run sets, by how they begin.
 _SET_ASIDE = re.compile(
@@ -38,7 +40,10 @@ _WITH_DISTRIBUTED_OPTIMIZER = re.compile("--overlap-param-gather")
 
 @dataclass(frozen=True)
 class Measured:
-    """What training shows: times (s) after the warm-up, and peaks (bytes) by rank."""
+    """What training shows: times (s) after the warm-up, each a mean of a few iterations.
+
+    Peaks (bytes) are by rank.
+    """
 
     iteration_s: tuple[float, ...]
     peak_bytes: dict[int, float]
@@ -107,13 +112,13 @@ def without_set(words: Sequence[str], configuration: Configuration) -> list[str]
 
 
 def arguments(flags: Sequence[str]) -> list[str]:
-    """What the run gets: a configuration's flags, and a log of each iteration.
+    """What the run gets: a configuration's flags, and a log of every few iterations.
 
     Recomputation by stage is EnvPipe's: it only observes here.
     """
     own = "--envpipe --envpipe-level observe" if "--envpipe-" in " ".join(flags) else ""
-    run = f"--train-iters {ITERATIONS} --log-interval 1 --log-memory-interval {WARM_UP}"
-    return shlex.split(" ".join([*flags, run, own]))
+    log = f"--log-interval {LOG_INTERVAL} --log-memory-interval {WARM_UP}"
+    return shlex.split(" ".join([*flags, f"--train-iters {ITERATIONS}", log, own]))
 
 
 def read_log(text: str) -> Measured:
@@ -121,7 +126,7 @@ def read_log(text: str) -> Measured:
     times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
     peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
     return Measured(
-        tuple(float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP:]),
+        tuple(float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP // LOG_INTERVAL :]),
         {int(rank): float(mib) * _MIB for rank, mib in peaks},
     )
 

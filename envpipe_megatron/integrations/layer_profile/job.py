@@ -77,13 +77,14 @@ def measure_model(
             _write(profiles[size], job.file(size))
             pieces.forget_microbatch()
         sizes = [size for size in measures if _fits(pieces, measures[size])]
-        whole_s = []
+        times_s = []
         for frequency_mhz in gpu.frequency_mhz if sizes else ():
             gpu.set(frequency_mhz)
-            whole_s.append(measure_microbatches(wrapped, args, forward_step, sizes))
+            times_s.append(measure_microbatches(wrapped, args, forward_step, sizes))
         row = {name: pieces.row_length(name) for name in names}
-        for size, size_s in zip(sizes, np.array(whole_s).T, strict=True):
-            measures[size][LOSS] = _with_rest(measures[size], row, size_s)
+        for at, size in enumerate(sizes):
+            whole_s, data_s = np.array(times_s)[:, at].T
+            measures[size].update(_with_rest(measures[size], row, whole_s, data_s))
             _write(profiles[size], job.file(size))
 
 
@@ -102,24 +103,24 @@ def _fits(pieces: GptPieces, measures: Mapping[str, Measure]) -> bool:
 
 
 def _with_rest(
-    measures: Mapping[str, Measure], row: Mapping[str, int], whole_s: FloatArray
-) -> Measure:
-    """The loss with what a microbatch takes beside its pieces; its joules grow with its time.
+    measures: Mapping[str, Measure], row: Mapping[str, int], whole_s: FloatArray, data_s: FloatArray
+) -> dict[str, Measure]:
+    """Embedding and loss with what a microbatch takes beside its pieces, as its data do.
+
+    Where both are in one part of the model, data are loaded once. No clock changes what they take.
 
     Args:
         row: how many of each piece were in the microbatch.
         whole_s: [num_frequencies] of the microbatch.
+        data_s: [num_frequencies] of it, until the model is entered.
     """
-    loss = measures[LOSS]
     pieces_s = sum(row[name] * each.both_s for name, each in measures.items())
-    beside_s = np.maximum(whole_s - pieces_s, 0.0)
-    forward_s = loss.forward_s + beside_s
-    joules = loss.forward_j
-    if joules is not None:
-        joules = joules * forward_s / loss.forward_s
-    # What no piece does is no faster after a rest.
-    rested_s = None if loss.rested_s is None else loss.rested_s + beside_s
-    return replace(loss, forward_s=forward_s, forward_j=joules, rested_s=rested_s)
+    loading_s = float(data_s.min())
+    beside_s = np.maximum(whole_s - pieces_s - loading_s, 0.0)
+    return {
+        EMBEDDING: measures[EMBEDDING].longer(loading_s),
+        LOSS: replace(measures[LOSS].longer(beside_s), apart_s=loading_s),
+    }
 
 
 def _measure(

@@ -7,9 +7,10 @@ host's looks at them.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +21,17 @@ _ROUNDS = 5
 _FEW, _MANY = 1, 5
 
 
+class Times(NamedTuple):
+    """Of a microbatch through all layers that were built: the whole, and until the model begins."""
+
+    whole_s: float
+    data_s: float
+
+
 def measure_microbatches(
     wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], sizes: Sequence[int]
-) -> list[float]:
-    """Seconds for each microbatch more, through all layers that were built; every rank calls it.
+) -> list[Times]:
+    """What each microbatch more takes, by size; every rank calls it.
 
     Repeats of a size lie between those of the others, so that a host that is slow for a second
     meets few of them.
@@ -35,31 +43,64 @@ def measure_microbatches(
         sizes: microbatch sizes.
     """
     data = {size: _batches(args, size) for size in sizes}
+    loading = _Loading(wrapped, forward_step)
     rounds = [
-        [_measure_round(wrapped, args, forward_step, size, data[size]) for size in sizes]
+        [_measure_round(wrapped, args, loading, size, data[size]) for size in sizes]
         for _ in range(1 + _ROUNDS)
     ]
+    loading.end()
     times_s = np.array(rounds[1:])  # the first loads, and allocates
     # Each apart: a difference is too small as well where the shorter run was held up.
-    undisturbed = np.apply_along_axis(undisturbed_s, 0, times_s)
-    more_s: list[float] = (np.maximum(np.diff(undisturbed)[:, 0], 0.0) / (_MANY - _FEW)).tolist()
-    return more_s
+    few_s, many_s, data_s = np.apply_along_axis(undisturbed_s, 0, times_s).T
+    whole_s = np.maximum(many_s - few_s, 0.0) / (_MANY - _FEW)
+    return [Times(*each) for each in zip(whole_s.tolist(), data_s.tolist(), strict=True)]
+
+
+class _Loading:
+    """A script's `forward_step`, and how long it takes on the device until the model begins."""
+
+    def __init__(self, wrapped: Any, forward_step: Callable[..., Any]) -> None:
+        self._forward_step = forward_step
+        self._marks: list[Any] = []
+        self.end = wrapped.register_forward_pre_hook(lambda *_: self._mark()).remove
+
+    def __call__(self, *args: Any) -> Any:
+        self._mark()
+        return self._forward_step(*args)
+
+    def last_s(self) -> float:
+        """The median since the last call; the device must have done all of it."""
+        marks, self._marks = self._marks, []
+        on_device = torch.cuda.is_available()
+        times_s: list[float] = [
+            begin.elapsed_time(end) / 1e3 if on_device else end - begin
+            for begin, end in zip(marks[::2], marks[1::2], strict=True)
+        ]
+        return statistics.median(times_s)
+
+    def _mark(self) -> None:
+        if torch.cuda.is_available():
+            event: Any = torch.cuda.Event
+            self._marks.append(event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(_now_s())
 
 
 def _measure_round(
     wrapped: Any,
     args: argparse.Namespace,
-    forward_step: Callable[..., Any],
+    loading: _Loading,
     size: int,
     data: Iterator[Mapping[str, torch.Tensor]],
-) -> tuple[float, float]:
-    """How long a few, and many, microbatches of a size take."""
+) -> tuple[float, float, float]:
+    """How long a few, and many, microbatches of a size take, and the data of one of many."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     def time_s(num_microbatches: int) -> float:
         begin_s = _now_s()
         forward_backward_no_pipelining(
-            forward_step_func=forward_step,
+            forward_step_func=loading,
             data_iterator=data,
             model=wrapped,
             num_microbatches=num_microbatches,
@@ -70,7 +111,9 @@ def _measure_round(
 
     before, args.micro_batch_size = args.micro_batch_size, size
     try:
-        return time_s(_FEW), time_s(_MANY)
+        few_s = time_s(_FEW)
+        loading.last_s()
+        return few_s, time_s(_MANY), loading.last_s()
     finally:
         args.micro_batch_size = before
 

@@ -112,7 +112,7 @@ def _by_clock(
     megatron: MegatronSpace, shape: Shape
 ) -> dict[str | None, tuple[FloatArray, FloatArray]]:
     """Running sums [n + 1, num_frequencies] of s and J: of pieces, and of each recomputation."""
-    profile, sizes = megatron.profile, shape.sizes
+    profile, sizes = megatron.pieces(shape).profile, shape.sizes
     columns = {
         name: profile.column(sizes, name)
         for name in ("forward_s", "backward_s", "forward_j", "backward_j")

@@ -66,7 +66,7 @@ class MegatronSpace:
                 remedy="Fold each block into one piece first.",
             )
         self.profile, self.job, self.space = profile, job, space
-        self._pieces: dict[Sizes, Pieces] = {}
+        self._pieces: dict[tuple[Sizes, bool], Pieces] = {}
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -95,9 +95,11 @@ class MegatronSpace:
 
     def pieces(self, shape: Shape) -> Pieces:
         """What pieces take at a shape's sizes."""
-        if shape.sizes not in self._pieces:
-            self._pieces[shape.sizes] = Pieces(self.profile, shape.sizes)
-        return self._pieces[shape.sizes]
+        key = shape.sizes, shape.num_stages > 1
+        if key not in self._pieces:
+            profile = self.profile.in_parts if shape.num_stages > 1 else self.profile
+            self._pieces[key] = Pieces(profile, shape.sizes)
+        return self._pieces[key]
 
     def static_bytes(self, shape: Shape) -> FloatArray:
         """[n + 1] running sums of what a GPU holds for pieces' parameters."""

@@ -75,8 +75,10 @@ class StageWork:
 
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     """The work of a stage; EnvPipeError for sizes that were not measured."""
-    measures, width = profile.at(stage.sizes), len(profile.frequency_mhz)
     names, ways = profile.pieces, _ways(profile, stage)
+    whole = stage.chunks == ((0, len(names)),)
+    measures = (profile if whole else profile.in_parts).at(stage.sizes)
+    width = len(profile.frequency_mhz)
     way_of, identities = {id(way): way for way in ways}, map(id, ways)
     times, held, messages, parameters, experts = [], [], [], 0.0, 0.0
     forward_bytes = backward_bytes = working_bytes = 0.0

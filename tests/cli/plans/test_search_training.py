@@ -30,7 +30,7 @@ def layers_path(tmp_path):
 def log_of(rank, peak_mib):
     lines = [
         f" iteration {n}/ 30 | elapsed time per iteration (ms): {5000.0 if n <= 10 else 200.0 + n}"
-        for n in range(1, 31)
+        for n in range(5, 31, 5)
     ]
     peak = f"[Rank {rank}] (after 30 iterations) memory (MB) | allocated: 1.0 | max allocated: "
     return "\n".join([*(lines if rank else []), f"{peak}{peak_mib} | reserved: 9"])
@@ -56,7 +56,7 @@ def test_what_is_trained_has_the_flags_found_and_is_compared(layers_path, monkey
     assert script.count("--tensor-model-parallel-size") == 1
     assert not {"core_attn", "--train-samples"} & set(script)
     assert "--envpipe" not in script
-    assert "0.2205" in result.stdout  # the median without the first ten
+    assert "0.2225" in result.stdout  # the median without the first ten
     assert "2.00" in result.stdout
 
 
@@ -94,7 +94,7 @@ def test_a_command_of_other_ranks_is_refused_before_the_search(
 
 def test_the_warm_up_is_left_out_and_the_last_peak_counts():
     measured = search_training.read_log(log_of(1, 1.0) + "\n" + log_of(1, 2.5))
-    assert measured.iteration_s[0] == pytest.approx(0.211)
+    assert measured.iteration_s[0] == pytest.approx(0.215)
     assert measured.peak_bytes == {1: 2.5 * 2**20}
 
 

@@ -183,18 +183,37 @@ def test_a_slow_phase_does_not_lengthen_a_microbatch(
 ) -> None:
     """Nor does it shorten one: the runs that are subtracted can be slow, too."""
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    clock = SimpleNamespace(now_s=0.0, run=-1)
+    clock = SimpleNamespace(now_s=0.0, run=-1, factor=1.0)
 
-    def run(*, num_microbatches: int, micro_batch_size: int, **_: Any) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, size: int) -> None:
+            clock.now_s += clock.factor * 0.75 * size
+
+    def forward_step(size: int, model: Model) -> None:
+        clock.now_s += clock.factor * 0.25 * size  # its data
+        model(size)
+
+    def run(
+        *,
+        num_microbatches: int,
+        micro_batch_size: int,
+        forward_step_func: Any,
+        model: Any,
+        **_: Any,
+    ) -> None:
         assert args.micro_batch_size == micro_batch_size
-        factor = SLOW if clock.run in slow else 1.0
-        clock.now_s += factor * (0.5 + micro_batch_size * num_microbatches)
+        clock.factor = SLOW if clock.run in slow else 1.0
+        clock.now_s += clock.factor * 0.5
+        for _microbatch in range(num_microbatches):
+            forward_step_func(micro_batch_size, model)
         clock.run += 1
 
     monkeypatch.setattr(schedules, "forward_backward_no_pipelining", run)
     monkeypatch.setattr(microbatch, "_now_s", lambda: clock.now_s)
     args = Namespace(seq_length=4, micro_batch_size=1, create_attention_mask_in_dataloader=False)
-    more_s = microbatch.measure_microbatches(None, args, lambda: None, [2, 3])
-    np.testing.assert_allclose(more_s, [2.0, 3.0])
+    model = Model()
+    times = microbatch.measure_microbatches(model, args, forward_step, [2, 3])
+    np.testing.assert_allclose(times, [(2.0, 0.5), (3.0, 0.75)])
+    assert not model._forward_pre_hooks
     assert clock.run == 23
     assert args.micro_batch_size == 1

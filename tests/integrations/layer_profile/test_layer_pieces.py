@@ -211,9 +211,10 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         assert layer.forward_j is None
         assert layer.host_s is None  # there is nobody to hand over to
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
-        # With the loss comes what the training script does beside the model.
-        loss = made.at(Sizes(1, size))["loss"]
-        assert loss.forward_s[0] > 0.9 * (DATA_S + LOSS_S) > 10 * loss.backward_s[0]
+        # With embedding and loss comes what the training script does beside the model.
+        embedding, loss = (made.at(Sizes(1, size))[name] for name in ("embedding", "loss"))
+        assert min(embedding.forward_s[0], loss.apart_s) > 0.9 * DATA_S
+        assert loss.forward_s[0] > 0.9 * LOSS_S > 10 * loss.backward_s[0]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)
@@ -255,8 +256,17 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_no_piece_does_is_no_faster_after_a_rest() -> None:
     loss = Measure(np.array([1.0]), np.array([2.0]), rested_s=np.array([2.75]))
-    found = job._with_rest({"loss": loss}, {"loss": 1}, np.array([5.0]))
-    assert (found.forward_s, found.backward_s, found.rested_s) == (3.0, 2.0, 4.75)
+    embedding = Measure(np.array([0.5]), np.array([0.5]))
+    found = job._with_rest(
+        {"embedding": embedding, "loss": loss},
+        {"embedding": 1, "loss": 1},
+        whole_s=np.array([6.0]),
+        data_s=np.array([0.25]),
+    )
+    last = found["loss"]
+    assert (last.forward_s, last.backward_s, last.rested_s) == (2.75, 2.0, 4.5)
+    # The data are loaded by the first stage and by the last, by one that is both only once.
+    assert (found["embedding"].forward_s, last.apart_s) == (0.75, 0.25)
 
 
 def test_other_models_are_refused() -> None:
