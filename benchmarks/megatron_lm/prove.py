@@ -80,7 +80,13 @@ _FOR_AN_END_S = 20.0
 @click.option("--rounds", default=5, show_default=True, help="Of `ratio`, in all calls.")
 @click.option("--round-turns", default=5, show_default=True, help="Of an arm in a round.")
 @click.option("--turn-iterations", default=10, show_default=True, help="Of a turn of `ratio`.")
-@click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
+@click.option(
+    "--warmup-iterations",
+    type=click.IntRange(ratio.LEAST_FIRST_TURN),
+    default=12,
+    show_default=True,
+    help="Of its first turns.",
+)
 @click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
 @click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")

@@ -50,8 +50,10 @@ from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"
-#: The framework's order before the plan's; within the first turn, which is not counted.
+#: The framework's order before the plan's; within the first turn, which is not counted. One
+#: iteration comes before it, and the plan is taken up in another behind it.
 _WARMUP = 3
+LEAST_FIRST_TURN = _WARMUP + 3
 TARGET, TARGET_OF_UNITS = 1.005, 1.003
 LEAST_ITERATION_S = 0.5
 _LOG_INTERVAL = 10
@@ -156,7 +158,8 @@ def _size_on_gpus(site: Site, like: equality.Setting, wide: Size) -> Size:
         layers //= 2
     if "--moe-layer-freq" in features:  # which says of each layer what it is
         layers = TINY.layers
-    return replace(size, layers=layers)
+    # In parts, sequences are longer: a unit is then as much work as elsewhere.
+    return replace(size, layers=layers, sequence=size.sequence * like.mapping.context)
 
 
 def _job(

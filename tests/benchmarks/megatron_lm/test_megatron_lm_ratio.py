@@ -112,6 +112,9 @@ def test_every_model_can_be_cut_as_its_setting_says(site, ranks_per_gpu, rests):
             continue
         size = ratio.setting(machine, like=known.name, rests=rests).size
         assert size.layers % (known.mapping.pipeline * known.mapping.chunks) == 0
+        # Each GPU has as much of a sequence in every setting.
+        part = 4096 if rests and known.needs else 2048
+        assert size.sequence == part * known.mapping.context
         if any("--moe-layer-freq [0]+[1]*7" in feature for feature in known.features):
             assert size.layers == 8
 
