@@ -5,6 +5,7 @@ Those of Megatron are the patches'.
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 #: From the first that was tested, below the next minor one: what its engine is made of is not
@@ -13,6 +14,12 @@ DEEPSPEED = ((0, 19, 6), (0, 20))
 #: As DEEPSPEED: which modules a model is made of is not promised to stay. 5.0, 5.8, 5.16 and 5.24
 #: were tested.
 TRANSFORMERS = ((5, 0), (5, 25))
+
+
+def is_tested(version: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether a version is among some of the above; of the next minor one, no prerelease is."""
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return of[0] <= release < of[1]
 
 
 def as_text(version: tuple[int, ...]) -> str:

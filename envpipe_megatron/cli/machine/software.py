@@ -144,9 +144,7 @@ def _deepspeed() -> Answer:
     wanted = f"DS_BUILD_OPS=0 pip install 'deepspeed>={lowest},<{beyond}'"
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    supported = versions.DEEPSPEED[0] <= numbers < versions.DEEPSPEED[1]
-    return supported, version, wanted
+    return versions.is_tested(version, versions.DEEPSPEED), version, wanted
 
 
 def _zeus() -> Answer:

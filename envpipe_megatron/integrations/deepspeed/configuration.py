@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-from packaging.version import Version
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import versions
@@ -28,8 +27,8 @@ class VersionError(EnvPipeError):
 
 def check_version() -> None:
     """Refuse by a VersionError those that EnvPipe was not tried with."""
-    oldest, beyond = map(versions.as_text, versions.DEEPSPEED)
-    if not Version(oldest) <= Version(deepspeed.__version__) < Version(beyond):
+    if not versions.is_tested(deepspeed.__version__, versions.DEEPSPEED):
+        oldest, beyond = map(versions.as_text, versions.DEEPSPEED)
         raise VersionError(
             "EnvPipe was not tried with this version of DeepSpeed",
             value=deepspeed.__version__,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
 
 from envpipe_megatron.errors import EnvPipeError
@@ -49,8 +48,8 @@ class Skeleton:
 
 def check_version() -> None:
     """Refuse by a ModelError versions of transformers that EnvPipe was not tried with."""
-    oldest, beyond = map(versions.as_text, versions.TRANSFORMERS)
-    if not Version(oldest) <= Version(transformers.__version__) < Version(beyond):
+    if not versions.is_tested(transformers.__version__, versions.TRANSFORMERS):
+        oldest, beyond = map(versions.as_text, versions.TRANSFORMERS)
         raise ModelError(
             "EnvPipe was not tried with this version of transformers",
             value=transformers.__version__,
