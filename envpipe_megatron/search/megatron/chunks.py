@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.search.megatron.cuts import Pieces, Runs, Shape, least_path
+from envpipe_megatron.search.megatron.cuts import Shape, least_path
+from envpipe_megatron.search.megatron.runs import Pieces, runs_within
 
 _BETTER = 1 - 1e-9
 
@@ -21,9 +22,12 @@ def spread(pieces: Pieces, shape: Shape) -> IntArray | None:
     slots = shape.num_stages * shape.num_chunks
     if pieces.num_pieces < slots:
         return None
-    runs = Runs(pieces, np.arange(pieces.num_pieces + 1), pieces.num_pieces)
-    weight = np.where(runs.inside, runs.time_s, np.inf)
-    _, cut = least_path([weight] * slots, largest=True)
+    # Slots that are filled one after another exceed their share by less than a piece.
+    longest_s = pieces.time_s[-1] / slots + np.diff(pieces.time_s).max()
+    runs = runs_within(pieces, np.arange(pieces.num_pieces + 1), slots, longest_s / _BETTER)
+    assert runs is not None
+    weights = [np.where(each.inside, each.time_s, np.inf) for each in runs]
+    _, cut = least_path(runs, weights, largest=True)
     return _improved(pieces, shape, cut)
 
 

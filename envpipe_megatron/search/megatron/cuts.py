@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import ArrayLike
 
-from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
-from envpipe_megatron.search.megatron.work import working, workspace_bytes
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.megatron.runs import BETTER, Pieces, Runs, running, runs_within
 
-#: A cut must be better by more than rounding.
-_BETTER = 1 - 1e-12
 #: With more pieces a coarse cut is found first, which says how long a stage can be at most.
 _COARSE_NODES = 96
 
@@ -39,166 +35,6 @@ class Shape:
     data_parallel: int
     num_chunks: int
     num_microbatches: int
-
-
-@dataclass(frozen=True)
-class Way:
-    """What recomputing does: running sums [n + 1] over pieces; others [n] of each.
-
-    `can_be` says which pieces can be recomputed.
-    """
-
-    can_be: BoolArray
-    again_s: FloatArray
-    saved_bytes: FloatArray
-    working_bytes: FloatArray
-
-    @cached_property
-    def known(self) -> FloatArray:
-        """[n + 1] how many pieces so far can be recomputed."""
-        return running(self.can_be)
-
-    @cached_property
-    def levels(self) -> list[tuple[float, IntArray]]:
-        """What a piece may hold while it is recomputed, from the least; and for each of the pieces.
-
-        [n + 1] the next piece that holds more; behind all pieces if none does.
-        """
-        count = len(self.working_bytes)
-        found = []
-        for level in np.unique(self.working_bytes[self.can_be]):
-            more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
-            found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
-        return found
-
-
-class Pieces:
-    """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
-
-    `ways` are those of recomputation; the sums are without.
-    """
-
-    def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
-        self.profile = profile
-        measures = profile.at(sizes)
-        by_piece = [measures[piece] for piece in profile.pieces]
-        self.forward_s = running([m.forward_s[0] for m in by_piece])
-        self.time_s = running([m.both_s[0] for m in by_piece])
-        self.kept_bytes = running([m.activation_bytes for m in by_piece])
-        self.parameters = running([m.parameters for m in by_piece])
-        self.expert_parameters = running([m.expert_parameters for m in by_piece])
-        self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
-        freed = [m.output_bytes if profile.frees_outputs else 0.0 for m in by_piece[:-1]]
-        #: [n + 1] freed by a stage that ends before a piece.
-        self.freed_bytes = np.array([0.0, *freed, 0.0])
-        self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
-        self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
-        names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
-        self.ways = {name: _way(profile, by_piece, name) for name in names}
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the model, n."""
-        return len(self.time_s) - 1
-
-
-class Runs:
-    """Runs of pieces from some nodes to others: arrays are [nodes, width].
-
-    Column k of a node's row is the run from there to the k-th node behind it; `inside` says whether
-    there is one.
-
-    Args:
-        nodes: pieces at which stages may begin, from 0, and the number of pieces.
-        width: of how many nodes a stage consists at most.
-    """
-
-    def __init__(self, pieces: Pieces, nodes: IntArray, width: int) -> None:
-        self.pieces, self.nodes = pieces, nodes
-        index = np.arange(len(nodes))[:, None] + np.arange(1, width + 1)
-        self.inside: BoolArray = index < len(nodes)
-        self.first, self.end = nodes[:, None], nodes[np.minimum(index, len(nodes) - 1)]
-
-    def sums(self, running_sums: FloatArray) -> FloatArray:
-        """What each run has of a value."""
-        sums: FloatArray = running_sums[self.end] - running_sums[self.first]
-        return sums
-
-    def largest(self, values: FloatArray) -> FloatArray:
-        """The largest of a value in each run."""
-        if not values.any():
-            return np.zeros(self.end.shape)
-        by_node = np.maximum.reduceat(values, self.nodes[:-1])
-        width = self.end.shape[1]
-        windows = sliding_window_view(np.pad(by_node, (0, width)), width)
-        largest: FloatArray = np.maximum.accumulate(windows, axis=1)
-        return largest
-
-    @cached_property
-    def time_s(self) -> FloatArray:
-        """Forward and backward, with nothing recomputed."""
-        return self.sums(self.pieces.time_s)
-
-    @cached_property
-    def held_bytes(self) -> FloatArray:
-        """For each microbatch in flight, with nothing recomputed."""
-        inputs = np.append(self.pieces.input_bytes, 0.0)[self.first]
-        kept = self.sums(self.pieces.kept_bytes)
-        held: FloatArray = kept + inputs - self.pieces.freed_bytes[self.end]
-        return held
-
-    @cached_property
-    def parameters(self) -> FloatArray:
-        """That one GPU holds."""
-        return self.sums(self.pieces.parameters)
-
-    @cached_property
-    def _workspaces(self) -> tuple[FloatArray, FloatArray]:
-        return self.largest(self.pieces.forward_bytes), self.largest(self.pieces.backward_bytes)
-
-    def excess_bytes(
-        self,
-        limit_bytes: float,
-        in_flight: int,
-        of_parameters_bytes: FloatArray,
-        working_bytes: float = 0.0,
-    ) -> FloatArray:
-        """By how much each run exceeds its memory, before anything is saved by recomputing.
-
-        `of_parameters_bytes`, [nodes, width], are held for each run's parameters.
-        """
-        beside = workspace_bytes(
-            self.pieces.profile, *self._workspaces, working_bytes, self.parameters
-        )
-        return of_parameters_bytes + in_flight * self.held_bytes + beside - limit_bytes
-
-    def recomputed_until(
-        self,
-        way: Way,
-        limit_bytes: float,
-        in_flight: int,
-        of_parameters_bytes: FloatArray,
-        layers: int | None,
-    ) -> IntArray:
-        """The piece up to which each run recomputes; behind all of them if it cannot fit.
-
-        As little as memory allows, or the first `layers` that can be recomputed.
-        """
-        never = self.pieces.num_pieces + 1
-        best = np.full(self.end.shape, never)
-        saved = way.saved_bytes
-        for working_bytes, blocked in way.levels:
-            excess = self.excess_bytes(limit_bytes, in_flight, of_parameters_bytes, working_bytes)
-            if layers is None:
-                wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
-                until = np.searchsorted(saved, wanted * _BETTER, side="left")
-            else:
-                until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
-                until = np.maximum(np.minimum(until, self.end), self.first)
-                left = excess - in_flight * (saved[until] - saved[self.first])
-                until = np.where(left <= 0, until, never)
-            best = np.minimum(best, np.where(until <= blocked[self.first], until, never))
-        return best
 
 
 @dataclass(frozen=True)
@@ -236,46 +72,42 @@ def best_cut(
     count = pieces.num_pieces
     if count < shape.num_stages:
         return BestCut()
+    all_nodes = np.arange(count + 1)
     given = shape, job, static_bytes, everywhere
     if count > _COARSE_NODES:
         step = -(-count // _COARSE_NODES)
-        coarse = np.unique([*range(0, count, step), 1, count - 1, count])
-        within_s = min(within_s, _best(Runs(pieces, coarse, len(coarse) - 1), *given).bound_s)
-    width = count
-    if math.isfinite(within_s):
-        longest_s = within_s / shape.num_microbatches * (2 - _BETTER)
-        ends = np.searchsorted(pieces.time_s, pieces.time_s + longest_s, side="right") - 1
-        width = int((ends - np.arange(count + 1)).max())
-    return _best(Runs(pieces, np.arange(count + 1), width), *given) if width > 0 else BestCut()
+        coarse = np.unique([*all_nodes[::step], 1, count - 1, count])
+        within_s = min(within_s, _best(pieces, coarse, math.inf, *given).bound_s)
+    return _best(pieces, all_nodes, within_s, *given)
 
 
-def least_path(weight: Sequence[FloatArray], *, largest: bool) -> tuple[float, IntArray]:
+def least_path(
+    runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
+) -> tuple[float, IntArray]:
     """The path whose largest run, or whose sum of runs, is least.
 
     Args:
-        weight: for each stage, [nodes, width] as in `Runs`, infinite where there is no run.
+        weights: of each stage's runs, infinite where there is no run.
 
     Returns that value, infinite if there is no path, and [num_stages + 1] the nodes.
     """
-    nodes, width = weight[0].shape
-    combine = np.maximum if largest else np.add
-    best = np.full(nodes, np.inf)
+    combine, num_nodes = np.maximum if largest else np.add, len(runs[0].nodes)
+    best = np.full(num_nodes, np.inf)
     best[-1] = -np.inf if largest else 0.0
     choices = []
-    for of_stage in reversed(weight):
-        behind = sliding_window_view(np.pad(best[1:], (0, width), constant_values=np.inf), width)
-        through = combine(of_stage, behind)
+    for of_stage, weight in zip(reversed(runs), reversed(weights), strict=True):
+        rows, width = of_stage.rows, weight.shape[1]
+        behind = np.pad(best[1:], (0, width), constant_values=np.inf)
+        through = combine(weight, sliding_window_view(behind, width)[rows])
         choices.append(through.argmin(axis=1))
-        best = through[np.arange(nodes), choices[-1]]
+        best = np.full(num_nodes, np.inf)
+        best[rows] = through[np.arange(len(rows)), choices[-1]]
+    if not math.isfinite(best[0]):
+        return math.inf, np.zeros(len(runs) + 1, dtype=int)
     path = [0]
-    for choice in reversed(choices):
-        path.append(min(nodes - 1, path[-1] + 1 + int(choice[path[-1]])))
+    for of_stage, choice in zip(runs, reversed(choices), strict=True):
+        path.append(path[-1] + 1 + int(choice[path[-1] - of_stage.rows.start]))
     return float(best[0]), np.array(path)
-
-
-def running(values: ArrayLike) -> FloatArray:
-    """[n + 1] running sums that begin with nothing."""
-    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 @dataclass(frozen=True)
@@ -283,7 +115,7 @@ class StageRuns:
     """Runs as one stage of a shape.
 
     Args:
-        time_s: [nodes, width] with the least recomputation that fits, infinite where none does.
+        time_s: [rows, width] with the least recomputation that fits, infinite where none does.
         ways: for each recomputation its name, until which piece runs recompute, and their time.
     """
 
@@ -291,9 +123,13 @@ class StageRuns:
     time_s: FloatArray
     ways: tuple[tuple[str, IntArray, FloatArray], ...]
 
+    def place(self, node: int, end_node: int) -> tuple[int, int]:
+        """Where arrays have a run."""
+        return node - self.runs.rows.start, end_node - node - 1
+
     def recomputed(self, node: int, end_node: int) -> Recomputed:
         """What a run recomputes."""
-        run = node, end_node - node - 1
+        run = self.place(node, end_node)
         least: Recomputed = (None, 0)
         for name, until, way_s in self.ways:
             if way_s[run] == self.time_s[run] and way_s[run] > self.runs.time_s[run]:
@@ -302,7 +138,7 @@ class StageRuns:
 
 
 def stage_runs(
-    runs: Runs,
+    of_stages: Sequence[Runs],
     shape: Shape,
     job: Job,
     static_bytes: FloatArray,
@@ -311,9 +147,9 @@ def stage_runs(
     """What runs take as each stage of a shape without virtual stages, as `best_cut` has it."""
     limited = job.memory_bytes is not None
     limit_bytes = 1e300 if job.memory_bytes is None else job.memory_bytes
-    of_parameters_bytes = runs.sums(static_bytes)
     stages = []
-    for stage in range(shape.num_stages):
+    for stage, runs in enumerate(of_stages):
+        of_parameters_bytes = runs.sums(static_bytes)
         in_flight = min(shape.num_microbatches, shape.num_stages - stage)
         least_s = np.full(runs.end.shape, np.inf)
         if everywhere is None or everywhere[0] is None:
@@ -339,7 +175,7 @@ def stage_runs(
 
 
 def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) -> FloatArray:
-    """[nodes, width] the iteration time (s) of 1F1B that a run forces as a stage.
+    """[rows, width] the iteration time (s) of 1F1B that a run forces as a stage.
 
     `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
     microbatches between the way of the first forward there and of the last backward back;
@@ -363,49 +199,44 @@ def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) 
 
 
 def _best(
-    runs: Runs, shape: Shape, job: Job, static_bytes: FloatArray, everywhere: Recomputed | None
+    pieces: Pieces,
+    nodes: IntArray,
+    within_s: float,
+    shape: Shape,
+    job: Job,
+    static_bytes: FloatArray,
+    everywhere: Recomputed | None,
 ) -> BestCut:
+    longest_s = within_s / shape.num_microbatches * (2 - BETTER)
+    runs = runs_within(pieces, nodes, shape.num_stages, longest_s)
+    if runs is None:
+        return BestCut()
     stages = stage_runs(runs, shape, job, static_bytes, everywhere)
-    bound_s, path = _evenest(stages, shape, runs.pieces.time_s)
+    bound_s, path = _evenest(stages, shape, pieces.time_s)
     if not math.isfinite(bound_s):
         return BestCut()
     # Once more with what the ways through other stages take where these recompute as well: that is
     # no bound, but nearer to the truth.
-    taken = [each.time_s[a, b - a - 1] for each, a, b in zip(stages, path, path[1:], strict=False)]
-    if sum(taken) > runs.pieces.time_s[-1] * (2 - _BETTER):
-        passed_s = np.interp(np.arange(len(runs.pieces.time_s)), runs.nodes[path], running(taken))
+    of_path = zip(stages, path[:-1].tolist(), path[1:].tolist(), strict=True)
+    taken = [stage.time_s[stage.place(node, end)] for stage, node, end in of_path]
+    if sum(taken) > pieces.time_s[-1] * (2 - BETTER):
+        passed_s = np.interp(np.arange(len(pieces.time_s)), nodes[path], running(taken))
         _, path = _evenest(stages, shape, passed_s)
-    recomputed = tuple(
-        stage.recomputed(int(a), int(b))
-        for stage, a, b in zip(stages, path, path[1:], strict=False)
-    )
-    return BestCut(bound_s, tuple(runs.nodes[path].tolist()), recomputed)
+    recomputed = tuple(map(StageRuns.recomputed, stages, path[:-1].tolist(), path[1:].tolist()))
+    return BestCut(bound_s, tuple(nodes[path].tolist()), recomputed)
 
 
 def _evenest(
     stages: Sequence[StageRuns], shape: Shape, passed_s: FloatArray
 ) -> tuple[float, IntArray]:
     """The least time (s) that any cut forces, and of those cuts that with the evenest stages."""
+    runs = [stage.runs for stage in stages]
     forced = [forced_s(stage, number, shape, passed_s) for number, stage in enumerate(stages)]
-    least_s, path = least_path(forced, largest=True)
+    least_s, path = least_path(runs, forced, largest=True)
     if math.isfinite(least_s):
         even = [
-            np.where(force <= least_s * (2 - _BETTER), stage.time_s**2, np.inf)
+            np.where(force <= least_s * (2 - BETTER), stage.time_s**2, np.inf)
             for force, stage in zip(forced, stages, strict=True)
         ]
-        _, path = least_path(even, largest=False)
+        _, path = least_path(runs, even, largest=False)
     return least_s, path
-
-
-def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
-    ways = [m.way(name) for m in by_piece]
-    saved = [
-        max(0.0, m.activation_bytes - w.activation_bytes) if w else 0.0
-        for m, w in zip(by_piece, ways, strict=True)
-    ]
-    return Way(
-        np.array([w is not None for w in ways]),
-        running([w.time_s[0] if w else 0.0 for w in ways]),
-        running(saved),
-        np.array([working(profile, m, w) for m, w in zip(by_piece, ways, strict=True)]),
-    )

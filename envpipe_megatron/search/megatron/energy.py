@@ -11,7 +11,8 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.policies.partitions.search import cheapest_splits
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Runs, Shape, StageRuns, running, stage_runs
+from envpipe_megatron.search.megatron.cuts import Shape, StageRuns, stage_runs
+from envpipe_megatron.search.megatron.runs import Runs, running
 from envpipe_megatron.search.megatron.space import MegatronSpace
 
 #: Models of more pieces are cut for time alone: the list of cuts takes their square.
@@ -44,8 +45,10 @@ def cheap_cuts(
     count = pieces.num_pieces
     if shape.num_chunks > 1 or not shape.num_stages <= count <= _MOST_PIECES:
         return
-    runs = Runs(pieces, np.arange(count + 1), count)
-    stages = stage_runs(runs, shape, megatron.job, megatron.static_bytes(shape))
+    runs = Runs(pieces, np.arange(count + 1), range(count + 1), count)
+    stages = stage_runs(
+        [runs] * shape.num_stages, shape, megatron.job, megatron.static_bytes(shape)
+    )
     sums = _by_clock(megatron, shape)
     cost = np.full((shape.num_stages, count + 1, count + 1), np.inf)
     for stage, each in enumerate(stages):
@@ -75,7 +78,7 @@ def _run_energies_j(
     blocking_power_w: float,
     longest_s: float,
 ) -> FloatArray:
-    """[nodes, width] energy (J) of runs as a stage for an iteration; infinite if out of time."""
+    """[rows, width] energy (J) of runs as a stage for an iteration; infinite if out of time."""
     runs = stage.runs
     time_s, energy_j = (of[runs.end] - of[runs.first] for of in sums[None])
     for name, until, way_s in stage.ways:

@@ -19,7 +19,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import FULL, LayerProfile, Sizes
 from envpipe_megatron.search.megatron.chunks import spread
-from envpipe_megatron.search.megatron.cuts import BestCut, Pieces, Recomputed, Shape, best_cut
+from envpipe_megatron.search.megatron.cuts import BestCut, Recomputed, Shape, best_cut
+from envpipe_megatron.search.megatron.runs import Pieces
 from envpipe_megatron.search.megatron.work import (
     parameter_bytes,
     peak_bytes,

@@ -40,7 +40,7 @@ ARGS = Namespace(
 )
 DENSE_THEN_EXPERTS = (0, 1, 1)
 #: That a training script takes for each microbatch.
-DATA_S, LOSS_S = 0.04, 0.06
+DATA_S, LOSS_S = 0.02, 0.03
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -214,7 +214,7 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path
         # With embedding and loss comes what the training script does beside the model.
         embedding, loss = (made.at(Sizes(1, size))[name] for name in ("embedding", "loss"))
         assert min(embedding.forward_s[0], loss.apart_s) > 0.9 * DATA_S
-        assert loss.forward_s[0] > 0.9 * LOSS_S > 10 * loss.backward_s[0]
+        assert loss.forward_s[0] > 0.9 * LOSS_S > 5 * loss.backward_s[0]
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)

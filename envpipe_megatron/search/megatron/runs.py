@@ -1,0 +1,222 @@
+"""Runs of a model's pieces: what stages can be, and what each takes and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike
+
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
+from envpipe_megatron.search.megatron.work import working, workspace_bytes
+
+#: A cut must be better by more than rounding.
+BETTER = 1 - 1e-12
+
+
+@dataclass(frozen=True)
+class Way:
+    """What recomputing does: running sums [n + 1] over pieces; others [n] of each.
+
+    `can_be` says which pieces can be recomputed.
+    """
+
+    can_be: BoolArray
+    again_s: FloatArray
+    saved_bytes: FloatArray
+    working_bytes: FloatArray
+
+    @cached_property
+    def known(self) -> FloatArray:
+        """[n + 1] how many pieces so far can be recomputed."""
+        return running(self.can_be)
+
+    @cached_property
+    def levels(self) -> list[tuple[float, IntArray]]:
+        """What a piece may hold while it is recomputed, from the least; and for each of the pieces.
+
+        [n + 1] the next piece that holds more; behind all pieces if none does.
+        """
+        count = len(self.working_bytes)
+        found = []
+        for level in np.unique(self.working_bytes[self.can_be]):
+            more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
+            found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
+        return found
+
+
+class Pieces:
+    """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
+
+    `ways` are those of recomputation; the sums are without.
+    """
+
+    def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
+        self.profile = profile
+        measures = profile.at(sizes)
+        by_piece = [measures[piece] for piece in profile.pieces]
+        self.forward_s = running([m.forward_s[0] for m in by_piece])
+        self.time_s = running([m.both_s[0] for m in by_piece])
+        self.kept_bytes = running([m.activation_bytes for m in by_piece])
+        self.parameters = running([m.parameters for m in by_piece])
+        self.expert_parameters = running([m.expert_parameters for m in by_piece])
+        self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
+        freed = [m.output_bytes if profile.frees_outputs else 0.0 for m in by_piece[:-1]]
+        #: [n + 1] freed by a stage that ends before a piece.
+        self.freed_bytes = np.array([0.0, *freed, 0.0])
+        self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
+        self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
+        names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
+        self.ways = {name: _way(profile, by_piece, name) for name in names}
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the model, n."""
+        return len(self.time_s) - 1
+
+
+class Runs:
+    """Runs of pieces from some nodes to others: arrays are [rows, width].
+
+    Column k of a node's row is the run from there to the k-th node behind it; `inside` says whether
+    there is one.
+
+    Args:
+        nodes: pieces at which stages may begin, from 0, and the number of pieces.
+        rows: numbers of the nodes at which these begin.
+        width: of how many nodes a stage consists at most.
+    """
+
+    def __init__(self, pieces: Pieces, nodes: IntArray, rows: range, width: int) -> None:
+        self.pieces, self.nodes, self.rows = pieces, nodes, rows
+        index = np.array(rows)[:, None] + np.arange(1, width + 1)
+        self.inside: BoolArray = index < len(nodes)
+        self.first, self.end = nodes[rows, None], nodes[np.minimum(index, len(nodes) - 1)]
+
+    def sums(self, running_sums: FloatArray) -> FloatArray:
+        """What each run has of a value."""
+        sums: FloatArray = running_sums[self.end] - running_sums[self.first]
+        return sums
+
+    def largest(self, values: FloatArray) -> FloatArray:
+        """The largest of a value in each run."""
+        if not values.any():
+            return np.zeros(self.end.shape)
+        by_node = np.maximum.reduceat(values, self.nodes[:-1])
+        width = self.end.shape[1]
+        windows = sliding_window_view(np.pad(by_node, (0, width)), width)[self.rows]
+        largest: FloatArray = np.maximum.accumulate(windows, axis=1)
+        return largest
+
+    @cached_property
+    def time_s(self) -> FloatArray:
+        """Forward and backward, with nothing recomputed."""
+        return self.sums(self.pieces.time_s)
+
+    @cached_property
+    def held_bytes(self) -> FloatArray:
+        """For each microbatch in flight, with nothing recomputed."""
+        inputs = np.append(self.pieces.input_bytes, 0.0)[self.first]
+        kept = self.sums(self.pieces.kept_bytes)
+        held: FloatArray = kept + inputs - self.pieces.freed_bytes[self.end]
+        return held
+
+    @cached_property
+    def parameters(self) -> FloatArray:
+        """That one GPU holds."""
+        return self.sums(self.pieces.parameters)
+
+    @cached_property
+    def _workspaces(self) -> tuple[FloatArray, FloatArray]:
+        return self.largest(self.pieces.forward_bytes), self.largest(self.pieces.backward_bytes)
+
+    def excess_bytes(
+        self,
+        limit_bytes: float,
+        in_flight: int,
+        of_parameters_bytes: FloatArray,
+        working_bytes: float = 0.0,
+    ) -> FloatArray:
+        """By how much each run exceeds its memory, before anything is saved by recomputing.
+
+        `of_parameters_bytes`, [rows, width], are held for each run's parameters.
+        """
+        beside = workspace_bytes(
+            self.pieces.profile, *self._workspaces, working_bytes, self.parameters
+        )
+        return of_parameters_bytes + in_flight * self.held_bytes + beside - limit_bytes
+
+    def recomputed_until(
+        self,
+        way: Way,
+        limit_bytes: float,
+        in_flight: int,
+        of_parameters_bytes: FloatArray,
+        layers: int | None,
+    ) -> IntArray:
+        """The piece up to which each run recomputes; behind all of them if it cannot fit.
+
+        As little as memory allows, or the first `layers` that can be recomputed.
+        """
+        never = self.pieces.num_pieces + 1
+        best = np.full(self.end.shape, never)
+        saved = way.saved_bytes
+        for working_bytes, blocked in way.levels:
+            excess = self.excess_bytes(limit_bytes, in_flight, of_parameters_bytes, working_bytes)
+            if layers is None:
+                wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
+                until = np.searchsorted(saved, wanted * BETTER, side="left")
+            else:
+                until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
+                until = np.maximum(np.minimum(until, self.end), self.first)
+                left = excess - in_flight * (saved[until] - saved[self.first])
+                until = np.where(left <= 0, until, never)
+            best = np.minimum(best, np.where(until <= blocked[self.first], until, never))
+        return best
+
+
+def runs_within(
+    pieces: Pieces, nodes: IntArray, num_stages: int, longest_s: float
+) -> list[Runs] | None:
+    """For each stage, the runs of cuts whose stages take no longer than that; None if none do.
+
+    With little time to spare, a stage can begin at few of the nodes.
+    """
+    until_s, last = pieces.time_s[nodes], len(nodes) - 1
+    ends = np.searchsorted(until_s, until_s + longest_s, side="right") - 1
+    latest = [0]
+    for stage in range(1, num_stages):
+        latest.append(min(int(ends[latest[-1]]), last - num_stages + stage))
+    found, following = [], last
+    for stage in range(num_stages - 1, -1, -1):
+        earliest = max(stage, int(np.searchsorted(ends, following)))
+        rows = range(earliest, latest[stage] + 1)
+        width = int((ends[rows] - rows).max()) if rows else 0
+        if width < 1:
+            return None
+        found.append(Runs(pieces, nodes, rows, width))
+        following = earliest
+    return found[::-1]
+
+
+def running(values: ArrayLike) -> FloatArray:
+    """[n + 1] running sums that begin with nothing."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
+    ways = [m.way(name) for m in by_piece]
+    saved = [
+        max(0.0, m.activation_bytes - w.activation_bytes) if w else 0.0
+        for m, w in zip(by_piece, ways, strict=True)
+    ]
+    return Way(
+        np.array([w is not None for w in ways]),
+        running([w.time_s[0] if w else 0.0 for w in ways]),
+        running(saved),
+        np.array([working(profile, m, w) for m, w in zip(by_piece, ways, strict=True)]),
+    )
