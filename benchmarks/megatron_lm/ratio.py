@@ -50,10 +50,10 @@ from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"
-#: The framework's order before the plan's; within the first turn, which is not counted. One
-#: iteration comes before it, and the plan is taken up in another behind it.
+#: The framework's order before the plan's; within the first turn, which is not counted. An
+#: iteration comes before it, and the plan is taken up in the one behind it.
 _WARMUP = 3
-LEAST_FIRST_TURN = _WARMUP + 3
+LEAST_FIRST_TURN = 1 + _WARMUP + 1
 TARGET, TARGET_OF_UNITS = 1.005, 1.003
 LEAST_ITERATION_S = 0.5
 _LOG_INTERVAL = 10

@@ -5,8 +5,9 @@ Those of Megatron are the patches'.
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
+
+from packaging.version import Version
 
 #: From the first that was tested, below the next minor one: what its engine is made of is not
 #: promised to stay.
@@ -17,9 +18,9 @@ TRANSFORMERS = ((5, 0), (5, 25))
 
 
 def is_tested(version: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether a version is among some of the above; of the next minor one, no prerelease is."""
-    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    return of[0] <= release < of[1]
+    """Whether a version is one of DEEPSPEED or TRANSFORMERS; of either end, no prerelease is."""
+    found = Version(version)
+    return Version(as_text(of[0])) <= found and found.release < of[1]
 
 
 def as_text(version: tuple[int, ...]) -> str:

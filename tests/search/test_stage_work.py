@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from whole_layers import whole_layers
 
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import (
@@ -16,7 +17,10 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.work import stage_work, tails_s
+from envpipe_megatron.search.megatron.cuts import Shape
+from envpipe_megatron.search.megatron.energy import _by_clock
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.megatron.work import StageWork, stage_work, tails_s
 
 ONE = np.array([1.0])
 
@@ -63,3 +67,27 @@ def test_all_data_parallel_ranks_handle_all_their_gradients(shared: bool, tail_s
     work = replace(stage_work(profile, stage), parameters=10.0)
     configuration = Configuration((stage,), 1, distributed_optimizer=shared)
     assert tails_s(profile, configuration, [work], Job(2, 2, 2)) == pytest.approx([tail_s])
+
+
+def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:
+    profile = whole_layers(0)
+    loss, number = profile.measures[Sizes()]["loss"], len(profile.pieces)
+
+    def last_of(first: int) -> StageWork:
+        return stage_work(
+            profile, StageLayout(((first, number),), Sizes(), 1, (None,) * (number - first))
+        )
+
+    alone = last_of(number - 1)
+    longer = 1 + loss.apart_s / loss.forward_s
+    np.testing.assert_allclose(alone.forward_s[0], loss.forward_s * longer)
+    np.testing.assert_allclose(alone.forward_j[0], loss.forward_j * longer)
+    np.testing.assert_allclose(alone.backward_s[0], loss.backward_s)
+    parts = [profile.in_parts.column(Sizes(), name)[:, 0] for name in ("forward_s", "backward_s")]
+    assert last_of(0).time_s == pytest.approx(np.sum(parts) - loss.apart_s)
+    megatron = MegatronSpace(profile, Job(2, 2, 8), Space())
+    for stages, apart_s in ((1, 0.0), (2, loss.apart_s)):
+        shape = Shape(Sizes(), stages, 2 // stages, 1, 4)
+        whole_s = np.sum(parts) - loss.apart_s + apart_s
+        assert megatron.pieces(shape).time_s[-1] == pytest.approx(whole_s)
+        assert _by_clock(megatron, shape)[None][0][-1, 0] == pytest.approx(whole_s)

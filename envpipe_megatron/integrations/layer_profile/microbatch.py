@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,12 +44,11 @@ def measure_microbatches(
         sizes: microbatch sizes.
     """
     data = {size: _batches(args, size) for size in sizes}
-    loading = _Loading(wrapped, forward_step)
-    rounds = [
-        [_measure_round(wrapped, args, loading, size, data[size]) for size in sizes]
-        for _ in range(1 + _ROUNDS)
-    ]
-    loading.end()
+    with closing(_Loading(wrapped, forward_step)) as loading:
+        rounds = [
+            [_measure_round(wrapped, args, loading, size, data[size]) for size in sizes]
+            for _ in range(1 + _ROUNDS)
+        ]
     times_s = np.array(rounds[1:])  # the first loads, and allocates
     # Each apart: a difference is too small as well where the shorter run was held up.
     few_s, many_s, data_s = np.apply_along_axis(undisturbed_s, 0, times_s).T
@@ -61,30 +61,38 @@ class _Loading:
 
     def __init__(self, wrapped: Any, forward_step: Callable[..., Any]) -> None:
         self._forward_step = forward_step
-        self._marks: list[Any] = []
-        self.end = wrapped.register_forward_pre_hook(lambda *_: self._mark()).remove
+        #: Where each call began, and where the model first did, if the script calls it as it is.
+        self._marks: list[list[Any]] = []
+        self.close = wrapped.register_forward_pre_hook(lambda *_: self._model_begins()).remove
 
     def __call__(self, *args: Any) -> Any:
-        self._mark()
+        self._marks.append([_mark()])
         return self._forward_step(*args)
 
     def last_s(self) -> float:
         """The median since the last call; the device must have done all of it."""
-        marks, self._marks = self._marks, []
-        on_device = torch.cuda.is_available()
-        times_s: list[float] = [
-            begin.elapsed_time(end) / 1e3 if on_device else end - begin
-            for begin, end in zip(marks[::2], marks[1::2], strict=True)
-        ]
-        return statistics.median(times_s)
+        times_s = [_between_s(*marks) for marks in self._marks if len(marks) > 1]
+        self._marks.clear()
+        return statistics.median(times_s or [0.0])
 
-    def _mark(self) -> None:
-        if torch.cuda.is_available():
-            event: Any = torch.cuda.Event
-            self._marks.append(event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(_now_s())
+    def _model_begins(self) -> None:
+        if self._marks and len(self._marks[-1]) == 1:
+            self._marks[-1].append(_mark())
+
+
+def _mark() -> Any:
+    """This place in the device's work; on a CPU, now."""
+    if not torch.cuda.is_available():
+        return _now_s()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record()
+    return event
+
+
+def _between_s(begin: Any, end: Any) -> float:
+    if not torch.cuda.is_available():
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _measure_round(

@@ -182,7 +182,7 @@ class Runs:
 def runs_within(
     pieces: Pieces, nodes: IntArray, num_stages: int, longest_s: float
 ) -> list[Runs] | None:
-    """For each stage, the runs of cuts whose stages take no longer than that; None if none do.
+    """For each stage, at least the runs of all cuts whose stages take no longer; None if none do.
 
     With little time to spare, a stage can begin at few of the nodes.
     """

@@ -95,10 +95,11 @@ class MegatronSpace:
         return all_s / (1 - (1 - 1 / shape.num_microbatches) ** shape.num_stages)
 
     def pieces(self, shape: Shape) -> Pieces:
-        """What pieces take at a shape's sizes."""
-        key = shape.sizes, shape.num_stages > 1
+        """What pieces take at a shape's sizes, in parts where it has several stages."""
+        in_parts = shape.num_stages > 1
+        key = shape.sizes, in_parts
         if key not in self._pieces:
-            profile = self.profile.in_parts if shape.num_stages > 1 else self.profile
+            profile = self.profile.in_parts if in_parts else self.profile
             self._pieces[key] = Pieces(profile, shape.sizes)
         return self._pieces[key]
 

@@ -355,6 +355,13 @@ def test_ranks_that_share_a_gpu_are_started_by_what_lets_nccl_take_them(site):
         assert part in ran.output
 
 
+def test_a_plan_is_taken_up_in_the_first_turn(tmp_path):
+    options = ("--stock", ".", "--patched", ".", "--output", str(tmp_path), "--gpus", "2", "--list")
+    for iterations, status in (("4", 2), ("5", 0)):
+        command = [*options, "--warmup-iterations", iterations, "ratio"]
+        assert CliRunner().invoke(prove.main, command).exit_code == status
+
+
 def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
     four = {job.name: job for job in equality.jobs(replace(site, num_gpus=4, has=HAS), 5)}
     job = four["equality/te-overlapped-experts-pp2vp2ep2/units"]

@@ -141,7 +141,13 @@ def test_a_torch_without_cuda_and_a_pynvml_of_unknown_version(packages):
 
 @pytest.mark.parametrize(
     ("version", "ok"),
-    [("0.19.6", True), ("0.19.10+cu128", True), ("0.18.9", False), ("0.20.0rc1", False)],
+    [
+        ("0.19.6", True),
+        ("0.19.10+cu128", True),
+        ("0.18.9", False),
+        ("0.19.6rc1", False),
+        ("0.20.0rc1", False),
+    ],
 )
 def test_versions_of_deepspeed(monkeypatch, version, ok):
     monkeypatch.setattr(software, "version_of", lambda name: version)

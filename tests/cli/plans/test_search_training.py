@@ -101,7 +101,9 @@ def test_the_warm_up_is_left_out_and_the_last_peak_counts():
 def test_recomputation_by_stage_is_envpipes_which_only_observes():
     words = search_training.arguments(["--envpipe-recompute full:1,none"])
     assert words[-3:] == ["--envpipe", "--envpipe-level", "observe"]
-    assert "--envpipe" not in search_training.arguments(["--micro-batch-size 2"])
+    words = search_training.arguments(["--micro-batch-size 2"])
+    assert "--envpipe" not in words
+    assert words[words.index("--log-interval") + 1] == "5"
 
 
 @pytest.mark.parametrize(("code", "log"), [(1, log_of(1, 1.0)), (0, "nothing")])

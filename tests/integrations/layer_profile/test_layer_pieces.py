@@ -255,18 +255,22 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_no_piece_does_is_no_faster_after_a_rest() -> None:
-    loss = Measure(np.array([1.0]), np.array([2.0]), rested_s=np.array([2.75]))
-    embedding = Measure(np.array([0.5]), np.array([0.5]))
+    one, two = np.array([1.0, 1.5]), np.array([2.0, 3.0])
+    loss = Measure(one, two, 10 * one, rested_s=np.array([2.75, 4.0]))
     found = job._with_rest(
-        {"embedding": embedding, "loss": loss},
+        {"embedding": Measure(one / 2, one / 2), "loss": loss},
         {"embedding": 1, "loss": 1},
-        whole_s=np.array([6.0]),
-        data_s=np.array([0.25]),
+        whole_s=np.array([6.0, 8.0]),
+        data_s=np.array([0.25, 0.375]),  # the clock has no part in it
     )
     last = found["loss"]
-    assert (last.forward_s, last.backward_s, last.rested_s) == (2.75, 2.0, 4.5)
+    assert (last.forward_s.tolist(), last.backward_s.tolist()) == ([2.75, 3.25], [2.0, 3.0])
+    assert last.forward_j is not None
+    assert last.forward_j.tolist() == [27.5, 32.5]
+    assert last.rested_s is not None
+    assert last.rested_s.tolist() == [4.5, 5.75]
     # The data are loaded by the first stage and by the last, by one that is both only once.
-    assert (found["embedding"].forward_s, last.apart_s) == (0.75, 0.25)
+    assert (found["embedding"].forward_s.tolist(), last.apart_s) == ([0.75, 1.0], 0.25)
 
 
 def test_other_models_are_refused() -> None:
