@@ -1,0 +1,191 @@
+"""What a unit costs at level `units`, in turns within one process, on one GPU.
+
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 python -m benchmarks.gpu.unit_cost [--queues 1]
+
+Units that the GPU bounds, and that the host bounds, run alone, with the calls that time them, with
+a request for another clock at each, and with the energy counter read beside that. In each, copies
+on a second stream lie beside the products, as what tensor and context parallel ranks send each
+other does. With waits the host waits for the device behind each unit, as in Megatron's 1F1B. No
+clock is changed: requests end at a GPU that does nothing. Without a GPU it rehearses on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.gpu.null_gpu import NullGpu
+from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.overhead.host import CLOCKS_MHZ, HostExecutor
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+UNITS = 32
+#: Size and number of a unit's matrix products.
+_BOUND = {"GPU": (6144, 8), "host": (256, 120)}
+_BOUND_ON_CPU = {"GPU": (128, 8), "host": (16, 20)}
+ALONE, TIMED, REQUESTS, COUNTER = "alone", "timed", "with requests", "and the counter"
+MODES = (ALONE, TIMED, REQUESTS, COUNTER)
+
+
+class Work:
+    """A unit: products one after another, and a copy on another stream beside each."""
+
+    def __init__(self, bound: str) -> None:
+        on_gpu = torch.cuda.is_available()
+        size, self._products = (_BOUND if on_gpu else _BOUND_ON_CPU)[bound]
+        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+        self._factors = torch.randn(2, size, size, device=device, dtype=dtype)
+        self._product = torch.empty_like(self._factors[0])
+        self._beside: Any = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def run(self) -> None:
+        """Hand it over to the device."""
+        for _ in range(self._products):
+            torch.mm(*self._factors, out=self._product)
+            if self._beside is not None:
+                self._beside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._beside):
+                    self._product.clone()
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+
+class Bench:
+    """Turns of one kind of units."""
+
+    def __init__(self, bound: str, *, waits: bool) -> None:
+        self._work, self._waits = Work(bound), waits
+        on_gpu = torch.cuda.is_available()
+        self._executor: Executor = CudaExecutor() if on_gpu else HostExecutor()
+        self._controller = ClockController(NullGpu(CLOCKS_MHZ))
+        schedule = builders.one_f_one_b(1, UNITS // 2)
+        clocks_mhz = np.resize(np.array(CLOCKS_MHZ[:8]), (1, UNITS))
+        self._order = IterationOrder(Phase.STEADY, schedule, clocks_mhz)
+        device = torch.device("cuda" if on_gpu else "cpu")
+        self._specs = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), device))
+        self._late: StageRecord | None = None
+
+    def turn_s(self, mode: str, iterations: int) -> float:
+        """Seconds for each unit."""
+        with _counter_read() if mode == COUNTER else contextlib.nullcontext():
+            begin_s = _now_s()
+            for _ in range(iterations):
+                self._iterate(mode)
+            return (_now_s() - begin_s) / (iterations * UNITS)
+
+    def close(self) -> None:
+        """End the clock's thread."""
+        self._controller.close()
+
+    def _iterate(self, mode: str) -> None:
+        if mode == ALONE:
+            for _ in range(UNITS):
+                self._unit()
+            return
+        request = _unheard if mode == TIMED else self._controller.request
+        run = StageRun(self._order, 0, self._executor, request, None, self._specs)
+        run.begin()
+        while run.next_unit is not None:
+            run.begin_unit()
+            self._unit(run.end_unit)
+        if self._late is not None:
+            _ = self._late.end_s  # an iteration's times are read behind the next one's units
+        self._late = run.end()
+
+    def _unit(self, handed_over: Callable[[], None] = lambda: None) -> None:
+        self._work.run()
+        handed_over()
+        if self._waits:
+            _now_s()
+
+
+def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> list[dict[str, Any]]:
+    """For each way, what it adds to a unit alone: means of pairs of turns, and standard errors."""
+    bench = Bench(bound, waits=waits)
+    for mode in MODES:  # loads, and allocates
+        bench.turn_s(mode, 1)
+    turns: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(rounds):
+        for mode in MODES[:: 1 if number % 2 else -1]:
+            turns[mode].append(bench.turn_s(mode, turn_iterations))
+    bench.close()
+    rows = []
+    for mode in MODES[1:]:
+        more_us = [
+            1e6 * (own - alone) for own, alone in zip(turns[mode], turns[ALONE], strict=True)
+        ]
+        rows.append(
+            {
+                "bound by": bound,
+                "waits": waits,
+                "unit": mode,
+                "alone_ms": 1e3 * statistics.median(turns[ALONE]),
+                "more_us": statistics.fmean(more_us),
+                "standard_error_us": statistics.stdev(more_us) / rounds**0.5,
+            }
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def _counter_read() -> Iterator[None]:
+    """Read the GPU's energy counter as often as a job does."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(0).uuid))
+    with contextlib.closing(EnergyMeter(NvmlGpu(uid))):
+        yield
+
+
+def _unheard(frequency_mhz: int, after: Completion) -> None:
+    """A request that nobody hears."""
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@click.command(help=__doc__)
+@click.option("--queues", type=click.IntRange(1, 32), help="Hardware queues; torch's by default.")
+@click.option("--rounds", type=click.IntRange(2), default=20, show_default=True)
+@click.option("--turn-iterations", type=click.IntRange(1), default=2, show_default=True)
+@output_option("unit_cost")
+def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) -> None:
+    """Measure, print, and write unit_cost.csv."""
+    if queues is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)  # before CUDA is initialised
+    rows = [
+        {"queues": queues, **row}
+        for bound in _BOUND
+        for waits in (False, True)
+        for row in measure(bound, waits=waits, rounds=rounds, turn_iterations=turn_iterations)
+    ]
+    make_console().print(make_table("What a unit costs", rows))
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / "unit_cost.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

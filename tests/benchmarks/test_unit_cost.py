@@ -1,0 +1,32 @@
+"""The benchmark of a unit's cost: every way runs, and only requests reach the clock's control."""
+
+import csv
+from itertools import pairwise
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("torch")
+from benchmarks.gpu import unit_cost
+
+
+def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
+    asked = []
+
+    class Noting(unit_cost.ClockController):
+        def request(self, frequency_mhz, after):
+            asked.append(frequency_mhz)
+            super().request(frequency_mhz, after)
+
+    monkeypatch.setattr(unit_cost, "ClockController", Noting)
+    options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]
+    ran = CliRunner().invoke(unit_cost.main, options)
+    assert ran.exit_code == 0, ran.output
+    rows = list(csv.DictReader((tmp_path / "unit_cost.csv").open()))
+    ways = [(row["bound by"], row["waits"], row["unit"]) for row in rows]
+    assert len(set(ways)) == len(ways) == 2 * 2 * (len(unit_cost.MODES) - 1)
+    assert all(float(row["alone_ms"]) > 0 for row in rows)
+    # Of each kind of units, two ways request, in a turn to begin with and in two that count.
+    assert len(asked) == 2 * 2 * 2 * 3 * unit_cost.UNITS
+    assert all(one != following for one, following in pairwise(asked))
