@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,17 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.gpu.control import torch_uid
 from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.outputs import make_console, make_table, output_option, write_csv
 from benchmarks.overhead.host import CLOCKS_MHZ, HostExecutor
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.execution.completion import Completion
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -55,7 +54,8 @@ class Work:
         device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
         self._factors = torch.randn(2, size, size, device=device, dtype=dtype)
         self._product = torch.empty_like(self._factors[0])
-        self._beside: Any = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        make_stream: Any = torch.cuda.Stream
+        self._beside = make_stream() if on_gpu else None
 
     def run(self) -> None:
         """Hand it over to the device."""
@@ -87,10 +87,10 @@ class Bench:
     def turn_s(self, mode: str, iterations: int) -> float:
         """Seconds for each unit."""
         with _counter_read() if mode == COUNTER else contextlib.nullcontext():
-            begin_s = _now_s()
+            begin_s = now_s()
             for _ in range(iterations):
                 self._iterate(mode)
-            return (_now_s() - begin_s) / (iterations * UNITS)
+            return (now_s() - begin_s) / (iterations * UNITS)
 
     def close(self) -> None:
         """End the clock's thread."""
@@ -101,7 +101,8 @@ class Bench:
             for _ in range(UNITS):
                 self._unit()
             return
-        request = _unheard if mode == TIMED else self._controller.request
+        heard = mode != TIMED
+        request = self._controller.request if heard else lambda frequency_mhz, after: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:
@@ -115,7 +116,7 @@ class Bench:
         self._work.run()
         handed_over()
         if self._waits:
-            _now_s()
+            now_s()
 
 
 def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> list[dict[str, Any]]:
@@ -152,19 +153,8 @@ def _counter_read() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(0).uuid))
-    with contextlib.closing(EnergyMeter(NvmlGpu(uid))):
+    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)))):
         yield
-
-
-def _unheard(frequency_mhz: int, after: Completion) -> None:
-    """A request that nobody hears."""
-
-
-def _now_s() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @click.command(help=__doc__)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from packaging.version import Version
-
 #: From the first that was tested, below the next minor one: what its engine is made of is not
 #: promised to stay.
 DEEPSPEED = ((0, 19, 6), (0, 20))
@@ -19,6 +17,8 @@ TRANSFORMERS = ((5, 0), (5, 25))
 
 def is_tested(version: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
     """Whether a version is one of DEEPSPEED or TRANSFORMERS; of either end, no prerelease is."""
+    from packaging.version import Version  # commands that ask for no version start without it
+
     found = Version(version)
     return Version(as_text(of[0])) <= found and found.release < of[1]
 

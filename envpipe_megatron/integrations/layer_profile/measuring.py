@@ -135,7 +135,7 @@ def _rounds(
 
     Before each, a GPU rests for so many of its clock's cycles.
     """
-    marks = _CudaMarks() if torch.cuda.is_available() else _HostMarks()
+    marks = make_marks()
     begin_s = time.monotonic()
     for _ in range(count):
         if rest_cycles:
@@ -154,6 +154,11 @@ def _rounds(
 
 def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:
     return piece.forward(hidden.detach().requires_grad_())
+
+
+def make_marks() -> _CudaMarks | _HostMarks:
+    """What marks instants of the device's work, and says what lay between them."""
+    return _CudaMarks() if torch.cuda.is_available() else _HostMarks()
 
 
 class _CudaMarks:
@@ -183,6 +188,12 @@ class _HostMarks:
 
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in pairwise(self._times_s)]
+
+
+def now_s() -> float:
+    """Now, by the host's clock, when the device has done all that it was handed."""
+    _synchronize()
+    return time.perf_counter()
 
 
 def _synchronize() -> None:

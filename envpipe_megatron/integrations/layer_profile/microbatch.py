@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from envpipe_megatron.integrations.layer_profile.measuring import make_marks, now_s
 from envpipe_megatron.integrations.layer_profile.undisturbed import undisturbed_s
 
 _ROUNDS = 5
@@ -61,38 +61,20 @@ class _Loading:
 
     def __init__(self, wrapped: Any, forward_step: Callable[..., Any]) -> None:
         self._forward_step = forward_step
-        #: Where each call began, and where the model first did, if the script calls it as it is.
-        self._marks: list[list[Any]] = []
-        self.close = wrapped.register_forward_pre_hook(lambda *_: self._model_begins()).remove
+        #: Of each call where it began, and where the model did, if the script calls it as it is.
+        self._calls = [make_marks()]
+        self.close = wrapped.register_forward_pre_hook(lambda *_: self._calls[-1].add()).remove
 
     def __call__(self, *args: Any) -> Any:
-        self._marks.append([_mark()])
+        self._calls.append(make_marks())
+        self._calls[-1].add()
         return self._forward_step(*args)
 
     def last_s(self) -> float:
-        """The median since the last call; the device must have done all of it."""
-        times_s = [_between_s(*marks) for marks in self._marks if len(marks) > 1]
-        self._marks.clear()
+        """The median since the last call of this."""
+        times_s = [gap_s for marks in self._calls for gap_s in marks.gaps_s()[:1]]
+        self._calls = [make_marks()]
         return statistics.median(times_s or [0.0])
-
-    def _model_begins(self) -> None:
-        if self._marks and len(self._marks[-1]) == 1:
-            self._marks[-1].append(_mark())
-
-
-def _mark() -> Any:
-    """This place in the device's work; on a CPU, now."""
-    if not torch.cuda.is_available():
-        return _now_s()
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-    event.record()
-    return event
-
-
-def _between_s(begin: Any, end: Any) -> float:
-    if not torch.cuda.is_available():
-        return float(end - begin)
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _measure_round(
@@ -106,7 +88,7 @@ def _measure_round(
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     def time_s(num_microbatches: int) -> float:
-        begin_s = _now_s()
+        begin_s = now_s()
         forward_backward_no_pipelining(
             forward_step_func=loading,
             data_iterator=data,
@@ -115,7 +97,7 @@ def _measure_round(
             seq_length=args.seq_length,
             micro_batch_size=size,
         )
-        return _now_s() - begin_s
+        return now_s() - begin_s
 
     before, args.micro_batch_size = args.micro_batch_size, size
     try:
@@ -142,9 +124,3 @@ def _batches(args: argparse.Namespace, size: int) -> Iterator[Mapping[str, torch
         batch = {name: values.pin_memory() for name, values in batch.items()}
     while True:
         yield dict(batch)  # the script changes it
-
-
-def _now_s() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

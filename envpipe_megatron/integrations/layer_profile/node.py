@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.search.layer_file import links_text
 from envpipe_megatron.search.layer_profile import Curve, Links
 
@@ -63,13 +63,13 @@ def measure_speeds() -> list[float]:
 
 
 def _products_per_s(matrix: torch.Tensor, products: torch.Tensor, least_s: float) -> float:
-    count, begin_s = 0, _now_s()
+    count, begin_s = 0, now_s()
     end_s = begin_s
     while end_s < begin_s + least_s:
         for _ in range(_REPEATS):
             torch.matmul(matrix, matrix, out=products)
         count += _REPEATS
-        end_s = _now_s()
+        end_s = now_s()
     return count / (end_s - begin_s)
 
 
@@ -98,10 +98,10 @@ def _curve(
             tensor = torch.zeros(size // 4, device=current_device())
             for _ in range(_WARM_UP):
                 transfer(tensor, group)
-            begin_s = _now_s()
+            begin_s = now_s()
             for _ in range(_REPEATS):
                 transfer(tensor, group)
-            times_s.append((_now_s() - begin_s) / _REPEATS / trips)
+            times_s.append((now_s() - begin_s) / _REPEATS / trips)
         else:
             times_s.append(0.0)
         dist.barrier()
@@ -119,12 +119,6 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         operation = dist.P2POp(way, tensor, 1 - dist.get_rank(), group)
         for request in dist.batch_isend_irecv([operation]):
             request.wait()
-
-
-def _now_s() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

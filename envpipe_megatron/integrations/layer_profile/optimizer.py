@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.search.layer_profile import BytesPerParameter
 
 _STEPS = 4
@@ -32,16 +32,16 @@ def measure_step(model: Any, optimizer: Any) -> StepTime:
     parameters: int = sum(weight.numel() for weight in model.parameters())
     gradients_s, optimizer_s = [], []
     for _ in range(_STEPS):
-        begin_s = _now_s()
+        begin_s = now_s()
         model.zero_grad_buffer()
         optimizer.zero_grad()
         model.finish_grad_sync()
         # A rank alone scales nothing by itself.
         model.scale_gradients(1.0)
-        ready_s = _now_s()
+        ready_s = now_s()
         optimizer.step()
         gradients_s.append(ready_s - begin_s)
-        optimizer_s.append(_now_s() - ready_s)
+        optimizer_s.append(now_s() - ready_s)
     return StepTime(
         *(statistics.median(times_s[1:]) / parameters for times_s in (gradients_s, optimizer_s))
     )
@@ -68,9 +68,3 @@ def _state(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from group["params"]
         for values in inner.state.values():
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
-
-
-def _now_s() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -209,7 +209,7 @@ def test_a_slow_phase_does_not_lengthen_a_microbatch(
         clock.run += 1
 
     monkeypatch.setattr(schedules, "forward_backward_no_pipelining", run)
-    monkeypatch.setattr(microbatch, "_now_s", lambda: clock.now_s)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     args = Namespace(seq_length=4, micro_batch_size=1, create_attention_mask_in_dataloader=False)
     model = Model()
     times = microbatch.measure_microbatches(model, args, forward_step, [2, 3])
