@@ -72,6 +72,29 @@ def test_each_run_begins_where_the_first_one_did() -> None:
     assert ended[0][2] == 2
 
 
+def test_sums_for_the_log_are_those_of_one_run() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+
+    if not hasattr(moe_utils, "save_to_aux_losses_tracker"):
+        pytest.skip("megatron-core from 0.18 on sums up elsewhere")
+    sums = moe_utils.get_moe_layer_wise_logging_tracker()
+
+    def run(data: object) -> list[float]:
+        for loss in (1.0, 2.0):
+            moe_utils.save_to_aux_losses_tracker("load", torch.tensor(loss), 1, 2)
+        return list(sums["load"]["values"].tolist())
+
+    try:
+        for _ in range(2):  # before there is a sum at all, and where the last one is cleared
+            iteration = RepeatedIteration([], iter(()))
+            assert [iteration.run(run) for _ in range(3)] == [[3.0, 0.0]] * 3
+            moe_utils.clear_aux_losses_tracker()
+    finally:
+        sums.clear()
+
+
 def outcome(**gradients: torch.Tensor) -> Any:
     from envpipe_megatron.integrations.megatron.self_check import Outcome
 

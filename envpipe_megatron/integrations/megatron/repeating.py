@@ -23,7 +23,7 @@ from envpipe_megatron.integrations.megatron.replacing import replaced
 #: Sums that megatron-core keeps for its log beside the model, in its versions from 0.16 on: module,
 #: name in it.
 _SUMS = (
-    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
+    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
     ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
     (
