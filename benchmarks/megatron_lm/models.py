@@ -212,9 +212,11 @@ def corpus_data() -> str:
 
 
 #: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways. UNITS runs
-#: Megatron's own function and order, at level `units`; LOOP what is planned meanwhile.
+#: Megatron's own function and order, at level `units`; LOOP what is planned meanwhile. SERIAL is
+#: unmodified as well, with chunks whose messages do not overlap what is computed.
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE, UNITS = "stock", "off", "1f1b", "envpipe", "units"
-LOOP = "loop"
+LOOP, SERIAL = "loop", "stock-serial"
+UNMODIFIED = (STOCK, SERIAL)
 #: Those of jobs that may run in another order than Megatron's, and of those that may not.
 ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
 ALL_ARMS = (*ORDER_ARMS, UNITS)
@@ -270,4 +272,4 @@ class Planned:
 
 def planned(mapping: Mapping, size: Size, arm: str) -> Planned | None:
     """The order of an arm; None where EnvPipe does nothing."""
-    return None if arm in (STOCK, OFF) else Planned(mapping, size.microbatches, arm)
+    return None if arm in (*UNMODIFIED, OFF) else Planned(mapping, size.microbatches, arm)

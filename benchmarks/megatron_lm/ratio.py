@@ -31,11 +31,13 @@ from benchmarks.megatron_lm.models import (
     OFF,
     ONE_F_ONE_B,
     ORDER_ARMS,
+    SERIAL,
     STOCK,
     TINY,
     TINY_ON_CPU,
     TRANSFORMER_ENGINE,
     UNITS,
+    UNMODIFIED,
     WIDE,
     Mapping,
     Planned,
@@ -135,12 +137,14 @@ def setting(
     only = (UNITS,) if rests else only
     if like not in fitting:
         raise click.UsageError(f"No setting {like} for {site.num_ranks} GPUs: {', '.join(fitting)}")
-    if unknown := set(only) - set(fitting[like].arms):
-        raise click.UsageError(
-            f"{like} has no arm {', '.join(unknown)}: {', '.join(fitting[like].arms)}"
-        )
+    mapping = fitting[like].mapping
+    # Megatron wants more than two stages for chunks whose messages do not overlap.
+    serial = mapping.chunks > 1 and mapping.pipeline > 2
+    offered = (*fitting[like].arms, *[SERIAL] * serial)
+    if unknown := set(only) - set(offered):
+        raise click.UsageError(f"{like} has no arm {', '.join(unknown)}: {', '.join(offered)}")
     compared = only if rests else (STOCK, *only)
-    arms = tuple(arm for arm in fitting[like].arms if arm in compared or not (only or arm == OFF))
+    arms = tuple(a for a in offered if a in compared or not (only or a in (OFF, SERIAL)))
     like_it = replace(fitting[like], arms=arms)
     size = TINY_ON_CPU if site.cpu else _size_on_gpus(site, like_it, wide)
     size = replace(size, microbatches=microbatches or size.microbatches)
@@ -183,12 +187,13 @@ def _job(
             *of.features,
             NO_EVALUATION,
             plan.arguments(_WARMUP) if plan else "",
+            "--no-overlap-p2p-communication" * (arm == SERIAL),
             energy,
             needs=of.like.needs,
         ),
         num_ranks=of.mapping.num_ranks,
         iterations=iterations,
-        patched=arm != STOCK,
+        patched=arm not in UNMODIFIED,
         turns=turns,
         environment=of.like.environment,
         plan=plan,

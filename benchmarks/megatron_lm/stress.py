@@ -42,7 +42,7 @@ from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import interpreter
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job import session
+from envpipe_megatron.runtime.job import batches, session
 from envpipe_megatron.runtime.job.parts import PhaseParts
 
 PART = "stress"
@@ -306,7 +306,7 @@ def install(
 
     # Until the process ends.
     orders = random_orders(settings["seed"], told)
-    mock.patch.object(session, "run_phases", orders).start()
+    mock.patch.object(batches, "run_phases", orders).start()
     replace_work(delayed)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 from benchmarks.megatron_lm import ratio, unit_times
 from benchmarks.megatron_lm.equality import settings
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
+from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, SERIAL, STOCK, UNITS
 from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
 from benchmarks.megatron_lm.running.turns import Block
@@ -101,6 +101,20 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
         ratio.setting(machine, like="llama-pp4", rests=True)
     with pytest.raises(click.UsageError, match="units alone"):
         ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
+
+
+def test_chunks_are_measured_without_overlapped_messages_where_megatron_allows_it(site, state):
+    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(3, 1, 25, 12)
+    both = ratio.setting(machine, like="gpt-pp4vp2", only=[SERIAL, ENVPIPE])
+    stock, own, serial = ratio.jobs(machine, state, both, rounds)
+    assert [job.patched for job in (stock, own, serial)] == [False, True, False]
+    flag = "--no-overlap-p2p-communication"
+    assert serial.arguments == (*stock.arguments, flag)
+    assert flag not in own.arguments
+    assert SERIAL not in ratio.setting(machine, like="gpt-pp4vp2").like.arms
+    for like in ("gpt-pp2vp2", "gpt-pp4"):
+        with pytest.raises(click.UsageError, match=f"no arm {SERIAL}"):
+            ratio.setting(machine, like=like, only=[SERIAL])
 
 
 @pytest.mark.parametrize("ranks_per_gpu", [1, 2, 4])

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,8 @@ from envpipe_megatron.core.orders import builders
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress
 from benchmarks.megatron_lm.stress import random_extra_forwards, random_interleaved
+from envpipe_megatron.runtime.job import batches, session
+from envpipe_megatron.runtime.job.phases import run_phases
 
 
 @pytest.mark.parametrize("capacity", [None, 1])
@@ -75,6 +78,20 @@ def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
         iterations.append(4)
     assert told == [(at, str(count)) for at in (3, 4) for count in (1, 2, 3, 4)]
     assert history == ["work"] * 8
+
+
+def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch):
+    history = []
+    monkeypatch.setattr(stress.interpreter, "execute", lambda *run: history.append(run[2]))
+    try:
+        stress.install({"seed": 1, "delay_s": 0.0}, 0, print, lambda: 1, print)
+        # Where the batches of a job look both up.
+        assert batches.run_phases is not run_phases
+        session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
+    finally:
+        mock.patch.stopall()
+    assert batches.run_phases is run_phases
+    assert [type(work) for work in history] == [stress.DelayedWork]
 
 
 @pytest.mark.parametrize("job", [(2, 8, 2), (4, 8, 2), (2, 6, 4)])
