@@ -35,9 +35,9 @@ import torch.distributed as dist
 from benchmarks.overhead import trigger_latency
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
+from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device, visible_gpus
-from envpipe_megatron.runtime.clocks.controller import spread
 
 MARKER_BYTES = 3 << 30
 WINDOW_S = 5.0

@@ -172,8 +172,8 @@ class Bench:
             if self.device == "cuda":
                 report[name]["peak_memory_gib"] = self._peak_memory(name)
         for name in names:
-            clock = self.sessions[name].clock
-            report[name] |= {"clock_requests": clock.changes, "coalesced": clock.coalesced}
+            clock = self.sessions[name].clock_summary()
+            report[name] |= {"clock_requests": clock["changes"], "coalesced": clock["coalesced"]}
         return report
 
     def close(self) -> None:

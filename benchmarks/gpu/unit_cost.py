@@ -3,7 +3,8 @@
     ENVPIPE_FORBID_CLOCK_CONTROL=1 python -m benchmarks.gpu.unit_cost [--queues 1]
 
 Units that the GPU bounds, and that the host bounds, run alone, with the calls that time them, with
-a request for another clock at each, and with the energy counter read beside that. In each, copies
+a request for another clock at each by a thread of this process or by words that a guard reads, and
+with the energy counter read beside that. In each, copies
 on a second stream lie beside the products, as what tensor and context parallel ranks send each
 other does. With waits the host waits for the device behind each unit, as in Megatron's 1F1B. No
 clock is changed: requests end at a GPU that does nothing. Without a GPU it rehearses on the CPU.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,17 @@ import torch
 from benchmarks.gpu.control import torch_uid
 from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.outputs import make_console, make_table, output_option, write_csv
-from benchmarks.overhead.host import CLOCKS_MHZ, HostExecutor
+from benchmarks.overhead.host import HostExecutor
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -40,9 +46,14 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 UNITS = 32
 #: Size and number of a unit's matrix products.
 _BOUND = {"GPU": (6144, 8), "host": (256, 120)}
-_BOUND_ON_CPU = {"GPU": (128, 8), "host": (16, 20)}
-ALONE, TIMED, REQUESTS, COUNTER = "alone", "timed", "with requests", "and the counter"
-MODES = (ALONE, TIMED, REQUESTS, COUNTER)
+_BOUND_ON_CPU = {"GPU": (128, 8), "host": (16, 600)}
+ALONE, TIMED, COUNTER = "alone", "timed", "by the guard, and the counter"
+BY_THREAD, BY_GUARD = "clocks by a thread", "clocks by the guard"
+MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, COUNTER)
+
+
+#: The host stores what a stream would.
+_ON_CPU: dict[str, Any] = {"guarded": True, "count_by": lambda page: page.count}
 
 
 class Work:
@@ -76,10 +87,13 @@ class Bench:
         self._work, self._waits = Work(bound), waits
         on_gpu = torch.cuda.is_available()
         self._executor: Executor = CudaExecutor() if on_gpu else HostExecutor()
-        self._controller = ClockController(NullGpu(CLOCKS_MHZ))
+        gpu = _dry_gpu()
+        clocks_mhz = gpu.supported_frequencies_mhz[:8]
+        self._by_thread = ClockController(NullGpu(clocks_mhz))
+        self._guarded = RankClock(gpu, **{} if on_gpu else _ON_CPU)
         schedule = builders.one_f_one_b(1, UNITS // 2)
-        clocks_mhz = np.resize(np.array(CLOCKS_MHZ[:8]), (1, UNITS))
-        self._order = IterationOrder(Phase.STEADY, schedule, clocks_mhz)
+        frequency_mhz = np.resize(np.array(clocks_mhz), (1, UNITS))
+        self._order = IterationOrder(Phase.STEADY, schedule, frequency_mhz)
         device = torch.device("cuda" if on_gpu else "cpu")
         self._specs = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), device))
         self._late: StageRecord | None = None
@@ -93,16 +107,17 @@ class Bench:
             return (now_s() - begin_s) / (iterations * UNITS)
 
     def close(self) -> None:
-        """End the clock's thread."""
-        self._controller.close()
+        """End the clock's thread, and the guard."""
+        self._by_thread.close()
+        self._guarded.close()
 
     def _iterate(self, mode: str) -> None:
         if mode == ALONE:
             for _ in range(UNITS):
                 self._unit()
             return
-        heard = mode != TIMED
-        request = self._controller.request if heard else lambda frequency_mhz, after: None
+        clock = self._by_thread if mode == BY_THREAD else self._guarded.controller
+        request = clock.request if mode != TIMED else lambda frequency_mhz, after: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:
@@ -145,6 +160,13 @@ def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> li
             }
         )
     return rows
+
+
+def _dry_gpu() -> Gpu:
+    """One whose clock stays as it is; without a GPU, an emulated one of a folder of its own."""
+    if torch.cuda.is_available():
+        return open_gpu(GpuAddress("dry_run", torch_uid(0)))
+    return EmulatedGpu.create("h100", 0, Path(tempfile.mkdtemp()))
 
 
 @contextlib.contextmanager

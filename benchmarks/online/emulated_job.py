@@ -205,7 +205,7 @@ class EmulatedJob:
             gpu=gpu,  # type: ignore[arg-type]
             channel=channel,  # type: ignore[arg-type]
             executor=executor,
-            clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),  # type: ignore[arg-type]
+            clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),
             problems=tuple,
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(),  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from benchmarks.overhead import host, logs
 from benchmarks.overhead.latency import THREADS, measure_latency
 from benchmarks.overhead.ratio import OPTIONS, compare_schedules
 from benchmarks.planner.workloads import Workload
+from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, spread
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
 
 if TYPE_CHECKING:
     from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/

@@ -26,10 +26,10 @@ from torch import nn
 
 from benchmarks.gpu.null_gpu import NullGpu
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.runtime.clocks import controller as clock_controller
-from envpipe_megatron.runtime.clocks.controller import ClockController, spread
+from envpipe_megatron.gpu.clock import controller as clock_controller
+from envpipe_megatron.gpu.clock.completion import Completion
+from envpipe_megatron.gpu.clock.controller import ClockController, spread
 from envpipe_megatron.runtime.execution import executor as executor_module
-from envpipe_megatron.runtime.execution.completion import Completion
 from envpipe_megatron.runtime.execution.executor import CudaExecutor
 
 #: A stage alone runs a forward and a backward of each.

@@ -153,7 +153,7 @@ class QuickstartRank:
             "overruns": executor.fidelity.overruns,
             "clock_error": str(session.clock.error or ""),
             "real_share_p99": float(np.quantile(executor.fidelity.real_shares, 0.99)),
-            "clock_changes": session.clock.changes,
+            "clock_changes": session.clock_summary()["changes"],
             "executed": session.executed,
             "losses": self.losses[run],
             "weights_sha256": digest,

@@ -1,4 +1,4 @@
-"""The benchmark of a unit's cost: every way runs, and only requests reach the clock's control."""
+"""The benchmark of a unit's cost: every way runs, and only requests reach what sets clocks."""
 
 import csv
 from itertools import pairwise
@@ -9,17 +9,24 @@ from click.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 from benchmarks.gpu import unit_cost
+from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.runtime.clocks.served import ServedClock
 
 
 def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
-    asked = []
+    asked = {ClockController: [], ServedClock: []}
 
-    class Noting(unit_cost.ClockController):
-        def request(self, frequency_mhz, after):
-            asked.append(frequency_mhz)
-            super().request(frequency_mhz, after)
+    def note(clock):
+        request = clock.request
 
-    monkeypatch.setattr(unit_cost, "ClockController", Noting)
+        def noting(self, frequency_mhz, after):
+            asked[clock].append(frequency_mhz)
+            request(self, frequency_mhz, after)
+
+        monkeypatch.setattr(clock, "request", noting)
+
+    for clock in asked:
+        note(clock)
     options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]
     ran = CliRunner().invoke(unit_cost.main, options)
     assert ran.exit_code == 0, ran.output
@@ -27,6 +34,7 @@ def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
     ways = [(row["bound by"], row["waits"], row["unit"]) for row in rows]
     assert len(set(ways)) == len(ways) == 2 * 2 * (len(unit_cost.MODES) - 1)
     assert all(float(row["alone_ms"]) > 0 for row in rows)
-    # Of each kind of units, two ways request, in a turn to begin with and in two that count.
-    assert len(asked) == 2 * 2 * 2 * 3 * unit_cost.UNITS
-    assert all(one != following for one, following in pairwise(asked))
+    # Of each kind of units, some ways request, in a turn to begin with and in two that count.
+    for clock, ways in ((ClockController, 1), (ServedClock, 2)):
+        assert len(asked[clock]) == 2 * 2 * ways * 3 * unit_cost.UNITS
+        assert all(one != following for one, following in pairwise(asked[clock]))

@@ -6,8 +6,8 @@ import time
 from itertools import pairwise
 
 from benchmarks.overhead import host
+from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.runtime.clocks.latency import KERNELS, LEAD, Trace
-from envpipe_megatron.runtime.execution.completion import Done
 
 
 class HostExecutor(host.HostExecutor):

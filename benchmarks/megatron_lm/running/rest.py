@@ -16,6 +16,8 @@ from typing import Any
 RESTING = "resting"
 #: Python's switch interval without EnvPipe, s.
 _SWITCH_INTERVAL_S = 0.005
+#: It is cut to whole us.
+_HALF_OF_ITS_UNIT_S = 5e-7
 
 Question = Callable[[], bool]
 
@@ -65,13 +67,21 @@ def let_torchtitan_rest(rests: Question) -> None:
 
 def _rest(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> None:
     """Call `at_rest` in place of a function of EnvPipe's; nothing is read, or looked at, then."""
-    from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S
     from envpipe_megatron.runtime.clocks.watch import ClockWatch
     from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
+    #: Shorter from the first request on, where a thread of this process sets the clock.
+    own_s, rested = _SWITCH_INTERVAL_S, False
+
     def resting() -> bool:
+        nonlocal own_s, rested
         now = rests()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S if now else SWITCH_INTERVAL_S)
+        if now and not rested:
+            own_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        elif rested and not now:
+            sys.setswitchinterval(own_s + _HALF_OF_ITS_UNIT_S)
+        rested = now
         return now
 
     _replace(rests, EnergyMeter, "_sample", _nothing)

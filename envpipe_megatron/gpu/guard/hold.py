@@ -28,6 +28,10 @@ This covers these races:
 - *The rank dies before it has its answer.* The guard finds it dead.
 - *A rank is stopped (SIGSTOP) while its guard dies.* It cannot lock while it is stopped. Killed, it
   is a dead rank; continued, it notices.
+
+Where the guard sets the clock for the rank, by a page that both share, one process locks and
+resets, in order. The rank says in the page that it has given up before its callback for LOST
+returns: a guard that hung, and wakes up, locks nothing more.
 """
 
 import enum
@@ -69,6 +73,7 @@ from envpipe_megatron.gpu.guard.lease_file import (
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
     GuardSettings,
+    PageRequests,
     receive,
     runtime_folder,
     send,
@@ -137,6 +142,7 @@ def hold_gpu(
     *,
     on_event: Callable[[GuardEvent], None],
     settings: GuardSettings | None = None,
+    requests: PageRequests | None = None,
     timeout_s: float = _ANSWER_S,
 ) -> "Hold":
     """Start a guard for a GPU; once this returns, the rank may lock its clock.
@@ -144,6 +150,7 @@ def hold_gpu(
     Args:
         job: the job's name on this node, by default `job_key()`.
         on_event: called on its own thread with what the guard reports.
+        requests: what the guard is to set the clock by; by default the rank sets it.
 
     Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
     LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
@@ -161,7 +168,7 @@ def hold_gpu(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
-            process = _start(address, job, settings, log, theirs)
+            process = _start(address, job, settings, requests, log, theirs)
         try:
             ours.settimeout(timeout_s)
             answer = receive(ours)
@@ -186,13 +193,19 @@ def hold_gpu(
 
 
 def _start(
-    address: GpuAddress, job: str, settings: GuardSettings, log: Path, theirs: socket.socket
+    address: GpuAddress,
+    job: str,
+    settings: GuardSettings,
+    requests: PageRequests | None,
+    log: Path,
+    theirs: socket.socket,
 ) -> subprocess.Popen[bytes]:
     order = {
         "address": asdict(address),
         "job": job,
         "rank": asdict(ProcessIdentity.own()),
         "settings": asdict(settings),
+        "requests": None if requests is None else asdict(requests),
         "socket": theirs.fileno(),
     }
     # The guard finds this package where this process found it.
@@ -207,7 +220,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *([requests.descriptor] if requests else [])),
             env=environment,
             start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
         )

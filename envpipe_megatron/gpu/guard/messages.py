@@ -10,7 +10,7 @@ a rank and its guard there are these:
     guard -> rank    {"event": "stop"}         end clock control, reset, release: the job ends
     guard -> rank    {"event": "was_reset"}    the clock is at its default, whatever was requested
 
-No message asks the guard to lock a clock.
+No message asks the guard to lock a clock: a rank may share a page with it instead (`gpu.clock`).
 """
 
 import contextlib
@@ -53,6 +53,20 @@ class GuardSettings:
     heartbeat_s: float = 30.0
     give_up_s: float = 600.0
     stop_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequests:
+    """Where a guard finds its rank's requests, and how it serves them.
+
+    Attributes:
+        descriptor: of a `gpu.clock.page.ClockPage`.
+        min_dwell_s: as `gpu.clock.controller.ClockController` takes it, and `relock`.
+    """
+
+    descriptor: int
+    min_dwell_s: float
+    relock: bool
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

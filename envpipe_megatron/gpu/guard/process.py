@@ -1,7 +1,9 @@
 """The guard: a small process beside a rank that outlives it and brings its GPU's clock back.
 
-`hold.hold_gpu` starts one for each rank. It has the rights of the rank, and cannot lock a clock: it
-takes the GPU's lease, says "held", and watches. What it does when
+`hold.hold_gpu` starts one for each rank. It has the rights of the rank, takes the GPU's lease, says
+"held", and watches. If the rank shares a page with it, it also sets the clocks that the rank stores
+there; before each reset it ends that, and begins anew when it hears from a rank that was silent.
+What it does when
 
 - the rank releases the GPU: reset, delete the lease, say "released".
 - the rank has ended without that: reset, once more after the GPU's `late_request_s` (a request may
@@ -32,9 +34,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
-from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.messages import (
+    GuardError,
+    GuardSettings,
+    PageRequests,
+    receive,
+    send,
+)
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -51,8 +61,8 @@ _RESERVE_BYTES = 1 << 20
 def main() -> NoReturn:
     """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`, a JSON object.
 
-    It has `address`, `job`, `rank` and `settings` as in `Guard`, and `socket`, the descriptor of
-    the socket to the rank.
+    It has `address`, `job`, `rank`, `settings` and `requests` as in `Guard`, and `socket`, the
+    descriptor of the socket to the rank.
     """
     order = json.loads(sys.argv[1])
     # Batch systems send these to all of a job's processes to have its ranks write a checkpoint.
@@ -72,6 +82,7 @@ def main() -> NoReturn:
             GuardSettings(**order["settings"]),
             socket.socket(fileno=order["socket"]),
             signals,
+            PageRequests(**order["requests"]) if order["requests"] else None,
         ).run()
     except BaseException:
         with suppress(Exception):
@@ -101,7 +112,11 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 class Guard:
-    """The guard of one rank; `signals` is the descriptor from which signals are read."""
+    """The guard of one rank; `signals` is the descriptor from which signals are read.
+
+    Args:
+        requests: what the rank asks for by a page; None if it sets its clock itself.
+    """
 
     def __init__(
         self,
@@ -111,7 +126,10 @@ class Guard:
         settings: GuardSettings,
         connection: socket.socket,
         signals: int,
+        requests: PageRequests | None = None,
     ) -> None:
+        self._requests = requests
+        self._controller: PageController | None = None
         self._address = address
         self._job = job
         self._rank = rank
@@ -142,6 +160,7 @@ class Guard:
         try:
             self._looking.start()
             self._connection.setblocking(False)
+            self._serve()
             self._say("held", guard_pid=os.getpid())
             if self._bring_back(self._watch(), late_s):
                 lease.release()
@@ -195,9 +214,13 @@ class Guard:
                 reset = True
             elif heard:
                 heard_s = now_s
+                if self._stop_at_s is None:
+                    self._serve()
             if now_s >= heard_s + settings.heartbeat_s:
                 _LOG.warning("%s is silent", self._rank)
                 heard_s = now_s  # wait as long again before the next reset
+                reset = True
+            if self._controller is not None and self._controller.is_over:
                 reset = True
             if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
                 retry_at_s = float("inf")
@@ -235,6 +258,30 @@ class Guard:
         with suppress(OSError):
             send(self._connection, {"event": event, **more})
 
+    def _serve(self) -> None:
+        """Set the clocks that the rank asks for by its page, if there is one, from here on."""
+        requests = self._requests
+        if requests is None or self._controller is not None:
+            return
+        if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
+            with suppress(OSError):
+                os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        # Objects of its own: the guard's GPU is opened again where a reset has failed.
+        self._controller = PageController(
+            open_gpu(self._address),
+            ClockPage(requests.descriptor),
+            requests.min_dwell_s,
+            relock=requests.relock,
+        )
+
+    def _serve_no_more(self) -> None:
+        """Set none of them from here on; GpuError if a call that sets one does not return."""
+        if self._controller is not None:
+            self._controller.close()
+            if self._controller.in_driver:
+                raise GpuError("A call that locks the clock does not return")
+            self._controller = None
+
     # --- bringing the clock back ----------------------------------------------------------------
 
     def _bring_back(self, how: str, late_s: float) -> bool:
@@ -263,6 +310,7 @@ class Guard:
     def _reset(self, limit_s: float) -> bool:
         try:
             with _time_limit(limit_s):
+                self._serve_no_more()
                 if self._gpu is None:
                     self._gpu = open_gpu(self._address)
                 self._gpu.reset_frequency()

@@ -7,7 +7,7 @@ import faulthandler
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,11 +31,39 @@ _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
 
 
+class Page(Protocol):
+    """Memory of this process."""
+
+    address: int
+    num_bytes: int
+
+
 def obstacle() -> str | None:
     """Why this rank's GPU cannot take part in one-sided copies; None if nothing speaks against."""
     if driver is None:
         return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
     return None
+
+
+def register(page: Page) -> int:
+    """Let streams use a page's memory, until it is gone; its address for them.
+
+    RuntimeError: the driver refuses.
+    """
+    torch.cuda.current_stream().synchronize()  # the driver needs torch's context
+    _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
+    # What is mapped there later is else taken for this memory, in copies to the GPU too.
+    weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
+    return int(_call(driver.cuMemHostGetDevicePointer, page.address, 0))
+
+
+def count_in_stream(address: int, offset: int, number: int) -> None:
+    """Have the current stream store a number at a registered address, behind all before it.
+
+    RuntimeError: the driver refuses.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    _call(driver.cuStreamWriteValue32, stream, address + offset, number, _WRITE_DEFAULT)
 
 
 class CudaDevice:
@@ -57,11 +85,7 @@ class CudaDevice:
 
     def open(self, page: FlagPage) -> None:
         """Register the page's memory with the driver."""
-        torch.cuda.current_stream().synchronize()  # the driver needs torch's context
-        _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
-        # What is mapped there later is else taken for this memory, in copies to the GPU too.
-        weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
-        self._pages[page] = int(_call(driver.cuMemHostGetDevicePointer, page.address, 0))
+        self._pages[page] = register(page)
 
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of both sides, by handles between processes; what was shared before is freed.

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
+from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
-from envpipe_megatron.runtime.clocks.controller import spread
 
 #: Shares of the highest clock that are measured where no clocks are named.
 _USUAL_SHARES = (1.0, 0.75, 0.5)

@@ -7,11 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
+from envpipe_megatron.gpu.clock.controller import Clock, ClockController
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError, PageRequests
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.clocks.served import Count, ServedClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.execution.executor import same_device
 
@@ -22,9 +25,15 @@ class RankClock:
     """The clock of a rank's GPU, which is reset whatever ends the rank.
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
-    that is opened for reading alone is only watched. `guarded` is by default true if the GPU is
-    real, or emulated on a node with an agent. Raises GpuError if another job holds
-    the GPU, or no guard could be had.
+    that is opened for reading alone is only watched. Where the GPU's streams can count in memory,
+    the guard sets the clock, and else a thread of this process; a dry run does as the GPU would,
+    if nobody holds it.
+
+    Args:
+        guarded: by default whether the GPU is real, or emulated on a node with an agent.
+        count_by: what counts in a page; None if nothing can.
+
+    Raises GpuError if another job holds the GPU, or no guard could be had.
     """
 
     def __init__(
@@ -35,24 +44,56 @@ class RankClock:
         relock: bool = False,
         guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
+        count_by: Callable[[ClockPage], Count | None] = count_by_stream,
     ) -> None:
         self._gpu = gpu
-        self.controller = ClockController(gpu, min_dwell_s, relock=relock, on_start=same_device())
+        self.controller: Clock
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
+        if guarded is None:
+            on_agents_node = AGENT_VARIABLE in os.environ
+            guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
+        served = None
+        if guarded or gpu.address.backend == DryRunGpu.backend:
+            served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
+        self.controller = served or ClockController(
+            gpu, min_dwell_s, relock=relock, on_start=same_device()
+        )
         try:
-            if guarded is None:
-                on_agents_node = AGENT_VARIABLE in os.environ
-                guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
-            if guarded:
+            if guarded and self._hold is None:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
             if gpu.drives_hardware or gpu.read_only:
                 self._watch = ClockWatch(
-                    gpu, lambda: self.controller.last_change_s, on_sample=on_sample
+                    gpu,
+                    lambda: self.controller.last_change_s,
+                    on_sample=on_sample,
+                    requested_mhz=None if served is None else lambda: served.page.set_mhz,
                 )
         except BaseException:
             self.close()
             raise
+
+    def _hold_served(
+        self,
+        min_dwell_s: float,
+        relock: bool,
+        count_by: Callable[[ClockPage], Count | None],
+        *,
+        must: bool,
+    ) -> ServedClock | None:
+        page = ClockPage.create()
+        count = count_by(page)
+        if count is None:
+            return None
+        served = self.controller = ServedClock(self._gpu, page, count, relock=relock)
+        requests = PageRequests(page.descriptor, min_dwell_s, relock)
+        try:
+            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, requests=requests)
+        except GpuError:
+            if must:
+                raise
+            return None
+        return served
 
     def close(self) -> None:
         """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""

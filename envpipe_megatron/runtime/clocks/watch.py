@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -44,6 +44,7 @@ class ClockWatch:
         period_s: how often to look. A look may take milliseconds, and each samples one instant.
         on_sample: called after each look, on the watch's thread: its instant, and what was seen.
         power_period_s: how often a look takes in power profiles and limits.
+        requested_mhz: of the process that sets the clock; by default it is this one.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class ClockWatch:
         period_s: float = 0.5,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
         power_period_s: float = 10.0,
+        requested_mhz: Callable[[], int | None] | None = None,
     ) -> None:
+        self._requested_mhz = requested_mhz
         self._gpu = gpu
         self._on_sample = on_sample
         self._last_change_s = last_change_s
@@ -86,6 +89,8 @@ class ClockWatch:
         before_s, begin_s = self._last_change_s(), time.monotonic()
         try:
             state = self._gpu.clock_state()
+            if self._requested_mhz is not None:
+                state = replace(state, requested_mhz=self._requested_mhz())
         except Exception as error:  # a driver may fail in any way; training must go on
             with self._lock:
                 self.error = self.error or error

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 
 #: Real computation above this share of a unit's modelled time leaves too little room for jitter.

@@ -20,7 +20,7 @@ import torch
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.execution.completion import Completion, Later
+from envpipe_megatron.gpu.clock.completion import Completion, Later
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
@@ -169,7 +169,8 @@ class CudaExecutor:
         event.record(self._stream)
         self._starts.append(event)
         if self._in_wait is not None:
-            self._in_wait.begun, self._in_wait = event, None
+            self._in_wait.begins(event)
+            self._in_wait = None
         return event
 
     def end_unit(self) -> Completion:

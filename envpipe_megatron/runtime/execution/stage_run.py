@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord, late_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 

@@ -11,6 +11,7 @@ from typing import Any
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ClockState, Gpu
+from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -21,7 +22,6 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import constant_order

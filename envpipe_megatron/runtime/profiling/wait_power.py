@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.clock.controller import Clock
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
-from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 
 #: How long the pipeline stands still at each clock: some ten refreshes of the counter.
@@ -50,7 +50,7 @@ def measure_wait_power(
     channel: P2PChannel,
     specs: StageSpecs,
     executor: Executor,
-    clock: ClockController,
+    clock: Clock,
     meter: EnergyMeter,
 ) -> float:
     """Hold the pipeline once, between two iterations, and give this GPU's power in W.

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from envpipe_megatron.gpu.backends import nvml  # noqa: F401
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
 from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
-from envpipe_megatron.gpu.guard.messages import GuardSettings
+from envpipe_megatron.gpu.guard.messages import GuardSettings, PageRequests
 from envpipe_megatron.gpu.opening import open_gpu
 
 
@@ -66,6 +67,7 @@ class Rank:
                 if message[0] in words:
                     self.said.remove(message)
                     if message[0] == "held" and self.guard < 0:
+                        self.guard_pid = message[1]
                         with contextlib.suppress(ProcessLookupError):
                             self.guard = os.pidfd_open(message[1])
                     return message
@@ -136,6 +138,7 @@ def run(
     steady: bool = False,
     with_child: bool = False,
     failing_guard: bool = False,
+    served: bool = False,
 ) -> None:
     """One rank: hold, lock random clocks until something happens, release if it can.
 
@@ -144,6 +147,7 @@ def run(
         steady: lock one clock and keep it.
         with_child: fork a child first that has all open files and outlives the rank.
         failing_guard: its guard fails at SIGUSR1.
+        served: its guard locks, as a page says.
     """
     if failing_guard:
         hold_module._GUARD = (str(Path(__file__).with_name("guard_that_fails.py")),)
@@ -159,6 +163,8 @@ def run(
         if event is GuardEvent.LOST:
             with locking:
                 may_lock = False
+                if page is not None:
+                    page.end()
         elif event is GuardEvent.STOP:
             stop.set()
         say(event.value)
@@ -166,9 +172,19 @@ def run(
     def terminated(*_: object) -> None:
         raise SystemExit(1)
 
+    def lock(frequency_mhz: int) -> None:
+        if page is None:
+            gpu.lock_frequency(frequency_mhz)
+        elif (number := page.ask(frequency_mhz)) is not None:
+            page.count(DUE, number)
+
     where = GpuAddress(*address)
+    page = ClockPage.create() if served else None
+    requests = None if page is None else PageRequests(page.descriptor, 0.0, relock=False)
     try:
-        hold = hold_gpu(where, job, on_event=on_event, settings=GuardSettings(**settings))
+        hold = hold_gpu(
+            where, job, on_event=on_event, settings=GuardSettings(**settings), requests=requests
+        )
     except GpuError as error:
         say("refused", type(error).__name__, str(error))
         return
@@ -184,7 +200,11 @@ def run(
         signal.signal(signal.SIGTERM, terminated)
     clean = polite
     try:
-        gpu.lock_frequency(randomness.choice(clocks_mhz))
+        lock(randomness.choice(clocks_mhz))
+        if page is not None:
+            number = page.ask(0)
+            while may_lock and not page.is_answered(number):
+                time.sleep(0.0005)
         say("held", hold.guard_pid)
         while not stop.is_set():
             wait_s = None if steady else randomness.uniform(0, 0.001)
@@ -193,18 +213,19 @@ def run(
                 if word == "raise":
                     raise RuntimeError("a training step that fails")
                 if word == "go on":
-                    gpu.lock_frequency(randomness.choice(clocks_mhz))
+                    lock(randomness.choice(clocks_mhz))
                     say("went on")
                 if word == "finish":
                     break
             elif not steady:
                 with locking:
                     if may_lock:
-                        gpu.lock_frequency(randomness.choice(clocks_mhz))
+                        lock(randomness.choice(clocks_mhz))
         clean = True
     finally:
         if clean:
-            gpu.reset_frequency()
+            if page is None:
+                gpu.reset_frequency()
             hold.release()
 
 

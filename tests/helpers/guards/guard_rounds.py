@@ -119,13 +119,14 @@ class Round:
         settings: dict[str, float] | None = None,
         **how: Any,
     ) -> Rank:
-        """Start a rank of a job; its guard is still to come."""
+        """Start a rank of a job, which locks itself or by its guard, that is still to come."""
         patient = {"heartbeat_s": 120.0, "give_up_s": 240.0, "stop_s": 120.0}
         rank = self.node.ranks.start(
             address=[address.backend, address.uid],
             job=job or self.job,
             seed=self.random.getrandbits(32),
             settings={**patient, **(settings or {})},
+            served=self.random.random() < 0.5,
             **how,
         )
         self.ranks.append(rank)
@@ -368,23 +369,39 @@ def sigstop_of_a_rank(round_: Round) -> None:
     round_.finish(ranks)
 
 
-def _stop_outside_the_driver(round_: Round, rank: Rank) -> None:
-    """SIGSTOP a rank; where it holds the driver's lock then, nobody could reset the GPU."""
+def sigstop_of_the_guard(round_: Round) -> None:
+    """For longer than the heartbeat; when it goes on, it locks nothing more, and ends."""
+    (rank,) = round_.start(1, settings={"heartbeat_s": 0.3})
+    round_.pause()
+    _stop_outside_the_driver(round_, rank, of_guard=True)
+    rank.hear("lost")
+    start_s = time.monotonic()
+    until(lambda: round_.node.locked_mhz(rank.address) is None, "a lost guard's reset", 0.0005)
+    round_.outcome.reset_s.append(time.monotonic() - start_s)
+    rank.kill_guard(signal.SIGCONT)
+    rank.wait_for_guard()
+    round_.await_back([rank.address])
+    round_.finish([rank])
+
+
+def _stop_outside_the_driver(round_: Round, rank: Rank, *, of_guard: bool = False) -> None:
+    """SIGSTOP a process; where it holds the driver's lock then, nobody could reset the GPU."""
+    pid, kill = (rank.guard_pid, rank.kill_guard) if of_guard else (rank.pid, rank.kill)
     with round_.node.driver_file(rank.address).open("r+b") as file:
         for _ in range(10_000):
-            rank.kill(signal.SIGSTOP)
+            kill(signal.SIGSTOP)
             # The state in /proc tells when it has stopped.
-            while Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 pass
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                rank.kill(signal.SIGCONT)
+                kill(signal.SIGCONT)
                 round_.pause(0.001)
                 continue
             fcntl.flock(file, fcntl.LOCK_UN)
             return
-    raise AssertionError("the rank is always inside the driver")
+    raise AssertionError("the process is always inside the driver")
 
 
 def out_of_memory_in_the_guard(round_: Round) -> None:
@@ -480,6 +497,7 @@ FAULTS: dict[str, Callable[[Round], None]] = {
         sigterm_to_everything,
         sigterm_to_the_guard,
         sigstop_of_a_rank,
+        sigstop_of_the_guard,
         out_of_memory_in_the_guard,
         driver_that_fails,
         two_jobs_on_disjoint_gpus,

@@ -13,11 +13,11 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.nvml import THROTTLE_REASONS
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError
+from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.runtime.clocks import watch as clock_watch
-from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.completion import Done
 
 NEVER_S = 1e6
 

@@ -10,14 +10,14 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.clock import controller as clock_controller
+from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks import rank_clock, rank_gpu
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
-from envpipe_megatron.runtime.execution.completion import Done
 
 
 class Guard:

@@ -18,10 +18,11 @@ from envpipe_megatron.control.command import Parking
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.clock import completion
+from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.runtime.clocks.controller import ClockController
-from envpipe_megatron.runtime.execution import completion, executor
-from envpipe_megatron.runtime.execution.completion import Done
+from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.execution.orders import IterationOrder

@@ -14,10 +14,10 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import batches

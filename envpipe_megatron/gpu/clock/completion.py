@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 #: How often one who waits for the first of two things looks at both, s: a driver takes longer.
@@ -43,8 +44,16 @@ class Later:
     def __init__(self, after: Completion, delay_s: float) -> None:
         #: Set by another thread, at most once.
         self.begun: Completion | None = None
-        self._after, self._delay_s = after, delay_s
+        #: Called when it is.
+        self.on_begin: Callable[[], None] = lambda: None
+        self.delay_s = delay_s
+        self._after = after
         self._seen_s: float | None = None
+
+    def begins(self, begun: Completion) -> None:
+        """What comes next has been handed over, and this says when it has begun."""
+        self.begun = begun
+        self.on_begin()
 
     def synchronize(self) -> None:
         """Sleep until it is true; nothing waits for the first of a time and an event of a GPU."""
@@ -62,4 +71,4 @@ class Later:
             if not self._after.query():
                 return math.inf
             self._seen_s = time.monotonic()
-        return self._seen_s + self._delay_s - time.monotonic()
+        return self._seen_s + self.delay_s - time.monotonic()

@@ -14,9 +14,9 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.runtime.clocks import controller as clock_controller
-from envpipe_megatron.runtime.clocks.controller import ClockController, spread
-from envpipe_megatron.runtime.execution.completion import Done
+from envpipe_megatron.gpu.clock import controller as clock_controller
+from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.clock.controller import ClockController, spread
 
 WAIT_S = 10.0
 
@@ -371,9 +371,9 @@ def test_wherever_a_signal_takes_the_main_thread_the_way_out_is_free():
 import random, signal, sys
 from fake_gpu import FakeGpu
 from envpipe_megatron.gpu.base import ClockState
-from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.completion import Done
+from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 
 def leave(*_):
@@ -486,6 +486,6 @@ def test_median_and_the_worst_of_many():
 
 def test_needs_no_torch():
     """Processes without torch (small ranks of tests, tools) use controller and watch too."""
-    modules = "envpipe_megatron.runtime.clocks.controller, envpipe_megatron.runtime.clocks.watch"
+    modules = "envpipe_megatron.gpu.clock.controller, envpipe_megatron.runtime.clocks.watch"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

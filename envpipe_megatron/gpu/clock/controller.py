@@ -1,12 +1,12 @@
-"""The thread that sets a GPU's clock for each unit.
+"""The thread that sets a GPU's clock for each unit: of the rank's process, or of its guard's.
 
 The clock of a unit is requested when the GPU has finished the stage's previous unit, not when
 Python enqueues anything: a change that takes milliseconds then falls into the wait before the unit,
 where there is one.
 
-Woken by the GPU, the thread gets Python's global interpreter lock, which the training thread holds
-all the time, one *switch interval* later, 5 ms by default: the interval is shorter from a
-controller's first request until it closes.
+Woken by the GPU, a thread of the rank gets Python's global interpreter lock, which the training
+thread holds all the time, one *switch interval* later, 5 ms by default: the interval is shorter
+from a controller's first request until it closes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.gpu.clock.completion import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,55 @@ _JOIN_S = 2.0
 _LOOK_S = 0.05
 
 _KEPT_LATENCIES = 4096
+
+#: A clock in MHz for when something is complete; what is called when all before it is served; None
+#: to end.
+Item = tuple[Completion, int] | Callable[[], None] | None
+
+
+class Clock(Protocol):
+    """A clock that is set when the GPU has come to where it is asked for; see `ClockController`."""
+
+    error: Exception | None
+
+    @property
+    def last_change_s(self) -> float:
+        """When the clock was set last, on the monotonic clock; in the future during the call."""
+
+    @property
+    def in_driver(self) -> bool:
+        """Whether a call of the driver is under way."""
+
+    def request(self, frequency_mhz: int, after: Completion) -> None:
+        """Set the clock in MHz once `after` is true."""
+
+    def forget(self) -> None:
+        """Somebody else has reset the clock."""
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason."""
+
+    def wait_idle(self) -> None:
+        """Return when every request made so far has been served."""
+
+    def close(self) -> None:
+        """End control."""
+
+    def summary(self) -> dict[str, Any]:
+        """What the control did and how fast."""
+
+
+class Requests(Protocol):
+    """What a controller has still to serve, in order."""
+
+    def put(self, item: Item) -> None:
+        """Add to it; any thread may."""
+
+    def get(self, *, timeout: float | None = None) -> Item:
+        """Take the next one; Empty: there is none for so long, in s."""
+
+    def empty(self) -> bool:
+        """Whether there is none now."""
 
 
 class ClockController:
@@ -51,6 +100,8 @@ class ClockController:
         relock: apply requests for the clock that is set already, too: a control that shows what the
             calls alone cost.
         on_start: called once on the controller's thread, before it looks at any completion.
+        queue: by default what `request` asks for.
+        on_change: called with the clock that is set, None if there is none, and `last_change_s`.
     """
 
     def __init__(
@@ -60,15 +111,17 @@ class ClockController:
         *,
         relock: bool = False,
         on_start: Callable[[], None] = lambda: None,
+        queue: Requests | None = None,
+        on_change: Callable[[int | None, float], None] = lambda mhz, time_s: None,
     ) -> None:
         self._gpu = gpu
         self._on_start = on_start
         self._min_dwell_s = min_dwell_s
         self._relock = relock
-        #: Requests; a queue to answer when all before it are served; None to end.
-        self._queue: SimpleQueue[tuple[Completion, int] | SimpleQueue[None] | None] = SimpleQueue()
+        self._on_change = on_change
+        self._queue: Requests = SimpleQueue() if queue is None else queue
         #: Taken from the queue to be looked at, and not served yet.
-        self._next: tuple[Completion, int] | SimpleQueue[None] | None = None
+        self._next: Item = None
         #: Each is answered, when the clock is back, with what went wrong.
         self._resets: SimpleQueue[SimpleQueue[Exception | None]] = SimpleQueue()
         #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
@@ -133,7 +186,7 @@ class ClockController:
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
         served: SimpleQueue[None] = SimpleQueue()
-        self._queue.put(served)
+        self._queue.put(lambda: served.put(None))
         while self.error is None and self._thread.is_alive() and not self._closing:
             with suppress(Empty):
                 served.get(timeout=_LOOK_S)
@@ -188,7 +241,7 @@ class ClockController:
         except Exception as error:  # a driver may fail in any way; training must go on
             self.stop(error)
 
-    def _take(self) -> tuple[Completion, int] | SimpleQueue[None] | None:
+    def _take(self) -> Item:
         """The next item, or None when the time of a change held back has come (or on closing)."""
         if self._next is not None:
             item, self._next = self._next, None
@@ -202,10 +255,10 @@ class ClockController:
         except Empty:
             return None
 
-    def _serve(self, item: tuple[Completion, int] | SimpleQueue[None] | None) -> None:
+    def _serve(self, item: Item) -> None:
         known_s = None
-        if isinstance(item, SimpleQueue):
-            item.put(None)
+        if callable(item):
+            item()
             return
         if item is not None:
             completion, self._due_mhz = item
@@ -244,16 +297,20 @@ class ClockController:
                 return
             self._touched = True
             if self._applied != applied:
-                self.last_change_s = float("inf")
+                self._changed_at(float("inf"))
             entered_s = time.monotonic()
             self._gpu.lock_frequency(frequency_mhz)
             returned_s = time.monotonic()
-            self.last_change_s = min(self.last_change_s, returned_s)
+            self._changed_at(min(self.last_change_s, returned_s))
         if known_s is not None:
             self._latencies_s.append((entered_s - known_s, returned_s - entered_s))
         self._due_mhz = None
         self._applied = applied
         self.changes += 1
+
+    def _changed_at(self, time_s: float) -> None:
+        self.last_change_s = time_s
+        self._on_change(self._gpu.requested_frequency_mhz, time_s)
 
     def _give_back(self) -> Exception | None:
         """Undo the lock, if there is one, and return what went wrong.
@@ -287,6 +344,7 @@ class ClockController:
             if self._touched:
                 self._gpu.reset_frequency()
                 self._touched = False
+                self._on_change(None, self.last_change_s)
         except Exception as problem:  # a driver may fail in any way
             return problem
         return None

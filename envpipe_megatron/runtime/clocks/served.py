@@ -1,0 +1,171 @@
+"""The clock of a GPU whose guard sets it: requests are words that rank, stream and guard share.
+
+A request through a thread of this process wakes that thread twice, at the request and when the GPU
+has come to it, and each time the training thread hands Python's lock over and gets it back: where
+the host has no lead over the GPU, each unit is that much longer. Here a request is a store, and a
+word that the stream counts up behind the unit before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.clock.completion import Completion, Later
+from envpipe_megatron.gpu.clock.controller import spread
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
+from envpipe_megatron.runtime.channel.cuda_device import count_in_stream, obstacle, register
+
+logger = logging.getLogger(__name__)
+
+#: How often one who waits for the guard looks, and how long at most at the end, s.
+_LOOK_S, _LAST_ANSWER_S = 1e-3, 2.0
+
+#: What streams may still write to, whatever has ended here.
+_pages: list[ClockPage] = []
+
+#: Has a word (its offset in a page) count to a number behind all that a stream holds by now.
+Count = Callable[[int, int], None]
+
+
+def count_by_stream(page: ClockPage) -> Count | None:
+    """Counts by the current stream; None if this process has no GPU that can, or may."""
+    if not torch.cuda.is_initialized() or obstacle() is not None:  # type: ignore[no-untyped-call]  # torch's
+        return None
+    try:
+        count = partial(count_in_stream, register(page))
+        _pages.append(page)
+        count(DUE, 0)
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as refused:
+        logger.info("Clocks are set by a thread of this process: %s", refused)
+        return None
+    return count
+
+
+class ServedClock:
+    """As a `ClockController`, which the guard has: this is the rank's end of it.
+
+    Args:
+        count: by `count_by_stream`.
+        relock: as the controller takes it.
+    """
+
+    def __init__(self, gpu: Gpu, page: ClockPage, count: Count, *, relock: bool = False) -> None:
+        self.page = page
+        self._gpu, self._count, self._relock = gpu, count, relock
+        self._epoch = 0
+        self._asked: tuple[int, int] | None = None
+        self._error: Exception | None = None
+        #: The last question for what the guard's controller says of itself, and what it said.
+        self._answer: int | None = None
+        self._said: dict[str, Any] = {}
+
+    def request(self, frequency_mhz: int, after: Completion) -> None:
+        """Set the clock once the GPU has come to here, or as `Later` says; returns at once.
+
+        What `after` stands for is the last that the current stream holds. Called by one thread.
+        """
+        asked = (self._epoch, frequency_mhz)
+        if (asked == self._asked and not self._relock) or self.error is not None:
+            return
+        self._asked = asked
+        later = after if isinstance(after, Later) else None
+        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        if number is None:
+            self.stop(GpuError("The guard takes no requests", remedy="See its log"))
+            return
+        self._mark(DUE, number)
+        if later is not None:
+            later.on_begin = partial(self._mark, BEGUN, number)
+
+    def forget(self) -> None:
+        """Somebody else has reset the clock: the next request is made even if it is equal."""
+        self._epoch += 1
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason: nothing is locked any more, and the guard resets."""
+        if self.error is None:
+            self._error = error
+            self.page.end()
+            logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
+
+    def wait_idle(self) -> None:
+        """Return when every request made so far has been applied, held back, or given up."""
+        self._wait_idle(math.inf)
+
+    def close(self) -> None:
+        """No clock is locked from here on; the guard resets it when it is released.
+
+        A GPU that does not come to its last request, and a guard that hangs, are left after a
+        while. Safe to call twice.
+        """
+        self._wait_idle(_LAST_ANSWER_S)
+        self.page.end()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why no clock is set any more, as the rank or the guard knows it."""
+        if self._error is None and self.page.has_failed:
+            self._error = GpuError(self.page.text)
+            logger.error(
+                "Clock control of %s stopped, training goes on: %s", self._gpu.name, self._error
+            )
+        return self._error
+
+    @error.setter
+    def error(self, error: Exception | None) -> None:
+        self._error = error
+
+    @property
+    def in_driver(self) -> bool:
+        """Never: the driver is called by the guard, which resets behind that."""
+        return False
+
+    @property
+    def last_change_s(self) -> float:
+        """As a controller's."""
+        return self.page.last_change_s
+
+    def summary(self) -> dict[str, Any]:
+        """As a controller's; while the job runs, as of the call before."""
+        if not self.page.is_over and (self._answer is None or self._hear()):
+            self._answer = self.page.ask(0)
+        none = spread(())
+        return {
+            "changes": 0,
+            "coalesced": 0,
+            "wake_to_lock_s": none,
+            "lock_call_s": none,
+            **self._said,
+            "error": None if self.error is None else str(self.error),
+        }
+
+    def _wait_idle(self, limit_s: float) -> None:
+        if self.page.is_over or self.error is not None:
+            return
+        until_s = time.monotonic() + limit_s
+        self._answer = self.page.ask(0)
+        while self.error is None and not self._hear() and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+    def _hear(self) -> bool:
+        """Whether the guard has answered the last question; what it said is kept then."""
+        if self._answer is None or not self.page.is_answered(self._answer):
+            return self._answer is None
+        self._said = json.loads(self.page.text)
+        return True
+
+    def _mark(self, where: int, number: int) -> None:
+        try:
+            self._count(where, number)
+        except RuntimeError as refused:
+            self.stop(GpuError(f"A stream can mark no unit: {refused}"))

@@ -1,0 +1,178 @@
+"""What a guard's controller does with a page of requests, which a rank and a stream write here."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.clock import page as clock_page
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
+from envpipe_megatron.gpu.clock.requests import PageController
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def gpu():
+    return FakeGpu()
+
+
+@pytest.fixture
+def page():
+    return ClockPage.create()
+
+
+@pytest.fixture
+def make(gpu, page):
+    made = []
+
+    def make(min_dwell_s=0.0, *, relock=False):
+        made.append(PageController(gpu, page, min_dwell_s, relock=relock))
+        return made[-1]
+
+    yield make
+    gpu.driver.set()
+    for controller in made:
+        controller.close()
+
+
+def ask(page, *clocks_mhz, ended=True):
+    """Ask for clocks, each behind a unit that has ended, or has not; the last number."""
+    for mhz in clocks_mhz:
+        number = page.ask(mhz)
+        if ended:
+            page.count(DUE, number)
+    return number
+
+
+def look_until(condition):
+    end = threading.Event()
+    for _ in range(int(WAIT_S / 0.001)):
+        if condition():
+            return
+        end.wait(0.001)
+    raise AssertionError("waited in vain")
+
+
+def served(page):
+    """What the controller says of itself when all so far is served."""
+    number = page.ask(0)
+    look_until(lambda: page.is_answered(number))
+    return json.loads(page.text)
+
+
+def test_a_clock_is_set_when_the_stream_has_counted_to_its_request(gpu, page, make):
+    make()
+    first, second = ask(page, 1000, ended=False), ask(page, 1200, ended=False)
+    page.count(DUE, first)
+    look_until(lambda: gpu.history == [1000])
+    page.count(DUE, second)
+    said = served(page)
+    assert gpu.history == [1000, 1200]
+    assert (said["changes"], said["lock_call_s"]["count"], said["error"]) == (2, 2, None)
+    assert page.set_mhz == 1200
+    assert 0 < page.last_change_s < math.inf
+
+
+def test_of_requests_that_are_due_only_the_latest_is_set(gpu, page, make):
+    ask(page, 1000, 1100, 1200)
+    make()
+    assert served(page)["coalesced"] == 0  # it begins with the last one
+    ask(page, 1300, 1400, ended=False)
+    page.count(DUE, page.asked)
+    served(page)
+    assert gpu.history[0] == 1200
+    assert gpu.history[-1] == 1400
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make, begins):
+    make()
+    parked, own = page.ask(1000), page.ask(1400, 3600.0 if begins else 0.02)
+    page.count(DUE, parked)
+    page.count(DUE, own)
+    look_until(lambda: gpu.history[:1] == [1000])
+    if begins:
+        page.count(BEGUN, own)
+    look_until(lambda: gpu.history == [1000, 1400])
+
+
+def test_dwell_time_and_equal_requests_are_as_any_controllers(gpu, page, make):
+    make(5.0, relock=True)
+    ask(page, 1000)
+    look_until(lambda: gpu.history == [1000])
+    ask(page, 1000, 1100)
+    served(page)
+    assert gpu.history == [1000]
+    gpu.now_s = 5.0
+    ask(page, 1200)
+    look_until(lambda: gpu.history == [1000, 1200])
+
+
+def test_closing_waits_for_no_unit_and_resets(gpu, page, make):
+    controller = make()
+    ask(page, 1000)
+    look_until(lambda: gpu.history == [1000])
+    page.ask(1100)  # of a unit that never ends
+    page.ask(1200, 1.0)
+    controller.close()
+    assert not controller._thread.is_alive()
+    assert gpu.history == [1000, None]
+    assert page.set_mhz is None
+    make()  # goes on with what was due last
+    look_until(lambda: gpu.history == [1000, None, 1000])
+
+
+def test_nothing_is_set_for_a_rank_that_has_given_up(gpu, page, make):
+    controller = make()
+    number = ask(page, 1000, ended=False)
+    page.end()
+    page.count(DUE, number)
+    served(page)
+    assert gpu.history == []
+    assert controller.is_over
+
+
+def test_a_driver_that_fails_is_told(gpu, page, make):
+    make()
+    gpu.error = GpuError("no right to set a clock")
+    ask(page, 1000)
+    look_until(lambda: page.has_failed)
+    assert "no right to set a clock" in page.text
+
+
+def test_a_call_under_way_can_be_seen(gpu, page, make):
+    make()
+    assert page.last_change_s == -math.inf
+    gpu.driver.clear()
+    ask(page, 1000)
+    look_until(gpu.in_driver.is_set)
+    assert page.last_change_s == math.inf
+    gpu.driver.set()
+    look_until(lambda: page.last_change_s < math.inf)
+
+
+def test_a_page_holds_so_many_requests_and_counts_on_behind_its_largest_number(
+    gpu, page, make, monkeypatch
+):
+    monkeypatch.setattr(clock_page, "CAPACITY", 4)
+    assert [page.ask(1000) for _ in range(5)] == [1, 2, 3, None, None]
+    page.count(DUE, 3)
+    make()
+    served(page)
+    assert gpu.history == [1000]
+    assert page.counted(DUE, 3)
+    assert not page.counted(DUE, 4)
+    page.count(DUE, MASK)
+    assert page.counted(DUE, MASK - 1)
+    assert not page.counted(DUE, 1)
+
+
+def test_what_the_guard_says_fits(page):
+    page.fail("é" * 5000)
+    assert page.text.startswith("é" * 2000)

@@ -1,0 +1,270 @@
+"""The clock of a rank whose guard sets it: real guards, emulated GPUs, and words stored by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from fake_gpu import FakeGpu
+
+pytest.importorskip("torch")
+import torch
+
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.clock import page as clock_page
+from envpipe_megatron.gpu.clock.completion import Done, Later
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard import hold
+from envpipe_megatron.gpu.guard.lease import LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.messages import GuardSettings
+from envpipe_megatron.runtime.clocks import rank_clock, served
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
+from envpipe_megatron.runtime.clocks.served import ServedClock, count_by_stream
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Job:
+    """An emulated GPU whose guard sets its clock, at once."""
+
+    gpu: EmulatedGpu
+    clock: RankClock
+
+    def ask(self, *clocks_mhz: int) -> None:
+        for mhz in clocks_mhz:
+            self.clock.controller.request(mhz, Done())
+            self.clock.controller.wait_idle()
+
+    @property
+    def set_mhz(self) -> int | None:
+        return self.gpu.requested_frequency_mhz
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def job(node) -> Iterator[Job]:
+    gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
+    clock = RankClock(gpu, guarded=True, count_by=lambda page: page.count)
+    yield Job(gpu, clock)
+    clock.close()
+    assert gpu.requested_frequency_mhz is None
+    assert list_leases() == []
+
+
+def look_until(condition):
+    end = threading.Event()
+    for _ in range(int(WAIT_S / 0.001)):
+        if condition():
+            return
+        end.wait(0.001)
+    raise AssertionError("waited in vain")
+
+
+def test_the_guard_sets_what_the_rank_asks_for(job):
+    highest, *_, lowest = job.gpu.supported_frequencies_mhz
+    job.ask(lowest)
+    assert job.set_mhz == lowest
+    job.ask(lowest, highest)
+    assert job.set_mhz == highest
+    job.clock.close()
+    summary = job.clock.summary()
+    assert (summary["changes"], summary["coalesced"], summary["error"]) == (2, 0, None)
+    assert summary["lock_call_s"]["count"] == 2
+    job.ask(lowest)  # after the end
+    assert job.set_mhz is None
+
+
+def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
+    highest, *_, lowest = job.gpu.supported_frequencies_mhz
+    later = Later(Done(), 3600.0)
+    job.clock.controller.request(lowest, Done())
+    job.clock.controller.request(highest, later)
+    look_until(lambda: job.set_mhz == lowest)
+    later.begins(Done())
+    job.clock.controller.wait_idle()
+    assert job.set_mhz == highest
+
+
+def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
+    job.ask(job.gpu.supported_frequencies_mhz[0])
+    assert job.clock.summary()["changes"] == 1
+    job.clock.controller.request(job.gpu.supported_frequencies_mhz[1], Done())
+    look_until(lambda: job.clock.summary()["changes"] == 2)
+
+
+def test_a_guard_that_dies_ends_control_alone(job, caplog):
+    job.ask(job.gpu.supported_frequencies_mhz[-1])
+    os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
+    look_until(lambda: job.clock.controller.error is not None)
+    assert "The guard of this GPU's clock is gone" in job.clock.problems()[0]
+    look_until(lambda: job.set_mhz is None)
+    job.ask(job.gpu.supported_frequencies_mhz[-1])  # is not heard, nor waited for
+    assert job.set_mhz is None
+
+
+def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
+    job.ask(job.gpu.supported_frequencies_mhz[0], 1)
+    assert "cannot run at this SM clock" in job.clock.problems()[0]
+    assert "Clock control of" in caplog.text
+    look_until(lambda: job.set_mhz is None)
+
+
+def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
+    gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
+    monkeypatch.setattr(
+        rank_clock,
+        "hold_gpu",
+        lambda address, **given: hold.hold_gpu(
+            address, settings=GuardSettings(heartbeat_s=0.4), **given
+        ),
+    )
+    beats = threading.Event()
+    beats.set()
+    say = hold.Hold._say
+    monkeypatch.setattr(
+        hold.Hold, "_say", lambda self, what: say(self, what) if beats.is_set() else None
+    )
+    # One who hears nothing would take its guard for lost.
+    monkeypatch.setattr(hold, "_BEATS_PER_HEARTBEAT", 2)
+    clock = RankClock(gpu, guarded=True, count_by=lambda page: page.count)
+    try:
+        lowest = gpu.supported_frequencies_mhz[-1]
+        clock.controller.request(lowest, Done())
+        look_until(lambda: gpu.requested_frequency_mhz == lowest)
+        clock._hold._heartbeat_s = 1000.0
+        beats.clear()
+        look_until(lambda: gpu.requested_frequency_mhz is None)
+        beats.set()
+        clock._hold._say("beat")
+        look_until(lambda: gpu.requested_frequency_mhz == lowest)
+        assert clock.controller.error is None
+    finally:
+        clock.close()
+
+
+def test_marks_that_the_driver_refuses_end_control_alone(caplog):
+    def refuse(where: int, number: int) -> None:
+        raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
+
+    page = ClockPage.create()
+    clock = ServedClock(FakeGpu(), page, refuse)
+    clock.request(1000, Done())
+    assert "can mark no unit: cuStream" in str(clock.error)
+    assert page.is_over
+    clock.wait_idle()
+    clock.request(1100, Done())
+    assert page.asked == 1
+
+
+def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
+    monkeypatch.setattr(clock_page, "CAPACITY", 3)
+    clock = ServedClock(FakeGpu(), ClockPage.create(), lambda where, number: None, relock=True)
+    for _ in range(3):
+        assert clock.error is None
+        clock.request(1000, Done())
+    assert "takes no requests" in str(clock.error)
+
+
+def test_equal_clocks_are_asked_for_once_unless_somebody_has_reset():
+    page = ClockPage.create()
+    clock = ServedClock(FakeGpu(), page, page.count)
+    for _ in range(2):
+        clock.request(1000, Done())
+    assert page.asked == 1
+    clock.forget()
+    clock.request(1000, Done())
+    assert page.counted(DUE, 2)
+
+
+class DryGpu(FakeGpu):
+    """Sets nothing."""
+
+    address: ClassVar[GpuAddress] = GpuAddress("dry_run", "one")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_dry_run_is_served_if_nobody_holds_its_gpu(monkeypatch, held):
+    asked = []
+
+    def hold_gpu(address, *, on_event, requests):
+        asked.append(requests)
+        if held:
+            raise LeaseHeldError("held")
+        return SimpleNamespace(release=lambda: asked.append("released"))
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    clock = RankClock(DryGpu(), 0.5, relock=True, count_by=lambda page: page.count)
+    assert isinstance(clock.controller, ServedClock) is not held
+    assert (asked[0].min_dwell_s, asked[0].relock) == (0.5, True)
+    monkeypatch.setattr(served, "_LAST_ANSWER_S", 0.0)  # nobody answers
+    clock.close()
+    assert asked[1:] == ["released"] * (not held)
+
+
+def test_a_real_gpu_that_is_held_is_refused(monkeypatch):
+    def hold_gpu(address, **_):
+        raise LeaseHeldError("held")
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    monkeypatch.setattr(served, "_LAST_ANSWER_S", 0.0)
+    with pytest.raises(LeaseHeldError):
+        RankClock(FakeGpu(), guarded=True, count_by=lambda page: page.count)
+
+
+def test_the_watch_judges_by_what_the_guard_requested(monkeypatch):
+    monkeypatch.setattr(FakeGpu, "drives_hardware", True)
+    monkeypatch.setattr(
+        rank_clock, "hold_gpu", lambda *_, **__: SimpleNamespace(release=lambda: None)
+    )
+    monkeypatch.setattr(served, "_LAST_ANSWER_S", 0.0)
+    seen = []
+    clock = RankClock(
+        FakeGpu(),
+        count_by=lambda page: page.count,
+        on_sample=lambda time_s, state: seen.append(state),
+    )
+    clock.controller.page.change(1200, float("-inf"))
+    clock._watch.sample()
+    assert seen[0].requested_mhz == 1200
+    assert clock.summary()["followed"]["judged"] == 1
+    clock.close()
+
+
+def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
+    page, calls = ClockPage.create(), []
+    assert count_by_stream(page) is None  # no GPU
+
+    def register(page: ClockPage) -> int:
+        if refuses:
+            raise RuntimeError("cuMemHostRegister: CUDA_ERROR_NOT_PERMITTED")
+        return 4096
+
+    monkeypatch.setattr(served, "register", register)
+    monkeypatch.setattr(served, "count_in_stream", lambda *call: calls.append(call))
+    monkeypatch.setattr(served, "obstacle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    refuses = False
+    count = count_by_stream(page)
+    assert count is not None
+    count(BEGUN, 7)
+    assert calls == [(4096, DUE, 0), (4096, BEGUN, 7)]
+    refuses = True
+    assert count_by_stream(page) is None
