@@ -31,7 +31,8 @@ class RankClock:
 
     Args:
         guarded: by default whether the GPU is real, or emulated on a node with an agent.
-        count_by: what counts in a page; None if nothing can.
+        count_by: what counts in a page, or None if nothing can; by default the current stream does
+            for a GPU that is not emulated.
 
     Raises GpuError if another job holds the GPU, or no guard could be had.
     """
@@ -44,7 +45,7 @@ class RankClock:
         relock: bool = False,
         guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
-        count_by: Callable[[ClockPage], Count | None] = count_by_stream,
+        count_by: Callable[[ClockPage], Count | None] | None = None,
     ) -> None:
         self._gpu = gpu
         self.controller: Clock
@@ -53,6 +54,8 @@ class RankClock:
         if guarded is None:
             on_agents_node = AGENT_VARIABLE in os.environ
             guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
+        if count_by is None:
+            count_by = (lambda page: None) if gpu.is_emulated else count_by_stream
         served = None
         if guarded or gpu.address.backend == DryRunGpu.backend:
             served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
@@ -81,7 +84,11 @@ class RankClock:
         *,
         must: bool,
     ) -> ServedClock | None:
-        page = ClockPage.create()
+        try:
+            page = ClockPage.create()
+        except OSError as error:
+            logger.info("Clocks are set by a thread of this process: %s", error)
+            return None
         count = count_by(page)
         if count is None:
             return None
@@ -114,9 +121,13 @@ class RankClock:
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """What the controller's and the watch's `summary` say, the latter as `followed`."""
+        """What the controller's and the watch's `summary` say, the latter as `followed`.
+
+        `set_by` is "guard" or "rank", whose process sets the clock.
+        """
         return {
             "backend": self._gpu.address.backend,
+            "set_by": "guard" if isinstance(self.controller, ServedClock) else "rank",
             **self.controller.summary(),
             "followed": None if self._watch is None else self._watch.summary(),
         }

@@ -86,7 +86,7 @@ def test_which_gpus_are_held_and_watched(
     assert guard.released == held
     summary = clock.summary()
     assert (summary.pop("followed") is not None) == watched
-    assert summary == {"backend": backend, **clock.controller.summary()}
+    assert summary == {"backend": backend, "set_by": "rank", **clock.controller.summary()}
 
 
 def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):

@@ -84,6 +84,7 @@ def test_the_guard_sets_what_the_rank_asks_for(job):
     job.clock.close()
     summary = job.clock.summary()
     assert (summary["changes"], summary["coalesced"], summary["error"]) == (2, 0, None)
+    assert summary["set_by"] == "guard"
     assert summary["lock_call_s"]["count"] == 2
     job.ask(lowest)  # after the end
     assert job.set_mhz is None
