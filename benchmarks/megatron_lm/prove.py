@@ -37,7 +37,7 @@ import click
 import torch
 
 from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm import equality, lost, ratio, stress
+from benchmarks.megatron_lm import equality, logged_energy, lost, ratio, stress
 from benchmarks.megatron_lm.models import APEX, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running import checkouts
@@ -231,7 +231,7 @@ class _Proof:
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
             "lost": lambda: lost.jobs(site),
-            "energy": lambda: ratio.energy_jobs(site, options["energy_iterations"]),
+            "energy": lambda: logged_energy.jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
         asked = [part for part in makers if part in parts and part in self._parts]
@@ -274,7 +274,7 @@ def report(state: State, site: Site) -> dict[str, Any]:
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
         "lost": lost.rows(state),
-        "energy": ratio.energy_rows(state),
+        "energy": logged_energy.rows(state),
         "faults": equality.fault_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}

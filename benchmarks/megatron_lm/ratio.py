@@ -58,7 +58,7 @@ _WARMUP = 3
 LEAST_FIRST_TURN = 1 + _WARMUP + 1
 TARGET, TARGET_OF_UNITS = 1.005, 1.003
 LEAST_ITERATION_S = 0.5
-_LOG_INTERVAL = 10
+LOG_INTERVAL = 10
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
 _ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
 
@@ -166,7 +166,7 @@ def _size_on_gpus(site: Site, like: equality.Setting, wide: Size) -> Size:
     return replace(size, layers=layers, sequence=size.sequence * like.mapping.context)
 
 
-def _job(
+def job_of(
     site: Site,
     of: Setting,
     name: str,
@@ -175,6 +175,7 @@ def _job(
     turns: tuple[int, ...],
     energy: str = "",
 ) -> Job:
+    """An arm of a setting, for so many iterations in turns."""
     plan = planned(of.mapping, of.size, arm)
     return Job(
         name=name,
@@ -183,7 +184,7 @@ def _job(
             of.size,
             of.mapping,
             of.size.mock_data,
-            training(iterations, log_interval=_LOG_INTERVAL),
+            training(iterations, log_interval=LOG_INTERVAL),
             *of.features,
             NO_EVALUATION,
             plan.arguments(_WARMUP) if plan else "",
@@ -213,7 +214,7 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
     return [
-        _job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.like.arms
+        job_of(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.like.arms
     ]
 
 
@@ -399,44 +400,3 @@ def _memory_row(
         "predicted": predicted,
         "error (%)": 100 * (predicted / peaks[ENVPIPE] - 1),
     }
-
-
-# What --log-energy prints against what EnvPipe prints of the same iterations.
-
-ENERGY = "energy/envpipe"
-ENERGY_TARGET_PERCENT = 1.0
-
-
-def energy_jobs(site: Site, iterations: int) -> list[Job]:
-    """One job in EnvPipe's order."""
-    energy = "" if site.cpu else "--log-energy"  # it asks NVML
-    return [_job(site, setting(site), ENERGY, ENVPIPE, iterations, (), energy)]
-
-
-def energy_rows(state: State) -> list[dict[str, Any]]:
-    """J an iteration and GPU as both print it, over the log intervals of the run but the first.
-
-    None where the run did not end well, or one of both was not printed.
-    """
-    run = state.runs.get(ENERGY, {})
-    if run.get("status") != "ok":
-        return []
-    # The first interval holds the start.
-    lines = [line for line in run["energies"] if line["iteration"] > _LOG_INTERVAL]
-    if not lines or any(line["envpipe_j"] is None for line in lines):
-        return []
-    megatron_j, envpipe_j = (
-        statistics.fmean(line[name] for line in lines) for name in ("megatron_j", "envpipe_j")
-    )
-    duration_s = sum(line["iteration_ms"] for line in lines) * _LOG_INTERVAL / 1e3
-    percent = 100 * (envpipe_j / megatron_j - 1)
-    return [
-        {
-            "Megatron (J)": megatron_j,
-            "EnvPipe (J)": envpipe_j,
-            "difference (%)": percent,
-            "iterations": _LOG_INTERVAL * len(lines),
-            "duration (s)": duration_s,
-            "target met": abs(percent) <= ENERGY_TARGET_PERCENT and duration_s >= 20,
-        }
-    ]
