@@ -145,8 +145,8 @@ class ClockPage:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank wants no clock any more."""
-        return bool(self._words.rank.over)
+        """Whether the rank wants no clock any more, or the guard can set none."""
+        return bool(self._words.rank.over or self._words.guard.failed)
 
     @property
     def set_mhz(self) -> int | None:

@@ -35,11 +35,6 @@ class PageController(ClockController):
             gpu, min_dwell_s, relock=relock, queue=self._requests, on_change=page.change
         )
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the rank wants no clock any more."""
-        return self._page.is_over
-
     def stop(self, error: Exception) -> None:
         """As any controller; the rank learns why."""
         super().stop(error)

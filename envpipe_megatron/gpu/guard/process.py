@@ -129,6 +129,7 @@ class Guard:
         requests: PageRequests | None = None,
     ) -> None:
         self._requests = requests
+        self._page = None if requests is None else ClockPage(requests.descriptor)
         self._controller: PageController | None = None
         self._address = address
         self._job = job
@@ -220,7 +221,7 @@ class Guard:
                 _LOG.warning("%s is silent", self._rank)
                 heard_s = now_s  # wait as long again before the next reset
                 reset = True
-            if self._controller is not None and self._controller.is_over:
+            if self._controller is not None and self._page is not None and self._page.is_over:
                 reset = True
             if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
                 retry_at_s = float("inf")
@@ -260,18 +261,15 @@ class Guard:
 
     def _serve(self) -> None:
         """Set the clocks that the rank asks for by its page, if there is one, from here on."""
-        requests = self._requests
-        if requests is None or self._controller is not None:
+        requests, page = self._requests, self._page
+        if requests is None or page is None or page.is_over or self._controller is not None:
             return
         if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
             with suppress(OSError):
                 os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        # Objects of its own: the guard's GPU is opened again where a reset has failed.
+        # An object of its own: the guard's GPU is opened again where a reset has failed.
         self._controller = PageController(
-            open_gpu(self._address),
-            ClockPage(requests.descriptor),
-            requests.min_dwell_s,
-            relock=requests.relock,
+            open_gpu(self._address), page, requests.min_dwell_s, relock=requests.relock
         )
 
     def _serve_no_more(self) -> None:

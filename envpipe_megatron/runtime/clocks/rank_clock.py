@@ -51,13 +51,14 @@ class RankClock:
         self.controller: Clock
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
+        as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
         if guarded is None:
             on_agents_node = AGENT_VARIABLE in os.environ
             guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
         if count_by is None:
             count_by = (lambda page: None) if gpu.is_emulated else count_by_stream
         served = None
-        if guarded or gpu.address.backend == DryRunGpu.backend:
+        if guarded or as_if_real:
             served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
         self.controller = served or ClockController(
             gpu, min_dwell_s, relock=relock, on_start=same_device()

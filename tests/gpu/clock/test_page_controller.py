@@ -129,13 +129,13 @@ def test_closing_waits_for_no_unit_and_resets(gpu, page, make):
 
 
 def test_nothing_is_set_for_a_rank_that_has_given_up(gpu, page, make):
-    controller = make()
+    make()
     number = ask(page, 1000, ended=False)
     page.end()
     page.count(DUE, number)
     served(page)
     assert gpu.history == []
-    assert controller.is_over
+    assert page.is_over
 
 
 def test_a_driver_that_fails_is_told(gpu, page, make):
@@ -143,6 +143,7 @@ def test_a_driver_that_fails_is_told(gpu, page, make):
     gpu.error = GpuError("no right to set a clock")
     ask(page, 1000)
     look_until(lambda: page.has_failed)
+    assert page.is_over
     assert "no right to set a clock" in page.text
 
 

@@ -6,16 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+from fake_gpu import FakeGpu
 from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.clock import controller as clock_controller
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.messages import GuardSettings, PageRequests, receive, send
 from envpipe_megatron.gpu.guard.process import Guard
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 
@@ -69,12 +73,11 @@ class Guarded:
         self.opened.append(address)
         return self.gpu
 
-    def run(self, job="job", **settings):
+    def run(self, job="job", requests=None, **settings):
         """Run the guard to its end; return what it said but beats."""
         rank = ProcessIdentity.of(self.process.pid)
-        self.made = Guard(
-            ONE, job, rank, GuardSettings(**self.settings | settings), self.theirs, self.signals
-        )
+        settings = GuardSettings(**self.settings | settings)
+        self.made = Guard(ONE, job, rank, settings, self.theirs, self.signals, requests)
         self.made.run()
         return self.said()
 
@@ -128,6 +131,45 @@ def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(guarded):
     assert (guarded.gpu.resets, guarded.slept_s) == (3, [7.0])
     assert [len(records) for records in there] == [1, 1]
     assert list_leases() == []
+
+
+@pytest.mark.parametrize("how", ["goes on", "ended", "failed"])
+def test_clocks_of_a_page_are_set_while_the_rank_wants_it_and_the_driver_can(guarded, how):
+    guarded.gpu, page = FakeGpu(), ClockPage.create()
+    page.count(DUE, page.ask(1000))
+    if how == "ended":
+        page.end()
+    elif how == "failed":
+        page.fail("no right to set a clock")
+    for _ in range(3):
+        send(guarded.rank, {"op": "beat"})
+    guarded.release()
+    guarded.run(requests=PageRequests(page.descriptor, 0.0, relock=False))
+    asked = guarded.gpu.history.count(1000)
+    assert asked <= (how == "goes on")  # it may be released before
+    assert guarded.gpu.history[-1] is None
+    assert guarded.made._controller is None
+
+
+def test_a_call_that_does_not_return_keeps_the_lease(guarded, monkeypatch):
+    guarded.gpu, page = FakeGpu(), ClockPage.create()
+    guarded.gpu.driver.clear()
+    page.count(DUE, page.ask(1000))
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.01)
+    signalled = []
+
+    def release_in_the_call():
+        assert guarded.gpu.in_driver.wait(10)
+        signalled.append(list_leases())
+        guarded.release()
+
+    releasing = threading.Thread(target=release_in_the_call)
+    releasing.start()
+    said = guarded.run(requests=PageRequests(page.descriptor, 0.0, relock=False), give_up_s=0.2)
+    releasing.join()
+    assert len(signalled[0]) == len(list_leases()) == 1
+    assert "released" not in said
+    guarded.gpu.driver.set()
 
 
 def test_a_rank_that_ended_before_it_was_watched_is_found(guarded, monkeypatch):
