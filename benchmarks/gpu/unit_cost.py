@@ -87,7 +87,8 @@ class Bench:
         self._work, self._waits = Work(bound), waits
         on_gpu = torch.cuda.is_available()
         self._executor: Executor = CudaExecutor() if on_gpu else HostExecutor()
-        gpu = _dry_gpu()
+        self._folder = tempfile.TemporaryDirectory()
+        gpu = _dry_gpu(Path(self._folder.name))
         clocks_mhz = gpu.supported_frequencies_mhz[:8]
         self._by_thread = ClockController(NullGpu(clocks_mhz))
         self._guarded = RankClock(gpu, **{} if on_gpu else _ON_CPU)
@@ -110,6 +111,7 @@ class Bench:
         """End the clock's thread, and the guard."""
         self._by_thread.close()
         self._guarded.close()
+        self._folder.cleanup()
 
     def _iterate(self, mode: str) -> None:
         if mode == ALONE:
@@ -162,11 +164,11 @@ def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> li
     return rows
 
 
-def _dry_gpu() -> Gpu:
-    """One whose clock stays as it is; without a GPU, an emulated one of a folder of its own."""
+def _dry_gpu(folder: Path) -> Gpu:
+    """One whose clock stays as it is; without a GPU, an emulated one in a folder."""
     if torch.cuda.is_available():
         return open_gpu(GpuAddress("dry_run", torch_uid(0)))
-    return EmulatedGpu.create("h100", 0, Path(tempfile.mkdtemp()))
+    return EmulatedGpu.create("h100", 0, folder)
 
 
 @contextlib.contextmanager

@@ -297,20 +297,20 @@ class ClockController:
                 return
             self._touched = True
             if self._applied != applied:
-                self._changed_at(float("inf"))
+                self._changed_at(float("inf"), self._applied[1] if self._applied else None)
             entered_s = time.monotonic()
             self._gpu.lock_frequency(frequency_mhz)
             returned_s = time.monotonic()
-            self._changed_at(min(self.last_change_s, returned_s))
+            self._changed_at(min(self.last_change_s, returned_s), frequency_mhz)
         if known_s is not None:
             self._latencies_s.append((entered_s - known_s, returned_s - entered_s))
         self._due_mhz = None
         self._applied = applied
         self.changes += 1
 
-    def _changed_at(self, time_s: float) -> None:
+    def _changed_at(self, time_s: float, frequency_mhz: int | None) -> None:
         self.last_change_s = time_s
-        self._on_change(self._gpu.requested_frequency_mhz, time_s)
+        self._on_change(frequency_mhz, time_s)
 
     def _give_back(self) -> Exception | None:
         """Undo the lock, if there is one, and return what went wrong.

@@ -2,7 +2,7 @@
 
 A rank that asks its own process for a clock wakes a thread, which takes Python's interpreter lock
 from it as often; a rank that stores two words does neither. Each word below is stored by one side
-alone. Numbers count from 1 and go on from 0 behind their largest.
+alone. Numbers begin at 1, and do so again behind their largest; 0 is none.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import ctypes
 import math
 import mmap
 import os
+import weakref
 
 MASK = 0xFFFFFFFF
 #: Requests that may wait for the GPU; a host is a few iterations ahead of it at most.
 CAPACITY = 1 << 16
 _TEXT_BYTES = 4096
 _LINE_BYTES = 64
-
-
-class _Request(ctypes.Structure):
-    #: 0 MHz asks for an answer alone.
-    _fields_ = (("frequency_mhz", ctypes.c_uint32), ("delay_us", ctypes.c_uint32))
+#: A request is one word, so that nobody sees half of it: 16 bits of which round of the page it is,
+#: 16 of the clock in MHz (0 asks for an answer alone), 32 of the delay in us.
+_ROUND, _CLOCK, _MOST_DELAY_US = 48, 32, MASK
 
 
 class _OfStream(ctypes.Structure):
@@ -29,7 +28,7 @@ class _OfStream(ctypes.Structure):
 
 
 class _OfRank(ctypes.Structure):
-    _fields_ = (("asked", ctypes.c_uint32), ("over", ctypes.c_uint32), ("line", ctypes.c_char * 56))
+    _fields_ = (("over", ctypes.c_uint32), ("line", ctypes.c_char * (_LINE_BYTES - 4)))
 
 
 class _OfGuard(ctypes.Structure):
@@ -39,7 +38,8 @@ class _OfGuard(ctypes.Structure):
         ("failed", ctypes.c_uint32),
         ("set_mhz", ctypes.c_uint32),
         ("last_change_s", ctypes.c_double),
-        ("text", ctypes.c_char * _TEXT_BYTES),
+        ("summary", ctypes.c_char * _TEXT_BYTES),
+        ("failure", ctypes.c_char * _TEXT_BYTES),
     )
 
 
@@ -49,7 +49,7 @@ class _Words(ctypes.Structure):
         ("begun", _OfStream),
         ("rank", _OfRank),
         ("guard", _OfGuard),
-        ("requests", _Request * CAPACITY),
+        ("requests", ctypes.c_uint64 * CAPACITY),
     )
 
 
@@ -68,6 +68,7 @@ class ClockPage:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self._asked = 0
         self.num_bytes = -(-ctypes.sizeof(_Words) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(descriptor, self.num_bytes)
         self._memory = mmap.mmap(descriptor, self.num_bytes)
@@ -78,6 +79,7 @@ class ClockPage:
     def create() -> ClockPage:
         """One that a child gets by its descriptor, and nobody else can open."""
         page = ClockPage(os.memfd_create("envpipe-clock"))
+        weakref.finalize(page, os.close, page.descriptor)
         page._words.guard.last_change_s = -math.inf
         return page
 
@@ -89,13 +91,13 @@ class ClockPage:
         It is due when DUE counts it, and so long after that, or when BEGUN does. One for 0 MHz is
         answered when all before it are served.
         """
-        words, rank = self._words, self._words.rank
-        number: int = (rank.asked + 1) & MASK
-        if (number - words.guard.taken) & MASK >= CAPACITY:
+        number = following(self._asked)
+        if (number - self._words.guard.taken) & MASK >= CAPACITY:
             return None
-        request = words.requests[number % CAPACITY]
-        request.frequency_mhz, request.delay_us = frequency_mhz, round(1e6 * delay_s)
-        rank.asked = number
+        delay_us = min(max(round(1e6 * delay_s), 0), _MOST_DELAY_US)
+        word = _round(number) << _ROUND | frequency_mhz << _CLOCK | delay_us
+        self._words.requests[number % CAPACITY] = word
+        self._asked = number
         return number
 
     def end(self) -> None:
@@ -112,20 +114,27 @@ class ClockPage:
         """Number before the one that a stream counted last."""
         return max(int(self._words.due.number) - 1, 0)
 
-    def take(self, number: int) -> tuple[int, float]:
-        """The clock in MHz and the delay in s of a request, which makes room."""
-        request = self._words.requests[number % CAPACITY]
-        self._words.guard.taken = number
-        return request.frequency_mhz, request.delay_us / 1e6
+    def has(self, number: int) -> bool:
+        """Whether a request is there."""
+        return bool(self._words.requests[number % CAPACITY] >> _ROUND == _round(number))
 
-    def answer(self, number: int, text: str) -> None:
-        """What is served up to a number, in words for the rank."""
-        self._say(text)
+    def take(self, number: int) -> tuple[int, float]:
+        """The clock in MHz and the delay in s of a request that is there; frees its place."""
+        word = self._words.requests[number % CAPACITY]
+        self._words.guard.taken = number
+        return word >> _CLOCK & 0xFFFF, (word & _MOST_DELAY_US) / 1e6
+
+    def summarize(self, text: str) -> None:
+        """What was done so far, for the rank."""
+        self._words.guard.summary = text.encode()[: _TEXT_BYTES - 1]
+
+    def answer(self, number: int) -> None:
+        """All up to a number is served."""
         self._words.guard.answered = number
 
-    def fail(self, text: str) -> None:
-        """No clock is set any more, for this reason."""
-        self._say(text)
+    def fail(self, why: str) -> None:
+        """No clock is set any more."""
+        self._words.guard.failure = why.encode()[: _TEXT_BYTES - 1]
         self._words.guard.failed = 1
 
     def change(self, frequency_mhz: int | None, time_s: float) -> None:
@@ -133,15 +142,7 @@ class ClockPage:
         self._words.guard.set_mhz = frequency_mhz or 0
         self._words.guard.last_change_s = time_s
 
-    def _say(self, text: str) -> None:
-        self._words.guard.text = text.encode()[: _TEXT_BYTES - 1]
-
     # --- either ---------------------------------------------------------------------------------
-
-    @property
-    def asked(self) -> int:
-        """Number of the last request."""
-        return int(self._words.rank.asked)
 
     @property
     def is_over(self) -> bool:
@@ -159,14 +160,16 @@ class ClockPage:
         return float(self._words.guard.last_change_s)
 
     @property
-    def text(self) -> str:
-        """What the guard said last."""
-        return bytes(self._words.guard.text).decode(errors="replace")
+    def summary(self) -> str:
+        """What the guard said last of what it did; half of that while it says it."""
+        return bytes(self._words.guard.summary).decode(errors="replace")
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the guard sets no clock any more; `text` says why."""
-        return bool(self._words.guard.failed)
+    def failure(self) -> str | None:
+        """Why the guard sets no clock any more; None while it does."""
+        if not self._words.guard.failed:
+            return None
+        return bytes(self._words.guard.failure).decode(errors="replace")
 
     def is_answered(self, number: int) -> bool:
         """Whether all is served up to a number."""
@@ -175,6 +178,15 @@ class ClockPage:
     def counted(self, where: int, number: int) -> bool:
         """Whether a stream has counted to a number."""
         return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
+
+
+def following(number: int) -> int:
+    """The number of the next request."""
+    return number % MASK + 1
+
+
+def _round(number: int) -> int:
+    return (number // CAPACITY + 1) & 0xFFFF
 
 
 def _reached(value: int, number: int) -> bool:

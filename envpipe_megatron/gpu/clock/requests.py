@@ -10,14 +10,14 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.clock.completion import Completion, Later
+from envpipe_megatron.gpu.clock.completion import Later
 from envpipe_megatron.gpu.clock.controller import ClockController, Item
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage, following
 
 #: One who waits for a word looks at it this often, s: the rarer, the longer it has waited, for this
 #: share of that. A change of a clock takes longer, and a look takes a core some 10 us.
 _SOONEST_S, _LATEST_S, _SHARE = 1e-4, 5e-4, 1 / 40
-#: Behind so long a wait, it is no unit that is waited for.
+#: After so long a wait, it is not a unit that is being waited for.
 _CALM_S, _CALM_LOOK_S = 2.0, 2e-3
 
 
@@ -30,7 +30,7 @@ class PageController(ClockController):
 
     def __init__(self, gpu: Gpu, page: ClockPage, min_dwell_s: float, *, relock: bool) -> None:
         self._page = page
-        self._requests = _PageRequests(page, lambda: json.dumps(self.summary()))
+        self._requests = _PageRequests(page, self._summarize)
         super().__init__(
             gpu, min_dwell_s, relock=relock, queue=self._requests, on_change=page.change
         )
@@ -44,21 +44,26 @@ class PageController(ClockController):
         """As any controller; nobody waits for the GPU meanwhile."""
         self._requests.closed = True
         super().close()
+        self._summarize()
 
     def _lock(self, frequency_mhz: int, known_s: float | None) -> None:
         # A rank that has given up on a guard that hangs resets the clock itself.
         if not self._page.is_over:
             super()._lock(frequency_mhz, known_s)
 
+    def _summarize(self) -> None:
+        self._page.summarize(json.dumps(self.summary()))
+
 
 class _PageRequests:
     """What this process puts into it comes before what the rank asks for."""
 
-    def __init__(self, page: ClockPage, summary: Callable[[], str]) -> None:
+    def __init__(self, page: ClockPage, summarize: Callable[[], None]) -> None:
+        #: Set when nobody waits for the GPU any more.
         self.closed = False
-        self._page, self._summary = page, summary
+        self._page, self._summarize = page, summarize
         self._own: SimpleQueue[Item] = SimpleQueue()
-        self._number = page.before_last_due()
+        self._next = following(page.before_last_due())
 
     def put(self, item: Item) -> None:
         """From this process."""
@@ -66,28 +71,40 @@ class _PageRequests:
 
     def empty(self) -> bool:
         """Whether there is nothing from either."""
-        return self._own.empty() and self._page.asked == self._number
+        return self._own.empty() and not self._page.has(self._next)
 
     def get(self, *, timeout: float | None = None) -> Item:
         """Look for one until it is there; Empty: there was none for so long."""
-        begin_s = time.monotonic()
-        while self.empty():
-            if timeout is not None and time.monotonic() - begin_s >= timeout:
-                raise Empty
-            _let_pass(begin_s)
+        if not self.look_until(lambda: not self.empty(), timeout):
+            raise Empty
         return self._take() if self._own.empty() else self._own.get()
 
+    def look_until(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait; whether it has come true in time, and before this was closed."""
+        begin_s = time.monotonic()
+        while not is_true():
+            passed_s = time.monotonic() - begin_s
+            if self.closed or (timeout_s is not None and passed_s >= timeout_s):
+                return False
+            often_s = min(max(_SOONEST_S, _SHARE * passed_s), _LATEST_S)
+            time.sleep(often_s if passed_s < _CALM_S else _CALM_LOOK_S)
+        return True
+
     def _take(self) -> Item:
-        number = self._number = (self._number + 1) & MASK
+        number, self._next = self._next, following(self._next)
         frequency_mhz, delay_s = self._page.take(number)
         if not frequency_mhz:
-            return lambda: self._page.answer(number, self._summary())
-        due: Completion = _Counted(self, partial(self._page.counted, DUE, number))
+            return partial(self._answer, number)
+        due = _Counted(self, partial(self._page.counted, DUE, number))
         if delay_s:
             later = Later(due, delay_s)
             later.begun = _Counted(self, partial(self._page.counted, BEGUN, number))
             due = _Counted(self, later.query)
         return due, frequency_mhz
+
+    def _answer(self, number: int) -> None:
+        self._summarize()
+        self._page.answer(number)
 
 
 @dataclass(frozen=True)
@@ -99,12 +116,4 @@ class _Counted:
 
     def synchronize(self) -> None:
         """Look until it is true, or nobody waits any more."""
-        begin_s = time.monotonic()
-        while not self.query() and not self.requests.closed:
-            _let_pass(begin_s)
-
-
-def _let_pass(begin_s: float) -> None:
-    passed_s = time.monotonic() - begin_s
-    often_s = min(max(_SOONEST_S, _SHARE * passed_s), _LATEST_S)
-    time.sleep(often_s if passed_s < _CALM_S else _CALM_LOOK_S)
+        self.requests.look_until(self.query)

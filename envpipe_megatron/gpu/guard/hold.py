@@ -60,6 +60,7 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,
+    bring_back,
     list_leases,
     undo_dead_ranks,
     undo_lease,
@@ -396,7 +397,7 @@ class Hold:
         # A guard that hangs still holds the lease, or somebody undid it before this rank's last
         # lock. Another job's GPU, or one that this rank holds again, is left alone.
         if own == left and own == there and not self._is_back:
-            open_gpu(self.address).reset_frequency()
+            bring_back(self.address, open_gpu, late=gave_up)
             self._is_back = gave_up
         if gave_up and not left:
             self._settle()

@@ -142,7 +142,7 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
             if _live_elsewhere(now) is not None:
                 return False
             stays = now.rank_is_alive() and not gave_up
-            _bring_back(now.address, open_gpu, late=not (stays or gave_up))
+            bring_back(now.address, open_gpu, late=not stays)
             if not stays:
                 file.unlink()
             return not stays
@@ -213,7 +213,7 @@ def _clear_the_way(
                 _refuse_strangers(record)
                 if (live := _live_elsewhere(record)) is not None:
                     raise _held(live, "holds the GPU")
-                _bring_back(record.address, open_gpu, late=record.rank != rank)
+                bring_back(record.address, open_gpu, late=True)
             # An empty one was cut short before its guard promised anything to a rank.
             file.unlink()
 
@@ -227,8 +227,8 @@ def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
     return next((o for o in others if o.live and o.path.name == record.path.name), None)
 
 
-def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
-    """Reset a GPU; if its rank was killed (`late`), again after requests under way have ended."""
+def bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
+    """Reset a GPU; if who set it was killed (`late`), again after requests under way have ended."""
     gpu = open_gpu(address)
     gpu.reset_frequency()
     if late and gpu.late_request_s > 0:

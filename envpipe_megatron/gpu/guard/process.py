@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
@@ -74,6 +75,11 @@ def main() -> NoReturn:
         # trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if order["requests"]:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
+            with suppress(OSError):
+                os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         Guard(
             GpuAddress(**order["address"]),
@@ -166,8 +172,12 @@ class Guard:
             if self._bring_back(self._watch(), late_s):
                 lease.release()
                 self._say("released")
-            else:
+            elif self._controller is None:
                 lease.abandon()
+            else:
+                # A call that sets the clock does not return. Lease and socket tell others that it
+                # has when this process is gone, not before.
+                return
         except BaseException:
             self._reserve = None
             self._reset(self._settings.stop_s)
@@ -221,8 +231,8 @@ class Guard:
                 _LOG.warning("%s is silent", self._rank)
                 heard_s = now_s  # wait as long again before the next reset
                 reset = True
-            if self._controller is not None and self._page is not None and self._page.is_over:
-                reset = True
+            if self._page is not None and self._page.is_over and self._controller is not None:
+                reset = reset or retry_at_s == float("inf")
             if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
                 retry_at_s = float("inf")
                 self._say("was_reset")
@@ -264,21 +274,26 @@ class Guard:
         requests, page = self._requests, self._page
         if requests is None or page is None or page.is_over or self._controller is not None:
             return
-        if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
-            with suppress(OSError):
-                os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        # An object of its own: the guard's GPU is opened again where a reset has failed.
-        self._controller = PageController(
-            open_gpu(self._address), page, requests.min_dwell_s, relock=requests.relock
-        )
+        try:
+            with _time_limit(self._settings.give_up_s):
+                # An object of its own: the guard's is opened again where a reset has failed.
+                gpu = open_gpu(self._address)
+            self._controller = PageController(
+                gpu, page, requests.min_dwell_s, relock=requests.relock
+            )
+        except Exception as error:  # the rank goes on without
+            _LOG.error("%s: cannot be set: %s", self._address.uid, error)
+            page.fail(str(error))
 
-    def _serve_no_more(self) -> None:
-        """Set none of them from here on; GpuError if a call that sets one does not return."""
+    def _serve_no_more(self) -> bool:
+        """Set none of them from here on; False while a call that sets one does not return."""
         if self._controller is not None:
-            self._controller.close()
+            with suppress(Exception):  # as without memory: its clock is reset all the same
+                self._controller.close()
             if self._controller.in_driver:
-                raise GpuError("A call that locks the clock does not return")
+                return False
             self._controller = None
+        return True
 
     # --- bringing the clock back ----------------------------------------------------------------
 
@@ -308,10 +323,12 @@ class Guard:
     def _reset(self, limit_s: float) -> bool:
         try:
             with _time_limit(limit_s):
-                self._serve_no_more()
+                returned = self._serve_no_more()
                 if self._gpu is None:
                     self._gpu = open_gpu(self._address)
                 self._gpu.reset_frequency()
+                if not returned:
+                    raise GpuError("A call that sets the clock does not return")
         except Exception as error:
             # Logged each time: retries are rare, and an administrator wants to see them.
             _LOG.error("%s: reset failed: %s", self._address.uid, error)

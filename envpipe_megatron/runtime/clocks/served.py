@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -65,9 +67,9 @@ class ServedClock:
         self._epoch = 0
         self._asked: tuple[int, int] | None = None
         self._error: Exception | None = None
-        #: The last question for what the guard's controller says of itself, and what it said.
-        self._answer: int | None = None
-        self._said: dict[str, Any] = {}
+        #: The last question of `summary`.
+        self._question = 0
+        self._pid = os.getpid()
 
     def request(self, frequency_mhz: int, after: Completion) -> None:
         """Set the clock once the GPU has come to here, or as `Later` says; returns at once.
@@ -93,9 +95,11 @@ class ServedClock:
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""
+        if os.getpid() != self._pid:
+            return
+        self.page.end()
         if self.error is None:
             self._error = error
-            self.page.end()
             logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
 
     def wait_idle(self) -> None:
@@ -106,16 +110,17 @@ class ServedClock:
         """No clock is locked from here on; the guard resets it when it is released.
 
         A GPU that does not come to its last request, and a guard that hangs, are left after a
-        while. Safe to call twice.
+        while. Safe to call twice. In a forked child nothing happens.
         """
-        self._wait_idle(_LAST_ANSWER_S)
-        self.page.end()
+        if os.getpid() == self._pid:
+            self._wait_idle(_LAST_ANSWER_S)
+            self.page.end()
 
     @property
     def error(self) -> Exception | None:
         """Why no clock is set any more, as the rank or the guard knows it."""
-        if self._error is None and self.page.has_failed:
-            self._error = GpuError(self.page.text)
+        if self._error is None and (failure := self.page.failure) is not None:
+            self._error = GpuError(failure)
             logger.error(
                 "Clock control of %s stopped, training goes on: %s", self._gpu.name, self._error
             )
@@ -136,33 +141,32 @@ class ServedClock:
         return self.page.last_change_s
 
     def summary(self) -> dict[str, Any]:
-        """As a controller's; while the job runs, as of the call before."""
-        if not self.page.is_over and (self._answer is None or self._hear()):
-            self._answer = self.page.ask(0)
+        """As a controller's; while the job runs, as of the call before.
+
+        A guard whose rank was silent counts from 0 again.
+        """
+        if not self.page.is_over and self.page.is_answered(self._question):
+            self._question = self.page.ask(0) or self._question
+        said: dict[str, Any] = {}
+        with suppress(ValueError):  # the guard has said nothing, or just says it
+            said = json.loads(self.page.summary)
         none = spread(())
         return {
             "changes": 0,
             "coalesced": 0,
             "wake_to_lock_s": none,
             "lock_call_s": none,
-            **self._said,
+            **said,
             "error": None if self.error is None else str(self.error),
         }
 
     def _wait_idle(self, limit_s: float) -> None:
-        if self.page.is_over or self.error is not None:
-            return
+        question = self.page.ask(0)  # none where too many wait, which nobody serves
         until_s = time.monotonic() + limit_s
-        self._answer = self.page.ask(0)
-        while self.error is None and not self._hear() and time.monotonic() < until_s:
+        while question is not None and self.error is None and not self.page.is_over:
+            if self.page.is_answered(question) or time.monotonic() >= until_s:
+                return
             time.sleep(_LOOK_S)
-
-    def _hear(self) -> bool:
-        """Whether the guard has answered the last question; what it said is kept then."""
-        if self._answer is None or not self.page.is_answered(self._answer):
-            return self._answer is None
-        self._said = json.loads(self.page.text)
-        return True
 
     def _mark(self, where: int, number: int) -> None:
         try:

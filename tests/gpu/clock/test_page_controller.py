@@ -63,7 +63,7 @@ def served(page):
     """What the controller says of itself when all so far is served."""
     number = page.ask(0)
     look_until(lambda: page.is_answered(number))
-    return json.loads(page.text)
+    return json.loads(page.summary)
 
 
 def test_a_clock_is_set_when_the_stream_has_counted_to_its_request(gpu, page, make):
@@ -83,8 +83,7 @@ def test_of_requests_that_are_due_only_the_latest_is_set(gpu, page, make):
     ask(page, 1000, 1100, 1200)
     make()
     assert served(page)["coalesced"] == 0  # it begins with the last one
-    ask(page, 1300, 1400, ended=False)
-    page.count(DUE, page.asked)
+    page.count(DUE, ask(page, 1300, 1400, ended=False))
     served(page)
     assert gpu.history[0] == 1200
     assert gpu.history[-1] == 1400
@@ -142,9 +141,9 @@ def test_a_driver_that_fails_is_told(gpu, page, make):
     make()
     gpu.error = GpuError("no right to set a clock")
     ask(page, 1000)
-    look_until(lambda: page.has_failed)
+    look_until(lambda: page.failure is not None)
     assert page.is_over
-    assert "no right to set a clock" in page.text
+    assert "no right to set a clock" in page.failure
 
 
 def test_a_call_under_way_can_be_seen(gpu, page, make):
@@ -158,22 +157,46 @@ def test_a_call_under_way_can_be_seen(gpu, page, make):
     look_until(lambda: page.last_change_s < math.inf)
 
 
-def test_a_page_holds_so_many_requests_and_counts_on_behind_its_largest_number(
-    gpu, page, make, monkeypatch
-):
+def test_a_page_holds_so_many_requests(gpu, page, make, monkeypatch):
     monkeypatch.setattr(clock_page, "CAPACITY", 4)
     assert [page.ask(1000) for _ in range(5)] == [1, 2, 3, None, None]
     page.count(DUE, 3)
     make()
     served(page)
-    assert gpu.history == [1000]
-    assert page.counted(DUE, 3)
-    assert not page.counted(DUE, 4)
-    page.count(DUE, MASK)
+    for mhz in (1100, 1200, 1300, 1400):  # round and round
+        number = ask(page, mhz)
+        served(page)
+    assert gpu.history == [1000, 1100, 1200, 1300, 1400]
+    assert number == 11  # and 12 was a question
+    assert [page.has(n) for n in (8, 9, 12, 13)] == [False, True, True, False]
+
+
+def test_numbers_begin_again_behind_their_largest(gpu, page, make, monkeypatch):
+    monkeypatch.setattr(page, "_asked", MASK - 1)
+    monkeypatch.setattr(page._words.guard, "taken", MASK - 1)
+    page.count(DUE, MASK)  # as before the guard began again
+    assert ask(page, 1000) == MASK
     assert page.counted(DUE, MASK - 1)
     assert not page.counted(DUE, 1)
+    make()
+    look_until(lambda: gpu.history == [1000])
+    assert ask(page, 1100) == 1
+    look_until(lambda: gpu.history == [1000, 1100])
+
+
+@pytest.mark.parametrize("delay_s", [-0.001, 0.0, 1e-9])
+def test_what_has_no_time_to_wait_is_due_with_the_unit(gpu, page, make, delay_s):
+    number = page.ask(1000, delay_s)
+    page.count(DUE, number)
+    make()
+    look_until(lambda: gpu.history == [1000])
+
+
+def test_a_wait_without_end_is_for_the_next_unit_alone(page):
+    number = page.ask(1000, 1e9)
+    assert page.take(number) == (1000, MASK / 1e6)
 
 
 def test_what_the_guard_says_fits(page):
     page.fail("é" * 5000)
-    assert page.text.startswith("é" * 2000)
+    assert page.failure.startswith("é" * 2000)

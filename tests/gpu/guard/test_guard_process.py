@@ -133,22 +133,96 @@ def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(guarded):
     assert list_leases() == []
 
 
-@pytest.mark.parametrize("how", ["goes on", "ended", "failed"])
-def test_clocks_of_a_page_are_set_while_the_rank_wants_it_and_the_driver_can(guarded, how):
-    guarded.gpu, page = FakeGpu(), ClockPage.create()
-    page.count(DUE, page.ask(1000))
-    if how == "ended":
-        page.end()
-    elif how == "failed":
-        page.fail("no right to set a clock")
-    for _ in range(3):
-        send(guarded.rank, {"op": "beat"})
-    guarded.release()
-    guarded.run(requests=PageRequests(page.descriptor, 0.0, relock=False))
-    asked = guarded.gpu.history.count(1000)
-    assert asked <= (how == "goes on")  # it may be released before
-    assert guarded.gpu.history[-1] is None
-    assert guarded.made._controller is None
+class Playing(threading.Thread):
+    """The rank's side of a guard that serves a page, while that runs in the test's own thread."""
+
+    def __init__(self, guarded, play):
+        super().__init__()
+        guarded.gpu = self.gpu = FakeGpu()
+        self.page = ClockPage.create()
+        self.rank, self._play, self._release = guarded.rank, play, guarded.release
+        self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            self._play(self)
+        except AssertionError as error:
+            self.error = error
+        finally:
+            self._release()
+
+    def ask(self, mhz):
+        self.page.count(DUE, self.page.ask(mhz))
+
+    def until(self, condition):
+        end = threading.Event()
+        for _ in range(10_000):
+            if condition():
+                return
+            end.wait(0.001)
+        raise AssertionError(f"in vain: {self.gpu.history}")
+
+    def beat(self):
+        """Answered when the guard has acted on the one before."""
+        self.rank.setblocking(True)
+        send(self.rank, {"op": "beat"})
+        while receive(self.rank)["event"] != "beat":
+            pass
+
+    def guarded_by(self, guarded, **settings):
+        guarded.run(requests=PageRequests(self.page.descriptor, 0.0, relock=False), **settings)
+        self.join()
+        if self.error is not None:
+            raise self.error
+        assert guarded.made._controller is None
+        assert self.gpu.history[-1] is None
+
+
+def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(guarded):
+    def play(rank):
+        rank.ask(1000)
+        rank.until(lambda: rank.gpu.history[:2] == [1000, None])  # silent
+        rank.until(lambda: 1000 in rank.gpu.history[2:] or rank.beat())
+
+    Playing(guarded, play).guarded_by(guarded, heartbeat_s=0.05)
+
+
+@pytest.mark.parametrize("how", ["ended", "failed"])
+def test_a_page_that_is_over_is_reset_once_and_not_taken_up_again(guarded, how):
+    def play(rank):
+        rank.ask(1000)
+        rank.until(lambda: rank.gpu.history == [1000])
+        rank.page.end() if how == "ended" else rank.page.fail("no right to set a clock")
+        rank.until(lambda: None in rank.gpu.history)
+        rank.beat()
+        opened = len(guarded.opened)
+        for _ in range(3):
+            rank.beat()
+        assert len(guarded.opened) == opened
+        rank.ask(1100)
+        rank.beat()
+        assert not {1000, 1100} & set(rank.gpu.history[1:])
+
+    Playing(guarded, play).guarded_by(guarded)
+
+
+def test_a_gpu_that_cannot_be_opened_for_clocks_is_guarded_all_the_same(guarded, monkeypatch):
+    def play(rank):
+        rank.until(lambda: rank.page.failure is not None)
+        assert "the driver was reloaded" in rank.page.failure
+
+    playing, opened = Playing(guarded, play), []
+
+    def open_gpu(address):
+        opened.append(address)
+        if len(opened) == 2:
+            raise GpuError("the driver was reloaded")
+        return playing.gpu
+
+    monkeypatch.setattr(process, "open_gpu", open_gpu)
+    playing.guarded_by(guarded)
+    assert list_leases() == []
 
 
 def test_a_call_that_does_not_return_keeps_the_lease(guarded, monkeypatch):

@@ -370,7 +370,7 @@ def sigstop_of_a_rank(round_: Round) -> None:
 
 
 def sigstop_of_the_guard(round_: Round) -> None:
-    """For longer than the heartbeat; when it goes on, it locks nothing more, and ends."""
+    """For longer than the heartbeat; when it goes on, it ends, and leaves the clock unlocked."""
     (rank,) = round_.start(1, settings={"heartbeat_s": 0.3})
     round_.pause()
     _stop_outside_the_driver(round_, rank, of_guard=True)

@@ -16,7 +16,7 @@ from fake_gpu import FakeGpu
 pytest.importorskip("torch")
 import torch
 
-from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.completion import Done, Later
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
@@ -119,7 +119,7 @@ def test_a_guard_that_dies_ends_control_alone(job, caplog):
 
 
 def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
-    job.ask(job.gpu.supported_frequencies_mhz[0], 1)
+    job.ask(job.gpu.supported_frequencies_mhz[-1], 1)
     assert "cannot run at this SM clock" in job.clock.problems()[0]
     assert "Clock control of" in caplog.text
     look_until(lambda: job.set_mhz is None)
@@ -127,30 +127,18 @@ def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
 
 def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
     gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
-    monkeypatch.setattr(
-        rank_clock,
-        "hold_gpu",
-        lambda address, **given: hold.hold_gpu(
-            address, settings=GuardSettings(heartbeat_s=0.4), **given
-        ),
-    )
-    beats = threading.Event()
-    beats.set()
-    say = hold.Hold._say
-    monkeypatch.setattr(
-        hold.Hold, "_say", lambda self, what: say(self, what) if beats.is_set() else None
-    )
-    # One who hears nothing would take its guard for lost.
-    monkeypatch.setattr(hold, "_BEATS_PER_HEARTBEAT", 2)
+    start = hold._start
+
+    def start_impatient(address, job, settings, *more):  # the rank stays patient
+        return start(address, job, GuardSettings(heartbeat_s=0.4), *more)
+
+    monkeypatch.setattr(hold, "_start", start_impatient)
     clock = RankClock(gpu, guarded=True, count_by=lambda page: page.count)
     try:
         lowest = gpu.supported_frequencies_mhz[-1]
         clock.controller.request(lowest, Done())
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
-        clock._hold._heartbeat_s = 1000.0
-        beats.clear()
         look_until(lambda: gpu.requested_frequency_mhz is None)
-        beats.set()
         clock._hold._say("beat")
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         assert clock.controller.error is None
@@ -158,18 +146,70 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
         clock.close()
 
 
-def test_marks_that_the_driver_refuses_end_control_alone(caplog):
-    def refuse(where: int, number: int) -> None:
-        raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
+@pytest.mark.parametrize("where", [DUE, BEGUN])
+def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog):
+    gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
+    refuses = False
 
+    def count_by(page):
+        def count(mark, number):
+            if refuses and mark == where:
+                raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
+            page.count(mark, number)
+
+        return count
+
+    clock = RankClock(gpu, guarded=True, count_by=count_by)
+    try:
+        lowest, later = gpu.supported_frequencies_mhz[-1], Later(Done(), 3600.0)
+        clock.controller.request(lowest, Done())
+        clock.controller.wait_idle()
+        assert gpu.requested_frequency_mhz == lowest
+        refuses = True
+        clock.controller.request(gpu.supported_frequencies_mhz[0], later)
+        later.begins(Done())
+        assert "can mark no unit: cuStream" in clock.problems()[0]
+        look_until(lambda: gpu.requested_frequency_mhz is None)
+        clock.controller.request(lowest, Done())
+        clock.controller.wait_idle()
+        assert gpu.requested_frequency_mhz is None
+    finally:
+        clock.close()
+    assert list_leases() == []
+
+
+def test_nobody_waits_for_a_page_that_is_over():
     page = ClockPage.create()
-    clock = ServedClock(FakeGpu(), page, refuse)
-    clock.request(1000, Done())
-    assert "can mark no unit: cuStream" in str(clock.error)
-    assert page.is_over
-    clock.wait_idle()
-    clock.request(1100, Done())
-    assert page.asked == 1
+    clock = ServedClock(FakeGpu(), page, page.count)
+    waiting = threading.Thread(target=clock.wait_idle)
+    waiting.start()
+    page.end()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    clock.error = GpuError("an earlier one")
+    clock.stop(GpuError("a later one"))
+    assert str(clock.error) == "an earlier one"
+
+
+def test_a_child_leaves_its_parents_clock_alone():
+    page = ClockPage.create()
+    clock = ServedClock(FakeGpu(), page, page.count)
+    child = os.fork()
+    if child == 0:
+        clock.stop(GpuError("in the child"))
+        clock.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not page.is_over
+
+
+def test_what_is_half_said_is_no_summary():
+    page = ClockPage.create()
+    clock = ServedClock(FakeGpu(), page, page.count)
+    page.summarize('{"changes": 3, "coal')
+    assert clock.summary()["changes"] == 0
+    page.summarize('{"changes": 3}')
+    assert clock.summary()["changes"] == 3
 
 
 def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
@@ -186,7 +226,7 @@ def test_equal_clocks_are_asked_for_once_unless_somebody_has_reset():
     clock = ServedClock(FakeGpu(), page, page.count)
     for _ in range(2):
         clock.request(1000, Done())
-    assert page.asked == 1
+    assert (page.counted(DUE, 1), page.counted(DUE, 2)) == (True, False)
     clock.forget()
     clock.request(1000, Done())
     assert page.counted(DUE, 2)
