@@ -85,3 +85,13 @@ class FakeGpu(Gpu):
 
     def time_s(self) -> float:
         return self.now_s
+
+
+def look_until(condition: Callable[[], object]) -> None:
+    """Nothing tells of the fake's history growing, so look often."""
+    end = threading.Event()
+    for _ in range(20_000):
+        if condition():
+            return
+        end.wait(0.001)
+    raise AssertionError("waited in vain")

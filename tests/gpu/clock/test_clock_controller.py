@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
@@ -92,16 +92,6 @@ def in_thread(function: Callable[..., object], *args: object) -> threading.Threa
     return thread
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Nothing tells of the fake's history growing, so look often."""
-    end = threading.Event()
-    for _ in range(int(WAIT_S / 0.001)):
-        if condition():
-            return
-        end.wait(0.001)
-    raise AssertionError("waited in vain")
-
-
 def assert_given_back(gpu: FakeGpu, after: list[int]) -> None:
     """Locked to these clocks, then reset, perhaps more than once."""
     assert gpu.history[: len(after)] == after
@@ -119,7 +109,7 @@ def test_clock_is_set_when_the_unit_before_has_ended(gpu, clock):
         assert unit.waited_for.wait(WAIT_S)
         assert gpu.history == [1000, 1200, 1100][:ended]
         unit.end()
-        wait_for(lambda: len(gpu.history) > ended)  # noqa: B023 - called at once
+        look_until(lambda: len(gpu.history) > ended)  # noqa: B023 - called at once
     assert gpu.history == [1000, 1200, 1100]
 
 
@@ -203,7 +193,7 @@ def test_a_change_held_back_is_made_when_its_time_has_come(gpu, make):
     ask(clock, 1200)
     assert gpu.history == [1000]
     gpu.now_s = 0.05
-    wait_for(lambda: clock.changes == 2)  # without a further request
+    look_until(lambda: clock.changes == 2)  # without a further request
     assert gpu.history == [1000, 1200]
     assert clock.summary()["lock_call_s"]["count"] == 1  # what was held back has no latency
 
@@ -247,7 +237,7 @@ def test_failing_time_base_stops_control_and_not_training(gpu, make, monkeypatch
     times_s = iter([0.5] * (call - 1))
     monkeypatch.setattr(gpu, "time_s", lambda: next(times_s))
     clock.request(1200, Done())
-    wait_for(lambda: clock.error)
+    look_until(lambda: clock.error)
     clock.wait_idle()
     assert isinstance(clock.error, StopIteration)
     clock.close()
@@ -369,7 +359,7 @@ def test_wherever_a_signal_takes_the_main_thread_the_way_out_is_free():
     """
     code = """
 import random, signal, sys
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import ClockWatch

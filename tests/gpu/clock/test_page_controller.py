@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
 from envpipe_megatron.gpu.clock.requests import PageController
-
-WAIT_S = 10.0
 
 
 @pytest.fixture
@@ -48,15 +45,6 @@ def ask(page, *clocks_mhz, ended=True):
         if ended:
             page.count(DUE, number)
     return number
-
-
-def look_until(condition):
-    end = threading.Event()
-    for _ in range(int(WAIT_S / 0.001)):
-        if condition():
-            return
-        end.wait(0.001)
-    raise AssertionError("waited in vain")
 
 
 def served(page):

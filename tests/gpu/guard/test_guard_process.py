@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
@@ -155,14 +155,6 @@ class Playing(threading.Thread):
     def ask(self, mhz):
         self.page.count(DUE, self.page.ask(mhz))
 
-    def until(self, condition):
-        end = threading.Event()
-        for _ in range(10_000):
-            if condition():
-                return
-            end.wait(0.001)
-        raise AssertionError(f"in vain: {self.gpu.history}")
-
     def beat(self):
         """Answered when the guard has acted on the one before."""
         self.rank.setblocking(True)
@@ -182,8 +174,8 @@ class Playing(threading.Thread):
 def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(guarded):
     def play(rank):
         rank.ask(1000)
-        rank.until(lambda: rank.gpu.history[:2] == [1000, None])  # silent
-        rank.until(lambda: 1000 in rank.gpu.history[2:] or rank.beat())
+        look_until(lambda: rank.gpu.history[:2] == [1000, None])  # silent
+        look_until(lambda: 1000 in rank.gpu.history[2:] or rank.beat())
 
     Playing(guarded, play).guarded_by(guarded, heartbeat_s=0.05)
 
@@ -192,9 +184,9 @@ def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(g
 def test_a_page_that_is_over_is_reset_once_and_not_taken_up_again(guarded, how):
     def play(rank):
         rank.ask(1000)
-        rank.until(lambda: rank.gpu.history == [1000])
+        look_until(lambda: rank.gpu.history == [1000])
         rank.page.end() if how == "ended" else rank.page.fail("no right to set a clock")
-        rank.until(lambda: None in rank.gpu.history)
+        look_until(lambda: None in rank.gpu.history)
         rank.beat()
         opened = len(guarded.opened)
         for _ in range(3):
@@ -209,7 +201,7 @@ def test_a_page_that_is_over_is_reset_once_and_not_taken_up_again(guarded, how):
 
 def test_a_gpu_that_cannot_be_opened_for_clocks_is_guarded_all_the_same(guarded, monkeypatch):
     def play(rank):
-        rank.until(lambda: rank.page.failure is not None)
+        look_until(lambda: rank.page.failure is not None)
         assert "the driver was reloaded" in rank.page.failure
 
     playing, opened = Playing(guarded, play), []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, look_until
 
 pytest.importorskip("torch")
 import torch
@@ -64,15 +64,6 @@ def job(node) -> Iterator[Job]:
     clock.close()
     assert gpu.requested_frequency_mhz is None
     assert list_leases() == []
-
-
-def look_until(condition):
-    end = threading.Event()
-    for _ in range(int(WAIT_S / 0.001)):
-        if condition():
-            return
-        end.wait(0.001)
-    raise AssertionError("waited in vain")
 
 
 def test_the_guard_sets_what_the_rank_asks_for(job):
