@@ -213,7 +213,9 @@ def _clear_the_way(
                 _refuse_strangers(record)
                 if (live := _live_elsewhere(record)) is not None:
                     raise _held(live, "holds the GPU")
-                bring_back(record.address, open_gpu, late=True)
+                # Its own guard may have made one for a rank that takes its lease again.
+                late = rank is not None or record.rank is not None
+                bring_back(record.address, open_gpu, late=late)
             # An empty one was cut short before its guard promised anything to a rank.
             file.unlink()
 
