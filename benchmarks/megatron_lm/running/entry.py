@@ -266,7 +266,12 @@ def wrap_train_step(turns: Turns, recorder: Recorder) -> None:
 
 
 def _asking_to_exit(returned: Sequence[Any]) -> tuple[Any, ...]:
-    """What a train step returns when it has trained nothing and wants training to end well."""
+    """What a train step returns when it has trained nothing and wants training to end well.
+
+    TimeoutError: none has trained anything, so nobody knows what one returns.
+    """
+    if not returned:
+        raise TimeoutError("No time was left for this job's first turn")
     _, skipped, _, _, _, *rest = returned
     return ({}, skipped, False, True, 0, *rest)
 

@@ -133,6 +133,13 @@ def test_every_model_can_be_cut_as_its_setting_says(site, ranks_per_gpu, rests):
             assert size.layers == 8
 
 
+def test_a_job_ends_well_when_its_turns_are_over_and_says_so_if_none_was_had():
+    returned = entry._asking_to_exit(({"loss": 1.0}, 0, False, False, 0, 1.5, None))
+    assert returned == ({}, 0, False, True, 0, 1.5, None)
+    with pytest.raises(TimeoutError, match="No time was left for this job's first turn"):
+        entry._asking_to_exit(())
+
+
 def test_weights_are_zero_in_jobs_and_rounds_of_their_own(site, state):
     rounds = ratio.Rounds(3, 1, 25, 12)
     given, zero = (ratio.setting(site, zeros=zeros) for zeros in (False, True))
