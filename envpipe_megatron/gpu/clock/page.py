@@ -1,8 +1,9 @@
 """Memory that a rank, a stream of its GPU and the GPU's guard share: which clock is wanted when.
 
 A rank that asks its own process for a clock wakes a thread, which takes Python's interpreter lock
-from it as often; a rank that stores two words does neither. Each word below is stored by one side
-alone. Numbers begin at 1, and do so again behind their largest; 0 is none.
+from it as often; a rank that stores a word, and has the stream store another, does neither. Each
+word below is stored by one side alone. Numbers begin at 1, and do so again behind their largest; 0
+is none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import ctypes
 import math
 import mmap
 import os
-import weakref
 
 MASK = 0xFFFFFFFF
 #: Requests that may wait for the GPU; a host is a few iterations ahead of it at most.
@@ -77,11 +77,15 @@ class ClockPage:
 
     @staticmethod
     def create() -> ClockPage:
-        """One that a child gets by its descriptor, and nobody else can open."""
-        page = ClockPage(os.memfd_create("envpipe-clock"))
-        weakref.finalize(page, os.close, page.descriptor)
+        """One that a child gets by its descriptor, without a name; its file is to be closed."""
+        # memfd_create is missing in Pythons that were built for old C libraries.
+        page = ClockPage(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600))
         page._words.guard.last_change_s = -math.inf
         return page
+
+    def close_file(self) -> None:
+        """Whoever needs the memory has it; it stays."""
+        os.close(self.descriptor)
 
     # --- the rank -------------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class ClockPage:
 
     def summarize(self, text: str) -> None:
         """What was done so far, for the rank."""
-        self._words.guard.summary = text.encode()[: _TEXT_BYTES - 1]
+        self._words.guard.summary = _cut(text)
 
     def answer(self, number: int) -> None:
         """All up to a number is served."""
@@ -134,7 +138,7 @@ class ClockPage:
 
     def fail(self, why: str) -> None:
         """No clock is set any more."""
-        self._words.guard.failure = why.encode()[: _TEXT_BYTES - 1]
+        self._words.guard.failure = _cut(why)
         self._words.guard.failed = 1
 
     def change(self, frequency_mhz: int | None, time_s: float) -> None:
@@ -178,6 +182,10 @@ class ClockPage:
     def counted(self, where: int, number: int) -> bool:
         """Whether a stream has counted to a number."""
         return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
+
+
+def _cut(text: str) -> bytes:
+    return text.encode(errors="replace")[: _TEXT_BYTES - 1]
 
 
 def following(number: int) -> int:

@@ -30,10 +30,8 @@ class PageController(ClockController):
 
     def __init__(self, gpu: Gpu, page: ClockPage, min_dwell_s: float, *, relock: bool) -> None:
         self._page = page
-        self._requests = _PageRequests(page, self._summarize)
-        super().__init__(
-            gpu, min_dwell_s, relock=relock, queue=self._requests, on_change=page.change
-        )
+        requests = _PageRequests(page, self._summarize)
+        super().__init__(gpu, min_dwell_s, relock=relock, queue=requests, on_change=page.change)
 
     def stop(self, error: Exception) -> None:
         """As any controller; the rank learns why."""
@@ -42,9 +40,14 @@ class PageController(ClockController):
 
     def close(self) -> None:
         """As any controller; nobody waits for the GPU meanwhile."""
-        self._requests.closed = True
         super().close()
         self._summarize()
+
+    def has_ended(self) -> bool:
+        """Whether no clock is to be set any more; the rank learns of a thread that has died."""
+        if not self._thread.is_alive() and not self._page.is_over:
+            self._page.fail("The thread that sets clocks has ended")
+        return self._page.is_over
 
     def _lock(self, frequency_mhz: int, known_s: float | None) -> None:
         # A rank that has given up on a guard that hangs resets the clock itself.
@@ -59,14 +62,14 @@ class _PageRequests:
     """What this process puts into it comes before what the rank asks for."""
 
     def __init__(self, page: ClockPage, summarize: Callable[[], None]) -> None:
-        #: Set when nobody waits for the GPU any more.
-        self.closed = False
+        self._closed = False
         self._page, self._summarize = page, summarize
         self._own: SimpleQueue[Item] = SimpleQueue()
         self._next = following(page.before_last_due())
 
     def put(self, item: Item) -> None:
-        """From this process."""
+        """From this process; behind None, nobody waits for the GPU any more."""
+        self._closed = self._closed or item is None
         self._own.put(item)
 
     def empty(self) -> bool:
@@ -84,7 +87,7 @@ class _PageRequests:
         begin_s = time.monotonic()
         while not is_true():
             passed_s = time.monotonic() - begin_s
-            if self.closed or (timeout_s is not None and passed_s >= timeout_s):
+            if self._closed or (timeout_s is not None and passed_s >= timeout_s):
                 return False
             often_s = min(max(_SOONEST_S, _SHARE * passed_s), _LATEST_S)
             time.sleep(often_s if passed_s < _CALM_S else _CALM_LOOK_S)

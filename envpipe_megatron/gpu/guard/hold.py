@@ -31,7 +31,7 @@ This covers these races:
 
 Where the guard sets the clock for the rank, by a page that both share, one process locks and
 resets, in order. The rank says in the page that it has given up before its callback for LOST
-returns: a guard that hung, and wakes up, locks nothing more.
+returns: a guard that hung, and wakes up, locks nothing that it does not reset.
 """
 
 import enum
@@ -90,7 +90,7 @@ TORCHRUN_MARK = "ENVPIPE_TORCHRUN"
 _GUARD = ("-P", "-m", "envpipe_megatron.gpu.guard.process")  # -P: nothing of the working folder
 _BEATS_PER_HEARTBEAT = 6
 _ANSWER_S = 120.0
-_RELEASE_S = 30.0
+_RELEASE_S = 60.0
 _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 1.0
 
@@ -245,7 +245,8 @@ def _undo_unanswered(address: GpuAddress) -> None:
     """Undo the lease of a guard that died before it answered this process."""
     for record in list_leases():
         if (record.address, record.rank) == (address, ProcessIdentity.own()):
-            undo_lease(record, open_gpu, gave_up=True)  # unless a live guard has it
+            # Unless a live guard has it. Nothing was asked for before the answer.
+            undo_lease(record, open_gpu, gave_up=True, late=False)
 
 
 class Hold:

@@ -120,13 +120,16 @@ def list_leases() -> list[LeaseRecord]:
     return found
 
 
-def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False) -> bool:
+def undo_lease(
+    record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False, late: bool = True
+) -> bool:
     """Undo a stale lease: reset the GPU, then delete the file; return whether the lease is gone.
 
     The GPU is reset twice, `late_request_s` apart, if the back end's requests outlive their
-    process. If its rank lives, the GPU is reset and the lease stays, as the rank may lock again,
-    unless it `gave_up`. Also False if somebody else has the lease, or is just undoing it. Raises
-    GpuError if the GPU could not be reset, or the lease is another user's; the lease then stays.
+    process, unless there can be none (not `late`). If its rank lives, the GPU is reset and the
+    lease stays, as the rank may lock again, unless it `gave_up`. Also False if somebody else has
+    the lease, or is just undoing it. Raises GpuError if the GPU could not be reset, or the lease is
+    another user's; the lease then stays.
     """
     with opened_folder(record.path.parent) as folder:
         file = _open_and_lock(folder, record.path)
@@ -142,7 +145,7 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
             if _live_elsewhere(now) is not None:
                 return False
             stays = now.rank_is_alive() and not gave_up
-            bring_back(now.address, open_gpu, late=not stays)
+            bring_back(now.address, open_gpu, late=late and not stays)
             if not stays:
                 file.unlink()
             return not stays
@@ -213,7 +216,7 @@ def _clear_the_way(
                 _refuse_strangers(record)
                 if (live := _live_elsewhere(record)) is not None:
                     raise _held(live, "holds the GPU")
-                # Its own guard may have made one for a rank that takes its lease again.
+                # A command has ended its own requests; a rank's guard may have been killed in one.
                 late = rank is not None or record.rank is not None
                 bring_back(record.address, open_gpu, late=late)
             # An empty one was cut short before its guard promised anything to a rank.

@@ -2,8 +2,8 @@
 
 `hold.hold_gpu` starts one for each rank. It has the rights of the rank, takes the GPU's lease, says
 "held", and watches. If the rank shares a page with it, it also sets the clocks that the rank stores
-there; before each reset it ends that, and begins anew when it hears from a rank that was silent.
-What it does when
+there; before each reset it ends that, and begins anew when it hears from a rank that was silent. A
+reset beside a call that does not return counts as failed. What it does when
 
 - the rank releases the GPU: reset, delete the lease, say "released".
 - the rank has ended without that: reset, once more after the GPU's `late_request_s` (a request may
@@ -225,13 +225,13 @@ class Guard:
                 reset = True
             elif heard:
                 heard_s = now_s
-                if self._stop_at_s is None:
+                if self._stop_at_s is None and retry_at_s == float("inf"):
                     self._serve()
             if now_s >= heard_s + settings.heartbeat_s:
                 _LOG.warning("%s is silent", self._rank)
                 heard_s = now_s  # wait as long again before the next reset
                 reset = True
-            if self._page is not None and self._page.is_over and self._controller is not None:
+            if self._controller is not None and self._controller.has_ended():
                 reset = reset or retry_at_s == float("inf")
             if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
                 retry_at_s = float("inf")
@@ -313,7 +313,8 @@ class Guard:
         """Reset until it works; return False if it did not within `give_up_s`."""
         until_s, wait_s = time.monotonic() + self._settings.give_up_s, _FIRST_RETRY_S
         while not self._reset(self._settings.give_up_s):
-            if time.monotonic() + wait_s > until_s:
+            # While a call that sets the clock does not return, nobody else could undo it.
+            if time.monotonic() + wait_s > until_s and self._controller is None:
                 _LOG.error("%s: given up; its lease says what to undo", self._address.uid)
                 return False
             time.sleep(wait_s)

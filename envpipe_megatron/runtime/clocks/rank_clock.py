@@ -55,10 +55,10 @@ class RankClock:
         if guarded is None:
             on_agents_node = AGENT_VARIABLE in os.environ
             guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
-        if count_by is None:
-            count_by = (lambda page: None) if gpu.is_emulated else count_by_stream
+        if count_by is None and not gpu.is_emulated:
+            count_by = count_by_stream
         served = None
-        if guarded or as_if_real:
+        if (guarded or as_if_real) and count_by is not None:
             served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
         self.controller = served or ClockController(
             gpu, min_dwell_s, relock=relock, on_start=same_device()
@@ -90,17 +90,19 @@ class RankClock:
         except OSError as error:
             logger.info("Clocks are set by a thread of this process: %s", error)
             return None
-        count = count_by(page)
-        if count is None:
-            return None
-        served = self.controller = ServedClock(self._gpu, page, count, relock=relock)
-        requests = PageRequests(page.descriptor, min_dwell_s, relock)
         try:
+            count = count_by(page)
+            if count is None:
+                return None
+            served = self.controller = ServedClock(self._gpu, page, count, relock=relock)
+            requests = PageRequests(page.descriptor, min_dwell_s, relock)
             self._hold = hold_gpu(self._gpu.address, on_event=self._hear, requests=requests)
         except GpuError:
             if must:
                 raise
             return None
+        finally:
+            page.close_file()
         return served
 
     def close(self) -> None:

@@ -40,9 +40,11 @@ Count = Callable[[int, int], None]
 
 def count_by_stream(page: ClockPage) -> Count | None:
     """Counts by the current stream; None if this process has no GPU that can, or may."""
-    if not torch.cuda.is_initialized() or obstacle() is not None:  # type: ignore[no-untyped-call]  # torch's
-        return None
     try:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+            raise RuntimeError("CUDA is not initialised yet")
+        if (why := obstacle()) is not None:
+            raise RuntimeError(why)
         count = partial(count_in_stream, register(page))
         _pages.append(page)
         count(DUE, 0)
@@ -67,8 +69,6 @@ class ServedClock:
         self._epoch = 0
         self._asked: tuple[int, int] | None = None
         self._error: Exception | None = None
-        #: The last question of `summary`.
-        self._question = 0
         self._pid = os.getpid()
 
     def request(self, frequency_mhz: int, after: Completion) -> None:
@@ -145,8 +145,8 @@ class ServedClock:
 
         A guard whose rank was silent counts from 0 again.
         """
-        if not self.page.is_over and self.page.is_answered(self._question):
-            self._question = self.page.ask(0) or self._question
+        if not self.page.is_over:
+            self.page.ask(0)
         said: dict[str, Any] = {}
         with suppress(ValueError):  # the guard has said nothing, or just says it
             said = json.loads(self.page.summary)

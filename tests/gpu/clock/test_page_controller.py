@@ -185,6 +185,7 @@ def test_a_wait_without_end_is_for_the_next_unit_alone(page):
     assert page.take(number) == (1000, MASK / 1e6)
 
 
-def test_what_the_guard_says_fits(page):
-    page.fail("é" * 5000)
-    assert page.failure.startswith("é" * 2000)
+@pytest.mark.parametrize(("why", "told"), [("é" * 5000, "é" * 2000), ("a \udcff", "a ?")])
+def test_what_the_guard_says_fits(page, why, told):
+    page.fail(why)
+    assert page.failure.startswith(told)

@@ -16,6 +16,7 @@ from lease_helpers import dead
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
+from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
@@ -217,25 +218,34 @@ def test_a_gpu_that_cannot_be_opened_for_clocks_is_guarded_all_the_same(guarded,
     assert list_leases() == []
 
 
-def test_a_call_that_does_not_return_keeps_the_lease(guarded, monkeypatch):
-    guarded.gpu, page = FakeGpu(), ClockPage.create()
-    guarded.gpu.driver.clear()
-    page.count(DUE, page.ask(1000))
+def test_a_call_that_does_not_return_keeps_the_lease_until_it_does(guarded, monkeypatch, caplog):
     monkeypatch.setattr(clock_controller, "_JOIN_S", 0.01)
-    signalled = []
 
-    def release_in_the_call():
-        assert guarded.gpu.in_driver.wait(10)
-        signalled.append(list_leases())
+    def play(rank):
+        rank.gpu.driver.clear()
+        rank.ask(1000)
+        assert rank.gpu.in_driver.wait(10)
         guarded.release()
+        tried = lambda: caplog.text.count("does not return")  # noqa: E731
+        look_until(lambda: tried() > 12)  # after it would have given up
+        assert len(list_leases()) == 1
+        rank.gpu.driver.set()
 
-    releasing = threading.Thread(target=release_in_the_call)
-    releasing.start()
-    said = guarded.run(requests=PageRequests(page.descriptor, 0.0, relock=False), give_up_s=0.2)
-    releasing.join()
-    assert len(signalled[0]) == len(list_leases()) == 1
-    assert "released" not in said
-    guarded.gpu.driver.set()
+    Playing(guarded, play).guarded_by(guarded, give_up_s=20.0)
+    assert list_leases() == []
+
+
+def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkeypatch):
+    def play(rank):
+        rank.ask(1000)
+        look_until(lambda: rank.gpu.history == [1000])
+        monkeypatch.setattr(ClockPage, "take", lambda *_: 1 / 0)
+        monkeypatch.setattr(PageController, "stop", lambda *_: None)
+        rank.ask(1100)
+        look_until(lambda: rank.page.failure is not None)
+        look_until(lambda: None in rank.gpu.history)
+
+    Playing(guarded, play).guarded_by(guarded)
 
 
 def test_a_rank_that_ended_before_it_was_watched_is_found(guarded, monkeypatch):

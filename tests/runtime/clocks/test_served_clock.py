@@ -229,6 +229,13 @@ class DryGpu(FakeGpu):
     address: ClassVar[GpuAddress] = GpuAddress("dry_run", "one")
 
 
+def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch):
+    monkeypatch.setattr(clock_page.os, "open", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    clock = RankClock(DryGpu(), count_by=lambda page: page.count)
+    assert clock.summary()["set_by"] == "rank"
+    clock.close()
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_dry_run_is_served_if_nobody_holds_its_gpu(monkeypatch, held):
     asked = []
