@@ -53,6 +53,7 @@ class _Words(ctypes.Structure):
     )
 
 
+_NUM_BYTES = -(-ctypes.sizeof(_Words) // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Where a stream counts, in bytes: requests whose unit has ended, and of those that wait a while
 #: behind that, requests whose own unit has begun.
 DUE, BEGUN = _Words.due.offset, _Words.begun.offset
@@ -69,8 +70,7 @@ class ClockPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._asked = 0
-        self.num_bytes = -(-ctypes.sizeof(_Words) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(descriptor, self.num_bytes)
+        self.num_bytes = _NUM_BYTES
         self._memory = mmap.mmap(descriptor, self.num_bytes)
         self._words = _Words.from_buffer(self._memory)
         self.address = ctypes.addressof(self._words)
@@ -79,7 +79,14 @@ class ClockPage:
     def create() -> ClockPage:
         """One that a child gets by its descriptor, without a name; its file is to be closed."""
         # memfd_create is missing in Pythons that were built for old C libraries.
-        page = ClockPage(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600))
+        descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            # All of it now: a store into a file system that is full would end this process.
+            os.posix_fallocate(descriptor, 0, _NUM_BYTES)
+            page = ClockPage(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
         page._words.guard.last_change_s = -math.inf
         return page
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -229,10 +231,17 @@ class DryGpu(FakeGpu):
     address: ClassVar[GpuAddress] = GpuAddress("dry_run", "one")
 
 
-def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch):
-    monkeypatch.setattr(clock_page.os, "open", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    clock = RankClock(DryGpu(), count_by=lambda page: page.count)
+@pytest.mark.parametrize("call", ["open", "posix_fallocate"])
+def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch, call):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = len([*Path("/proc/self/fd").iterdir()])
+    with monkeypatch.context() as patched:
+        patched.setattr(clock_page.os, call, refuse)
+        clock = RankClock(DryGpu(), count_by=lambda page: page.count)
     assert clock.summary()["set_by"] == "rank"
+    assert len([*Path("/proc/self/fd").iterdir()]) == files
     clock.close()
 
 
