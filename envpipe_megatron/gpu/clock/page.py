@@ -28,7 +28,12 @@ class _OfStream(ctypes.Structure):
 
 
 class _OfRank(ctypes.Structure):
-    _fields_ = (("over", ctypes.c_uint32), ("line", ctypes.c_char * (_LINE_BYTES - 4)))
+    _fields_ = (
+        ("min_dwell_s", ctypes.c_double),
+        ("relock", ctypes.c_uint32),
+        ("over", ctypes.c_uint32),
+        ("line", ctypes.c_char * (_LINE_BYTES - 16)),
+    )
 
 
 class _OfGuard(ctypes.Structure):
@@ -76,8 +81,11 @@ class ClockPage:
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
-    def create() -> ClockPage:
-        """One that a child gets by its descriptor, without a name; its file is to be closed."""
+    def create(min_dwell_s: float = 0.0, *, relock: bool = False) -> ClockPage:
+        """One that a child gets by its descriptor, without a name; its file is to be closed.
+
+        Both as the controller that serves it takes them.
+        """
         # memfd_create is missing in Pythons that were built for old C libraries.
         descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
@@ -87,6 +95,7 @@ class ClockPage:
         except BaseException:
             os.close(descriptor)
             raise
+        page._words.rank.min_dwell_s, page._words.rank.relock = min_dwell_s, relock
         page._words.guard.last_change_s = -math.inf
         return page
 
@@ -154,6 +163,16 @@ class ClockPage:
         self._words.guard.last_change_s = time_s
 
     # --- either ---------------------------------------------------------------------------------
+
+    @property
+    def min_dwell_s(self) -> float:
+        """Least time between two changes of the clock."""
+        return float(self._words.rank.min_dwell_s)
+
+    @property
+    def relock(self) -> bool:
+        """Whether the clock that is set already is set again."""
+        return bool(self._words.rank.relock)
 
     @property
     def is_over(self) -> bool:

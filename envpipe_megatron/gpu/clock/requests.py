@@ -22,16 +22,17 @@ _CALM_S, _CALM_LOOK_S = 2.0, 2e-3
 
 
 class PageController(ClockController):
-    """Serves the requests of a page, from the one that came due last, and tells the page of it.
+    """Serves the requests of a page, from the one that came due last, and tells the page of it."""
 
-    Args:
-        min_dwell_s: as any controller's, and `relock`.
-    """
-
-    def __init__(self, gpu: Gpu, page: ClockPage, min_dwell_s: float, *, relock: bool) -> None:
+    def __init__(self, gpu: Gpu, page: ClockPage) -> None:
         self._page = page
-        requests = _PageRequests(page, self._summarize)
-        super().__init__(gpu, min_dwell_s, relock=relock, queue=requests, on_change=page.change)
+        super().__init__(
+            gpu,
+            page.min_dwell_s,
+            relock=page.relock,
+            queue=_PageRequests(page, self._summarize),
+            on_change=page.change,
+        )
 
     def stop(self, error: Exception) -> None:
         """As any controller; the rank learns why."""

@@ -58,6 +58,7 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     clock_control_forbidden,
 )
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,
     bring_back,
@@ -74,7 +75,6 @@ from envpipe_megatron.gpu.guard.lease_file import (
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
     GuardSettings,
-    PageRequests,
     receive,
     runtime_folder,
     send,
@@ -143,7 +143,7 @@ def hold_gpu(
     *,
     on_event: Callable[[GuardEvent], None],
     settings: GuardSettings | None = None,
-    requests: PageRequests | None = None,
+    page: ClockPage | None = None,
     timeout_s: float = _ANSWER_S,
 ) -> "Hold":
     """Start a guard for a GPU; once this returns, the rank may lock its clock.
@@ -151,7 +151,7 @@ def hold_gpu(
     Args:
         job: the job's name on this node, by default `job_key()`.
         on_event: called on its own thread with what the guard reports.
-        requests: what the guard is to set the clock by; by default the rank sets it.
+        page: what the guard is to set the clock by; by default the rank sets it.
 
     Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
     LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
@@ -169,7 +169,7 @@ def hold_gpu(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
-            process = _start(address, job, settings, requests, log, theirs)
+            process = _start(address, job, settings, page, log, theirs)
         try:
             ours.settimeout(timeout_s)
             answer = receive(ours)
@@ -197,7 +197,7 @@ def _start(
     address: GpuAddress,
     job: str,
     settings: GuardSettings,
-    requests: PageRequests | None,
+    page: ClockPage | None,
     log: Path,
     theirs: socket.socket,
 ) -> subprocess.Popen[bytes]:
@@ -206,7 +206,7 @@ def _start(
         "job": job,
         "rank": asdict(ProcessIdentity.own()),
         "settings": asdict(settings),
-        "requests": None if requests is None else asdict(requests),
+        "page": None if page is None else page.descriptor,
         "socket": theirs.fileno(),
     }
     # The guard finds this package where this process found it.
@@ -221,7 +221,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(theirs.fileno(), *([requests.descriptor] if requests else [])),
+            pass_fds=(theirs.fileno(), *([page.descriptor] if page else [])),
             env=environment,
             start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
         )

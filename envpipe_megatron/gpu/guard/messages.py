@@ -55,20 +55,6 @@ class GuardSettings:
     stop_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class PageRequests:
-    """Where a guard finds its rank's requests, and how it serves them.
-
-    Attributes:
-        descriptor: of a `gpu.clock.page.ClockPage`.
-        min_dwell_s: as `gpu.clock.controller.ClockController` takes it, and `relock`.
-    """
-
-    descriptor: int
-    min_dwell_s: float
-    relock: bool
-
-
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Send a message; OSError if it is longer than a receiver reads, or cannot be sent."""
     data = json.dumps(message).encode()

@@ -39,13 +39,7 @@ from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
-from envpipe_megatron.gpu.guard.messages import (
-    GuardError,
-    GuardSettings,
-    PageRequests,
-    receive,
-    send,
-)
+from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -62,8 +56,8 @@ _RESERVE_BYTES = 1 << 20
 def main() -> NoReturn:
     """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`, a JSON object.
 
-    It has `address`, `job`, `rank`, `settings` and `requests` as in `Guard`, and `socket`, the
-    descriptor of the socket to the rank.
+    It has `address`, `job`, `rank` and `settings` as in `Guard`; `socket`, the descriptor of the
+    socket to the rank; and `page`, that of a page's file, or null.
     """
     order = json.loads(sys.argv[1])
     # Batch systems send these to all of a job's processes to have its ranks write a checkpoint.
@@ -75,7 +69,7 @@ def main() -> NoReturn:
         # trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    if order["requests"]:
+    if order["page"] is not None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
             with suppress(OSError):
@@ -88,7 +82,7 @@ def main() -> NoReturn:
             GuardSettings(**order["settings"]),
             socket.socket(fileno=order["socket"]),
             signals,
-            PageRequests(**order["requests"]) if order["requests"] else None,
+            None if order["page"] is None else ClockPage(order["page"]),
         ).run()
     except BaseException:
         with suppress(Exception):
@@ -121,7 +115,7 @@ class Guard:
     """The guard of one rank; `signals` is the descriptor from which signals are read.
 
     Args:
-        requests: what the rank asks for by a page; None if it sets its clock itself.
+        page: by which the rank asks for clocks; None if it sets its clock itself.
     """
 
     def __init__(
@@ -132,10 +126,9 @@ class Guard:
         settings: GuardSettings,
         connection: socket.socket,
         signals: int,
-        requests: PageRequests | None = None,
+        page: ClockPage | None = None,
     ) -> None:
-        self._requests = requests
-        self._page = None if requests is None else ClockPage(requests.descriptor)
+        self._page = page
         self._controller: PageController | None = None
         self._address = address
         self._job = job
@@ -271,16 +264,14 @@ class Guard:
 
     def _serve(self) -> None:
         """Set the clocks that the rank asks for by its page, if there is one, from here on."""
-        requests, page = self._requests, self._page
-        if requests is None or page is None or page.is_over or self._controller is not None:
+        page = self._page
+        if page is None or page.is_over or self._controller is not None:
             return
         try:
             with _time_limit(self._settings.give_up_s):
                 # An object of its own: the guard's is opened again where a reset has failed.
                 gpu = open_gpu(self._address)
-            self._controller = PageController(
-                gpu, page, requests.min_dwell_s, relock=requests.relock
-            )
+            self._controller = PageController(gpu, page)
         except Exception as error:  # the rank goes on without
             _LOG.error("%s: cannot be set: %s", self._address.uid, error)
             page.fail(str(error))

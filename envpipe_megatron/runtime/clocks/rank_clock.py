@@ -12,7 +12,7 @@ from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
 from envpipe_megatron.gpu.clock.controller import Clock, ClockController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError, PageRequests
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.clocks.served import Count, ServedClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
@@ -86,7 +86,7 @@ class RankClock:
         must: bool,
     ) -> ServedClock | None:
         try:
-            page = ClockPage.create()
+            page = ClockPage.create(min_dwell_s, relock=relock)
         except OSError as error:
             logger.info("Clocks are set by a thread of this process: %s", error)
             return None
@@ -94,9 +94,8 @@ class RankClock:
             count = count_by(page)
             if count is None:
                 return None
-            served = self.controller = ServedClock(self._gpu, page, count, relock=relock)
-            requests = PageRequests(page.descriptor, min_dwell_s, relock)
-            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, requests=requests)
+            served = self.controller = ServedClock(self._gpu, page, count)
+            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, page=page)
         except GpuError:
             if must:
                 raise

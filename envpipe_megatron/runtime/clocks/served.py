@@ -40,19 +40,19 @@ Count = Callable[[int, int], None]
 
 def count_by_stream(page: ClockPage) -> Count | None:
     """Counts by the current stream; None if this process has no GPU that can, or may."""
-    try:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-            raise RuntimeError("CUDA is not initialised yet")
-        if (why := obstacle()) is not None:
-            raise RuntimeError(why)
-        count = partial(count_in_stream, register(page))
-        _pages.append(page)
-        count(DUE, 0)
-        torch.cuda.current_stream().synchronize()
-    except RuntimeError as refused:
-        logger.info("Clocks are set by a thread of this process: %s", refused)
-        return None
-    return count
+    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    why = obstacle() if initialised else "CUDA is not initialised yet"
+    if why is None:
+        try:
+            count = partial(count_in_stream, register(page))
+            _pages.append(page)
+            count(DUE, 0)
+            torch.cuda.current_stream().synchronize()
+            return count
+        except RuntimeError as refused:
+            why = str(refused)
+    logger.info("Clocks are set by a thread of this process: %s", why)
+    return None
 
 
 class ServedClock:
@@ -60,12 +60,11 @@ class ServedClock:
 
     Args:
         count: by `count_by_stream`.
-        relock: as the controller takes it.
     """
 
-    def __init__(self, gpu: Gpu, page: ClockPage, count: Count, *, relock: bool = False) -> None:
+    def __init__(self, gpu: Gpu, page: ClockPage, count: Count) -> None:
         self.page = page
-        self._gpu, self._count, self._relock = gpu, count, relock
+        self._gpu, self._count, self._relock = gpu, count, page.relock
         self._epoch = 0
         self._asked: tuple[int, int] | None = None
         self._error: Exception | None = None

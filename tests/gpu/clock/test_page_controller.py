@@ -20,16 +20,16 @@ def gpu():
 
 
 @pytest.fixture
-def page():
-    return ClockPage.create()
+def page(request):
+    return ClockPage.create(**getattr(request, "param", {}))
 
 
 @pytest.fixture
 def make(gpu, page):
     made = []
 
-    def make(min_dwell_s=0.0, *, relock=False):
-        made.append(PageController(gpu, page, min_dwell_s, relock=relock))
+    def make():
+        made.append(PageController(gpu, page))
         return made[-1]
 
     yield make
@@ -89,8 +89,9 @@ def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make
     look_until(lambda: gpu.history == [1000, 1400])
 
 
+@pytest.mark.parametrize("page", [{"min_dwell_s": 5.0, "relock": True}], indirect=True)
 def test_dwell_time_and_equal_requests_are_as_any_controllers(gpu, page, make):
-    make(5.0, relock=True)
+    make()
     ask(page, 1000)
     look_until(lambda: gpu.history == [1000])
     ask(page, 1000, 1100)

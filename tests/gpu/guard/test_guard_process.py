@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, PageRequests, receive, send
+from envpipe_megatron.gpu.guard.messages import GuardSettings, receive, send
 from envpipe_megatron.gpu.guard.process import Guard
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 
@@ -74,11 +74,11 @@ class Guarded:
         self.opened.append(address)
         return self.gpu
 
-    def run(self, job="job", requests=None, **settings):
+    def run(self, job="job", page=None, **settings):
         """Run the guard to its end; return what it said but beats."""
         rank = ProcessIdentity.of(self.process.pid)
         settings = GuardSettings(**self.settings | settings)
-        self.made = Guard(ONE, job, rank, settings, self.theirs, self.signals, requests)
+        self.made = Guard(ONE, job, rank, settings, self.theirs, self.signals, page)
         self.made.run()
         return self.said()
 
@@ -164,7 +164,7 @@ class Playing(threading.Thread):
             pass
 
     def guarded_by(self, guarded, **settings):
-        guarded.run(requests=PageRequests(self.page.descriptor, 0.0, relock=False), **settings)
+        guarded.run(page=ClockPage(self.page.descriptor), **settings)
         self.join()
         if self.error is not None:
             raise self.error

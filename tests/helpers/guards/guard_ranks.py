@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
 from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
-from envpipe_megatron.gpu.guard.messages import GuardSettings, PageRequests
+from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.gpu.opening import open_gpu
 
 
@@ -180,10 +180,9 @@ def run(
 
     where = GpuAddress(*address)
     page = ClockPage.create() if served else None
-    requests = None if page is None else PageRequests(page.descriptor, 0.0, relock=False)
     try:
         hold = hold_gpu(
-            where, job, on_event=on_event, settings=GuardSettings(**settings), requests=requests
+            where, job, on_event=on_event, settings=GuardSettings(**settings), page=page
         )
     except GpuError as error:
         say("refused", type(error).__name__, str(error))

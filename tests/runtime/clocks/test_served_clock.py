@@ -207,7 +207,7 @@ def test_what_is_half_said_is_no_summary():
 
 def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
     monkeypatch.setattr(clock_page, "CAPACITY", 3)
-    clock = ServedClock(FakeGpu(), ClockPage.create(), lambda where, number: None, relock=True)
+    clock = ServedClock(FakeGpu(), ClockPage.create(relock=True), lambda where, number: None)
     for _ in range(3):
         assert clock.error is None
         clock.request(1000, Done())
@@ -249,8 +249,8 @@ def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch, call):
 def test_a_dry_run_is_served_if_nobody_holds_its_gpu(monkeypatch, held):
     asked = []
 
-    def hold_gpu(address, *, on_event, requests):
-        asked.append(requests)
+    def hold_gpu(address, *, on_event, page):
+        asked.append(page)
         if held:
             raise LeaseHeldError("held")
         return SimpleNamespace(release=lambda: asked.append("released"))
