@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+import pytest
 
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
 
@@ -95,3 +98,10 @@ def look_until(condition: Callable[[], object]) -> None:
             return
         end.wait(0.001)
     raise AssertionError("waited in vain")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pages_go() -> Iterator[None]:
+    """Where it is imported: mapped memory keeps a file open, and other tests count open files."""
+    yield
+    gc.collect()

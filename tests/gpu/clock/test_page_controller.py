@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from fake_gpu import FakeGpu, look_until
+from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import page as clock_page

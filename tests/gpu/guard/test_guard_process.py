@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from fake_gpu import FakeGpu, look_until
+from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError

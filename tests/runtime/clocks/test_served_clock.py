@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_gpu import FakeGpu, look_until
+from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 
 pytest.importorskip("torch")
 import torch
@@ -236,6 +237,7 @@ def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch, call):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    gc.collect()  # pages of other tests go, and their files
     files = len([*Path("/proc/self/fd").iterdir()])
     with monkeypatch.context() as patched:
         patched.setattr(clock_page.os, call, refuse)
