@@ -100,7 +100,7 @@ class ClockPage:
         return page
 
     def close_file(self) -> None:
-        """Whoever needs the memory has it; it stays, with a descriptor that mmap made for itself."""
+        """Whoever needs the memory has it; it stays, with a descriptor of mmap's own."""
         os.close(self.descriptor)
 
     # --- the rank -------------------------------------------------------------------------------
