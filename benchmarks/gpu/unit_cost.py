@@ -92,6 +92,8 @@ class Bench:
         clocks_mhz = gpu.supported_frequencies_mhz[:8]
         self._by_thread = ClockController(NullGpu(clocks_mhz))
         self._guarded = RankClock(gpu, **{} if on_gpu else _ON_CPU)
+        if self._guarded.summary()["set_by"] != "guard":
+            raise click.ClickException("No stream of this GPU counts for a guard (cuda-bindings)")
         schedule = builders.one_f_one_b(1, UNITS // 2)
         frequency_mhz = np.resize(np.array(clocks_mhz), (1, UNITS))
         self._order = IterationOrder(Phase.STEADY, schedule, frequency_mhz)

@@ -88,7 +88,7 @@ def main(
     data = output / "data"
     if not data.exists():
         data.mkdir(parents=True)
-        making = {**os.environ, "PYTHONPATH": str(stock.resolve()), FORBID_VARIABLE: "1"}
+        making = {**os.environ, "PYTHONPATH": _python_path(stock), FORBID_VARIABLE: "1"}
         subprocess.run([sys.executable, MAKE_DATA, data], env=making, check=True)
     found: dict[str, list[Run]] = {arm: [] for arm in ARMS}
     for number in range(rounds):
@@ -124,6 +124,10 @@ def compared(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> str:
     if not reference:
         return "nothing to compare with"
     return "equal" if all(own == reference for own in found) else "DIFFER"
+
+
+def _python_path(first: Path) -> str:
+    return os.pathsep.join(filter(None, [str(first.resolve()), os.environ.get("PYTHONPATH")]))
 
 
 def _run(
@@ -175,7 +179,7 @@ def _run(
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": _python_path(ROOT),
         "OMP_NUM_THREADS": "1",
         FORBID_VARIABLE: "1",
     }
