@@ -4,10 +4,11 @@
 
 Units that the GPU bounds, and that the host bounds, run alone, with the calls that time them, with
 a request for another clock at each by a thread of this process or by words that a guard reads, and
-with the energy counter read beside that. In each, copies
-on a second stream lie beside the products, as what tensor and context parallel ranks send each
-other does. With waits the host waits for the device behind each unit, as in Megatron's 1F1B. No
-clock is changed: requests end at a GPU that does nothing. Without a GPU it rehearses on the CPU.
+with the energy counter read beside that. Where the GPU bounds them it spins: products take power,
+and with it the clock wanders by more than what is looked for. In each, copies on a second stream
+lie beside the work, as what tensor and context parallel ranks send each other does. With waits the
+host waits for the device behind each unit, as in Megatron's 1F1B. No clock is changed: requests end
+at a GPU that does nothing. Without a GPU it rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import torch
+from scipy.stats import bootstrap
 
 from benchmarks.gpu.control import torch_uid
 from benchmarks.gpu.null_gpu import NullGpu
@@ -44,9 +47,11 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 UNITS = 32
-#: Size and number of a unit's matrix products.
-_BOUND = {"GPU": (6144, 8), "host": (256, 120)}
-_BOUND_ON_CPU = {"GPU": (128, 8), "host": (16, 600)}
+#: Pieces of a unit, and cycles that the GPU spins in each: 2 ms at 2 GHz, or next to none.
+_BOUND = {"GPU": (8, 500_000), "host": (60, 1)}
+#: On the CPU, the size of matrices whose products stand for it.
+_BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16)}
+_COPIED = 256
 ALONE, TIMED, COUNTER = "alone", "timed", "by the guard, and the counter"
 BY_THREAD, BY_GUARD = "clocks by a thread", "clocks by the guard"
 MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, COUNTER)
@@ -57,25 +62,30 @@ _ON_CPU: dict[str, Any] = {"guarded": True, "count_by": lambda page: page.count}
 
 
 class Work:
-    """A unit: products one after another, and a copy on another stream beside each."""
+    """A unit: pieces one after another, and a copy on another stream beside each."""
 
     def __init__(self, bound: str) -> None:
         on_gpu = torch.cuda.is_available()
-        size, self._products = (_BOUND if on_gpu else _BOUND_ON_CPU)[bound]
-        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-        self._factors = torch.randn(2, size, size, device=device, dtype=dtype)
-        self._product = torch.empty_like(self._factors[0])
-        make_stream: Any = torch.cuda.Stream
-        self._beside = make_stream() if on_gpu else None
+        self._pieces, amount = (_BOUND if on_gpu else _BOUND_ON_CPU)[bound]
+        self._copied = torch.zeros(_COPIED, _COPIED, device="cuda" if on_gpu else "cpu")
+        self._beside: Any = None
+        self._work: Callable[[], Any]
+        if on_gpu:
+            cuda: Any = torch.cuda
+            # No public function keeps a GPU busy for so long.
+            self._work, self._beside = partial(cuda._sleep, amount), cuda.Stream()
+        else:
+            factor = torch.zeros(amount, amount)
+            self._work = partial(factor.mm, factor)
 
     def run(self) -> None:
         """Hand it over to the device."""
-        for _ in range(self._products):
-            torch.mm(*self._factors, out=self._product)
+        for _ in range(self._pieces):
+            self._work()
             if self._beside is not None:
                 self._beside.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._beside):
-                    self._product.clone()
+                    self._copied.clone()
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
@@ -139,7 +149,7 @@ class Bench:
 
 
 def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> list[dict[str, Any]]:
-    """For each way, what it adds to a unit alone: means of pairs of turns, and standard errors."""
+    """For each way, what it adds to a unit alone: the median of pairs of turns, and its error."""
     bench = Bench(bound, waits=waits)
     for mode in MODES:  # loads, and allocates
         bench.turn_s(mode, 1)
@@ -159,8 +169,8 @@ def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> li
                 "waits": waits,
                 "unit": mode,
                 "alone_ms": 1e3 * statistics.median(turns[ALONE]),
-                "more_us": statistics.fmean(more_us),
-                "standard_error_us": statistics.stdev(more_us) / rounds**0.5,
+                "more_us": statistics.median(more_us),
+                "standard_error_us": bootstrap((more_us,), np.median).standard_error,
             }
         )
     return rows
@@ -185,8 +195,8 @@ def _counter_read() -> Iterator[None]:
 
 @click.command(help=__doc__)
 @click.option("--queues", type=click.IntRange(1, 32), help="Hardware queues; torch's by default.")
-@click.option("--rounds", type=click.IntRange(2), default=20, show_default=True)
-@click.option("--turn-iterations", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(2), default=40, show_default=True)
+@click.option("--turn-iterations", type=click.IntRange(1), default=1, show_default=True)
 @output_option("unit_cost")
 def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) -> None:
     """Measure, print, and write unit_cost.csv."""

@@ -57,6 +57,8 @@ class Turns:
         self._gone = False
         #: Iterations that have begun.
         self.begun = 0
+        #: Called when a turn has ended, before the next one begins.
+        self.between: Callable[[], None] = lambda: None
         self._tell(hello=run, rank=rank, pid=os.getpid())
 
     @property
@@ -77,7 +79,9 @@ class Turns:
     def before_iteration(self) -> bool:
         """Tell that an iteration begins, when it is this job's turn; whether it is to begin."""
         if self.begun in self._boundaries[self._turn :]:
-            self._tell(ready=self._turn, **self._end_of_turn())
+            end = self._end_of_turn()
+            self.between()
+            self._tell(ready=self._turn, **end)
             answer = json.loads(self._replies.readline() or '{"gone": true}')
             if "gone" in answer:
                 raise SystemExit("The script that runs the comparison is gone")
@@ -203,7 +207,9 @@ def main() -> None:
         if job["rests"]:
             from benchmarks.megatron_lm.running.rest import let_megatron_rest, rests_in
 
-            let_megatron_rest(lambda: rests_in(turns.turn), lambda: rests_in(turns.next_turn))
+            turns.between = let_megatron_rest(
+                lambda: rests_in(turns.turn), lambda: rests_in(turns.next_turn)
+            )
         if job["tells_units"]:
             from benchmarks.megatron_lm.stress import tell_units
 

@@ -27,8 +27,10 @@ def rests_in(turn: int) -> bool:
     return turn > 0 and turn % 4 < 2
 
 
-def let_megatron_rest(rests: Question, rests_next: Question) -> None:
+def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], None]:
     """Let a job at level `units` be Megatron's alone while the iteration that has begun rests.
+
+    Returns what is to be called between a turn and the next: a rest begins there, in neither turn.
 
     Args:
         rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
@@ -36,17 +38,21 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> None:
     from envpipe_megatron.integrations.megatron.kept import KeptOrder
     from envpipe_megatron.runtime.job.session import Session
 
-    own = Session.end_step
+    own, at_work = Session.end_step, list[Session]()
 
     def end_step(self: Session) -> None:
         own(self)
-        if rests_next():
-            self.pause()  # so that this step is closed before the rest, and none of it billed
+        at_work[:] = [self]
+
+    def between_turns() -> None:
+        if at_work and rests_next():
+            at_work.pop().pause()  # it closes the step, so that none of the rest is billed
 
     Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
     _replace(rests_next, Session, "begin_step", _nothing)
     _replace(rests, Session, "end_step", _nothing)
     _rest(rests, KeptOrder, "__call__", lambda self, **given: self._framework_function(**given))
+    return between_turns
 
 
 def let_torchtitan_rest(rests: Question) -> None:

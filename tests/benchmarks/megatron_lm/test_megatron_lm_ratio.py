@@ -186,14 +186,14 @@ WORKING = ["begin_step", "__call__", "_sample", "sample", "end_step"]
 
 @pytest.mark.parametrize("own_s", [1e-4, 5e-3])
 def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
-    """A step is begun before its turn is, and closed before a rest.
+    """A step is begun before its turn is, and closed between that turn and a rest.
 
     A job whose thread sets the clock makes Python's switch interval shorter at its first request.
     """
     turns, session = Turns(), object.__new__(Session)
     order = object.__new__(KeptOrder)
     order._framework_function = lambda **given: calls.append(given)
-    rest.let_megatron_rest(
+    between = rest.let_megatron_rest(
         lambda: rest.rests_in(turns.turn), lambda: rest.rests_in(turns.next_turn)
     )
     by_iteration, intervals_s = [], []
@@ -208,6 +208,8 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
         EnergyMeter._sample(None)
         ClockWatch.sample(None)
         session.end_step()
+        assert "pause" not in calls
+        between()
         by_iteration.append([*calls])
     assert by_iteration[:4] == [WORKING, [*WORKING, "pause"], [{"number": 2}], [{"number": 3}]]
     assert by_iteration[4:] == [WORKING, WORKING, WORKING, [*WORKING, "pause"], *by_iteration[8:]]
