@@ -52,9 +52,11 @@ _BOUND = {"GPU": (8, 500_000), "host": (60, 1)}
 #: On the CPU, the size of matrices whose products stand for it.
 _BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16)}
 _COPIED = 256
-ALONE, TIMED, COUNTER = "alone", "timed", "by the guard, and the counter"
-BY_THREAD, BY_GUARD = "clocks by a thread", "clocks by the guard"
-MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, COUNTER)
+ALONE, TIMED, BY_THREAD, BY_GUARD = "alone", "timed", "clocks by a thread", "clocks by the guard"
+#: As by the guard, and the energy counter is read, apart or not.
+COUNTED = {"by the guard, counter apart": True, "by the guard, counter by a thread": False}
+_COUNTED_TURNS = 4
+MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, *COUNTED)
 
 
 #: The host stores what a stream would.
@@ -112,8 +114,10 @@ class Bench:
         self._late: StageRecord | None = None
 
     def turn_s(self, mode: str, iterations: int) -> float:
-        """Seconds for each unit."""
-        with _counter_read() if mode == COUNTER else contextlib.nullcontext():
+        """Seconds for each unit; some refreshes of the counter, where it is read."""
+        counts = mode in COUNTED
+        iterations *= _COUNTED_TURNS if counts else 1
+        with _counter_read(COUNTED[mode]) if counts else contextlib.nullcontext():
             begin_s = now_s()
             for _ in range(iterations):
                 self._iterate(mode)
@@ -184,18 +188,18 @@ def _dry_gpu(folder: Path) -> Gpu:
 
 
 @contextlib.contextmanager
-def _counter_read() -> Iterator[None]:
+def _counter_read(apart: bool) -> Iterator[None]:
     """Read the GPU's energy counter as often as a job does."""
     if not torch.cuda.is_available():
         yield
         return
-    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)))):
+    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)), apart=apart)):
         yield
 
 
 @click.command(help=__doc__)
 @click.option("--queues", type=click.IntRange(1, 32), help="Hardware queues; torch's by default.")
-@click.option("--rounds", type=click.IntRange(2), default=40, show_default=True)
+@click.option("--rounds", type=click.IntRange(2), default=20, show_default=True)
 @click.option("--turn-iterations", type=click.IntRange(1), default=1, show_default=True)
 @output_option("unit_cost")
 def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) -> None:

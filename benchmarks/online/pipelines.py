@@ -135,7 +135,7 @@ class VirtualMeter(EnergyMeter):
     def __init__(self, gpu: MemoryGpu) -> None:
         self.gpu = gpu
         self._sampled = 0
-        super().__init__(gpu)  # type: ignore[arg-type]
+        super().__init__(gpu, apart=False)  # type: ignore[arg-type]
         super().close()
 
     def catch_up(self) -> None:

@@ -35,12 +35,10 @@ returns: a guard that hung, and wakes up, locks nothing that it does not reset.
 """
 
 import enum
-import json
 import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +48,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import envpipe_megatron
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -58,6 +55,7 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     clock_control_forbidden,
 )
+from envpipe_megatron.gpu.child import start_child
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,
@@ -83,9 +81,6 @@ from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_re
 from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
-
-TORCHRUN_MARK = "ENVPIPE_TORCHRUN"
-"""Set for every process that torchrun starts, except guards; the launcher finds survivors by it."""
 
 _GUARD = ("-P", "-m", "envpipe_megatron.gpu.guard.process")  # -P: nothing of the working folder
 _BEATS_PER_HEARTBEAT = 6
@@ -209,21 +204,15 @@ def _start(
         "page": None if page is None else page.descriptor,
         "socket": theirs.fileno(),
     }
-    # The guard finds this package where this process found it.
-    package = str(Path(envpipe_megatron.__file__).resolve().parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop(TORCHRUN_MARK, None)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     with os.fdopen(os.open(log, flags, 0o600), "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, *_GUARD, json.dumps(order)],
+        return start_child(
+            _GUARD,
+            order,
+            (theirs.fileno(), *([page.descriptor] if page else [])),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(theirs.fileno(), *([page.descriptor] if page else [])),
-            env=environment,
-            start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
         )
 
 

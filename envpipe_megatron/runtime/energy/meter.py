@@ -1,16 +1,20 @@
 """Energy of windows of time, from a counter that refreshes ten times a second.
 
-A thread reads the counter, and nothing else does: a read takes milliseconds, which the training
-thread does not have. The counter at an instant is interpolated between the refreshes around it.
+Another process reads a real GPU's counter, and a thread any other, and nothing else does: a read
+takes milliseconds, which the training thread does not have. The counter at an instant is
+interpolated between the refreshes around it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import threading
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,7 +23,11 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
+from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
+from envpipe_megatron.gpu.opening import BACKENDS
+
+logger = logging.getLogger(__name__)
 
 #: A window shorter than this says little: its ends lie somewhere within a refresh.
 MIN_REFRESHES = 10
@@ -33,6 +41,8 @@ _TYPICAL_REFRESH_S = 0.1
 _NEIGHBOURS = 5
 #: How long to wait for the thread; a driver that hangs must not take training with it.
 _LOOK_TIMEOUT_S = 1.0
+#: For a process that starts first.
+_FIRST_LOOK_S = 10.0
 
 
 class MeterError(EnvPipeError):
@@ -70,9 +80,20 @@ class EnergyMeter:
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right whatever
     happened to the readings between them. Windows may start `horizon_s` back.
+
+    Args:
+        apart: whether another process is to read; by default, where it can open the GPU and its
+            time is its own. Where there is none, or it ends, a thread of this process reads.
     """
 
-    def __init__(self, gpu: Gpu, poll_s: float = 0.05, horizon_s: float = 12 * 3600.0) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        poll_s: float = 0.05,
+        horizon_s: float = 12 * 3600.0,
+        *,
+        apart: bool | None = None,
+    ) -> None:
         self._gpu = gpu
         self._poll_s = poll_s
         self._horizon_s = horizon_s
@@ -82,24 +103,31 @@ class EnergyMeter:
         self._time_uncertainties_s = array("d")
         #: Where the counter went back: the last refresh before it, and the first after it.
         self._breaks: list[tuple[float, float]] = []
-        self._looks_wanted, self._looks_taken = 1, 0
+        self._looks_wanted, self._looks_taken = 0, 0
         self._closing = False
         #: The last reading's error; None when it went well.
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
-        self._thread.start()
-        self._await_look(1)
+        self._thread: threading.Thread | None = None
+        self._reader: EnergyReader | None = None
+        if apart is None:
+            apart = not gpu.is_emulated and gpu.address.backend in BACKENDS
+        if apart:
+            with suppress(OSError):
+                self._reader = EnergyReader(gpu.address, poll_s)
+        if self._reader is None:
+            self._start_thread()
+        self._look(_FIRST_LOOK_S if apart else _LOOK_TIMEOUT_S)
 
     @property
     def last_refresh_s(self) -> float:
         """The last refresh that was seen; energy up to there is interpolated and final."""
-        with self._changed:
+        with self._seen():
             return self._times_s[-1] if self._times_s else -math.inf
 
     @property
     def refresh_s(self) -> float:
         """The counter's refresh period: the median of the latest, as polls miss some refreshes."""
-        with self._changed:
+        with self._seen():
             latest = self._times_s[-2 * MIN_REFRESHES :]
         if len(latest) < 2:
             return _TYPICAL_REFRESH_S
@@ -115,22 +143,18 @@ class EnergyMeter:
 
         None before the counter last went back, and none where it stands still.
         """
-        with self._changed:
+        with self._seen():
             begin_s = max([begin_s, *(after_s for _, after_s in self._breaks)])
             first = bisect_left(self._times_s, begin_s)
             return np.array(self._times_s[first:]), np.array(self._energies_j[first:])
 
     def catch_up(self) -> None:
-        """Let the meter's thread look at the counter now, and return when it has.
+        """Have the meter look at the counter now, and return when it has.
 
         For the end of a window that matters outside the loop of training: the caller waits for a
         read (3.4 ms on an H200), and for a second at most if the driver hangs.
         """
-        with self._changed:
-            self._looks_wanted += 1
-            wanted = self._looks_wanted
-            self._changed.notify_all()
-        self._await_look(wanted)
+        self._look(_LOOK_TIMEOUT_S)
 
     def energy_j(self, start_s: float, end_s: float) -> float:
         """The energy of `window` without its uncertainty."""
@@ -151,7 +175,7 @@ class EnergyMeter:
         Raises MeterError if the window starts before the meter does, ends when the counter could
         not be read or stood still, or holds a moment at which it went back.
         """
-        with self._changed:
+        with self._seen():
             times = self._times_s
             if times and start_s < times[0] - 1e-9:
                 raise MeterError(
@@ -175,7 +199,13 @@ class EnergyMeter:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(_LOOK_TIMEOUT_S)
+            if self._reader is not None:
+                self._take(self._reader.take())  # so that windows may be asked for later
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+        if self._thread is not None:
+            self._thread.join(_LOOK_TIMEOUT_S)
 
     def _check_seen(self, end_s: float) -> None:
         last_s = self.last_refresh_s
@@ -216,6 +246,44 @@ class EnergyMeter:
         energy_j = self._energies_j[left + 1] - self._energies_j[left]
         return max(energy_j, 0.0) / (self._times_s[left + 1] - self._times_s[left])
 
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Within, all that was read so far is there."""
+        with self._changed:
+            if self._reader is not None:
+                self._take(self._reader.take())
+            yield
+
+    def _look(self, timeout_s: float) -> None:
+        with self._changed:
+            if self._reader is not None:
+                self._take(self._reader.look(timeout_s))
+            if self._reader is not None:
+                return
+            self._looks_wanted += 1
+            wanted = self._looks_wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._looks_taken >= wanted, timeout=timeout_s)
+
+    def _take(self, readings: Iterator[EnergyReading]) -> None:
+        """Keep what the reader saw; in place of one that has ended, a thread goes on."""
+        assert self._reader is not None
+        try:
+            for reading in readings:
+                self._add(reading)
+            failed = self._reader.error
+            self.error = None if failed is None else GpuError(failed)
+        except ReaderGoneError as gone:
+            logger.info("%s: a thread of this process reads it", gone)
+            self._reader.close()
+            self._reader = None
+            if not self._closing:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -231,10 +299,6 @@ class EnergyMeter:
                 self._looks_taken = wanted
                 self._changed.notify_all()
 
-    def _await_look(self, look: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._looks_taken >= look, timeout=_LOOK_TIMEOUT_S)
-
     def _try_sample(self) -> None:
         try:
             self._sample()
@@ -243,7 +307,9 @@ class EnergyMeter:
             self.error = error
 
     def _sample(self) -> None:
-        reading = self._gpu.read_energy()
+        self._add(self._gpu.read_energy())
+
+    def _add(self, reading: EnergyReading) -> None:
         with self._changed:
             times, energies = self._times_s, self._energies_j
             if times and reading.time_s <= times[-1]:

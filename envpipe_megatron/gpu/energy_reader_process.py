@@ -1,0 +1,54 @@
+"""Reads an energy counter for a rank, and writes what it sees into a pipe: `energy_reader`.
+
+Looks as often as it was told, and when a byte comes in; a line of JSON goes out for each refresh,
+each answer and each error. It ends with the rank, or when the rank closes its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress
+from envpipe_megatron.gpu.opening import open_reader
+
+_IN, _OUT = 0, 1
+
+
+def main() -> None:
+    """Read until nobody wants to know."""
+    order = json.loads(sys.argv[1])
+    gpu = open_reader(GpuAddress(**order["address"]))
+    # A rank that takes nothing for minutes must not keep this process from looking.
+    os.set_blocking(_OUT, False)
+    waiting, looks = b"", 0
+    last: EnergyReading | None = None
+    said: dict[str, Any] = {}
+    while os.getppid() == order["parent"]:  # a child that the rank forked may keep the pipes open
+        saying: dict[str, Any] = {"looks": looks, "error": None}
+        reading = last
+        try:
+            reading = gpu.read_energy()
+        except Exception as error:  # a driver may fail in any way
+            saying["error"] = str(error)
+        news = {} if reading is None or reading == last else {"reading": astuple(reading)}
+        if news or saying != said:
+            last, said = reading, saying
+            waiting += json.dumps({**saying, **news}).encode() + b"\n"
+        with suppress(BlockingIOError):
+            waiting = waiting[os.write(_OUT, waiting) :]
+        if select.select([_IN], [], [], order["poll_s"])[0]:
+            asked = os.read(_IN, 1 << 10)
+            if not asked:
+                return
+            looks += len(asked)
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,182 @@
+"""A counter that another process reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu import energy_reader_process
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+
+#: It looks when it is asked, and at no other time.
+NEVER_S = 3600.0
+WAIT_S = 60.0
+#: A rank that starts a reader, says its pid, and waits to be killed.
+RANK = """
+import json, sys
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.energy_reader import EnergyReader
+reader = EnergyReader(GpuAddress(**json.loads(sys.argv[1])), float(sys.argv[2]))
+list(reader.look(60.0))
+print(reader._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def gpu(tmp_path) -> EmulatedGpu:
+    made = EmulatedGpu.create("h100", 0, tmp_path)
+    made.advance_to(1.0)
+    return made
+
+
+@pytest.fixture
+def reader(gpu) -> Iterator[EnergyReader]:
+    made = EnergyReader(gpu.address, NEVER_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def meter(gpu) -> Iterator[EnergyMeter]:
+    made = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    yield made
+    made.close()
+
+
+def test_it_says_each_refresh_once(gpu, reader):
+    assert [*reader.look(WAIT_S)] == [first := gpu.read_energy()]
+    assert [*reader.look(WAIT_S)] == []
+    gpu.advance_to(2.05)
+    assert [*reader.look(WAIT_S)] == [second := gpu.read_energy()]
+    assert second.energy_j > first.energy_j
+    assert [*reader.take()] == []
+
+
+def test_what_a_full_pipe_refuses_is_said_later(monkeypatch):
+    """And is looked at meanwhile: a rank may take nothing for minutes."""
+    gpu, written, full = FakeGpu(), bytearray(), [True, True, False, True, False]
+
+    def write(_: int, data: bytes) -> int:
+        gpu.now_s += 0.1
+        if full.pop(0):
+            raise BlockingIOError
+        written.extend(part := data[: 70 if len(full) == 2 else None])
+        return len(part)
+
+    monkeypatch.setattr(energy_reader_process, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "set_blocking", lambda *_: None)
+    monkeypatch.setattr(os, "read", lambda *_: b"?" if full else b"")
+    monkeypatch.setattr(energy_reader_process.select, "select", lambda *_: ([0], [], []))
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
+    energy_reader_process.main()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [line["looks"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["reading"][0] for line in lines] == pytest.approx([0, 10, 20, 30, 40])
+
+
+def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
+    own = EnergyMeter(gpu, poll_s=NEVER_S)
+    for end_s in (1.3, 1.6, 2.2, 3.4):
+        gpu.advance_to(end_s)
+        for each in (own, meter):
+            each.catch_up()
+    assert meter.window(1.1, 3.2) == own.window(1.1, 3.2)
+    assert meter.last_refresh_s == own.last_refresh_s == pytest.approx(gpu.read_energy().time_s)
+    own.close()
+
+
+def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
+    os.kill(meter._reader._process.pid, signal.SIGKILL)
+    meter._reader._process.wait(WAIT_S)
+    gpu.advance_to(2.2)
+    meter.catch_up()
+    assert meter._reader is None
+    assert meter._thread.is_alive()
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    assert meter.energy_j(1.1, 2.1) > 0
+
+
+def test_a_gpu_that_only_this_process_can_open_is_read_by_a_thread(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "address", GpuAddress("emulated", "/nowhere#0"))
+    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    assert meter._reader is None
+    meter.close()
+
+
+def test_a_thread_reads_where_no_process_can_be_started(gpu, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    meter.close()
+
+
+def test_failures_are_said_and_get_over(gpu, meter):
+    state = gpu._file.path
+    kept = state.read_bytes()
+    state.unlink()
+    meter.catch_up()
+    _ = meter.last_refresh_s
+    assert str(state) in str(meter.error)
+    state.write_bytes(kept)
+    gpu.advance_to(3.0)
+    meter.catch_up()
+    assert meter.error is None
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+
+
+def test_it_ends_with_its_meter(meter):
+    process = meter._reader._process
+    meter.close()
+    assert process.wait(WAIT_S) == 0
+    assert meter.last_refresh_s > 0
+
+
+@pytest.mark.parametrize("poll_s", [NEVER_S, 0.01])
+def test_it_ends_with_its_rank(gpu, poll_s):
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, json.dumps(asdict(gpu.address)), str(poll_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    pid = int(rank.stdout.readline())
+    descriptor = os.pidfd_open(pid)
+    rank.kill()
+    rank.wait(WAIT_S)
+    assert select.select([descriptor], [], [], WAIT_S)[0]
+    os.close(descriptor)
+
+
+def test_a_real_gpu_is_read_by_another_process_alone(fake_nvml):
+    fake_nvml.use_here()
+    meter = EnergyMeter(open_gpu(GpuAddress("dry_run", fake_nvml.uuids[0])))
+    assert meter.last_refresh_s > 0
+    meter.close()
+    reads = {call.pid for call in fake_nvml.history() if "TotalEnergy" in call.function}
+    assert os.getpid() not in reads
+    assert len(reads) == 1
+
+
+def test_a_reader_that_is_gone_says_so(reader):
+    reader._process.kill()
+    with pytest.raises(ReaderGoneError, match="has ended"):
+        [*reader.look(WAIT_S)]
