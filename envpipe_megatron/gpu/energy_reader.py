@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.child import start_child
+from envpipe_megatron.gpu.guard.process_identity import wait_readable
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader_process")  # -P: not the working folder
 _BYTES = 1 << 16
@@ -74,7 +74,7 @@ class EnergyReader:
             left_s = until_s - time.monotonic()
             if self._answered >= self._asked or left_s <= 0:
                 return
-            select.select([self._answers], [], [], left_s)
+            wait_readable([self._answers.fileno()], left_s)
 
     def close(self) -> None:
         """End it."""
