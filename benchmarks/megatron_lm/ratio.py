@@ -389,8 +389,7 @@ def rows_of_units(
 def _memory_row(
     number: int, stage: dict[str, Any], runs: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    more = stage["in_flight"] - stage["baseline_in_flight"]
-    predicted = stage["baseline_peak_bytes"] + more * stage["activation_bytes"]
+    predicted = stage["predicted_peak_bytes"]
     peaks = {arm: run["ranks"][number]["forward_backward_bytes"] for arm, run in runs.items()}
     return {
         "stage": number,

@@ -68,7 +68,7 @@ def cpu_memory() -> list[MemoryPrediction]:
             stage,
             memory.in_flight,
             memory.baseline_peak_bytes,
-            memory.predicted_peak_bytes(memory.in_flight),
+            memory.predicted_peak_bytes,
             memory.measured_peak_bytes,
         )
         for stage, memory in enumerate(found)

@@ -39,7 +39,7 @@ def test_peaks_are_as_predicted(pool: RankPool, tmp_path, stages, extra, options
     for memory, more in zip(told[0], extra, strict=True):
         assert memory.in_flight == memory.baseline_in_flight + more
         under_way = (memory.in_flight + 2) * MESSAGE_BYTES
-        predicted = memory.predicted_peak_bytes(memory.in_flight)
+        predicted = memory.predicted_peak_bytes
         assert memory.measured_peak_bytes == pytest.approx(predicted, abs=under_way)
         if more:  # that is not for want of a difference
             assert memory.measured_peak_bytes > memory.baseline_peak_bytes + 0.7 * more * (

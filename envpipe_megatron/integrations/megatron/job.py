@@ -126,7 +126,7 @@ def make_job(
     if not orders:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)
     elif options.scheduling == "1f1b" or (
-        options.scheduling == "auto" and len(model) > 1 and _draws(config)
+        options.scheduling == "auto" and len(model) > 1 and _sequence_counts(config)
     ):
         options = replace(options, scheduling=_own_order(args))  # Megatron's, whatever it is
     if level is Level.OBSERVE:
@@ -222,13 +222,22 @@ def megatron_order(
     )
 
 
-def _draws(config: Any) -> bool:
-    """Whether forwards draw random numbers, each stage one after another.
+def _sequence_counts(config: Any) -> bool:
+    """Whether it counts in which sequence a stage's forwards come, one chunk's behind another's.
 
-    With chunks, a search finds orders in which forwards come otherwise, and get other numbers.
+    With chunks, a search finds orders in which they come otherwise: random numbers would be others,
+    and so would scales that FP8 takes from several forwards before.
     """
-    rates = "hidden_dropout", "attention_dropout", "moe_input_jitter_eps"
-    return any(getattr(config, rate, None) for rate in rates)
+    draws = (
+        "hidden_dropout",
+        "attention_dropout",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "fp4",  # rounds by chance
+    )
+    remembers = getattr(config, "fp8", None) and getattr(config, "fp8_amax_history_len", 1) > 1
+    return bool(remembers) or any(getattr(config, name, None) for name in draws)
 
 
 def _own_order(args: argparse.Namespace) -> str:

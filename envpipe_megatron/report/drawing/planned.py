@@ -60,22 +60,11 @@ def clocks_figure(
     return figure
 
 
-def predicted_peak_bytes(stage: Mapping[str, Any]) -> float | None:
-    """What a stage of `summary.json` was predicted to hold at its peak; None if not known.
-
-    As `runtime.memory.StageMemory` has it, which needs torch.
-    """
-    if stage.get("in_flight") is None:
-        return None
-    more = stage["in_flight"] - stage["baseline_in_flight"]
-    return float(stage["baseline_peak_bytes"] + more * stage["activation_bytes"])
-
-
 def memory_figure(stages: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Predicted and measured peak of each stage's memory."""
     figure = new_figure(float(np.clip(0.9 * len(stages) + 2.0, 6.5, 16.0)), 3.8)
     axes = figure.add_subplot()
-    predicted = [(predicted_peak_bytes(stage) or np.nan) / _GIB for stage in stages]
+    predicted = [(stage.get("predicted_peak_bytes") or np.nan) / _GIB for stage in stages]
     measured = [(stage.get("measured_peak_bytes") or np.nan) / _GIB for stage in stages]
     places = np.arange(len(stages))
     axes.bar(places - 0.2, predicted, 0.38, color=BLUE, label="predicted")

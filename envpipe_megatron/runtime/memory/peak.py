@@ -3,11 +3,12 @@
 A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
 state, what one unit needs while it runs) and the activations of the microbatches in flight. The
 framework's own order is measured: what one more microbatch in flight adds, the peak, and what the
-device could still give beside it. An order with other counts in flight then has the peak
+device could still give beside it. Another order then has the peak
 
-    measured peak + (in flight - in flight then) x activations of one microbatch,
+    measured peak + (most that its microbatches in flight hold - most that they held then),
 
-since a peak comes while the most microbatches are in flight, and a backward runs.
+since a peak comes while those in flight hold most, and a backward runs. Chunks of a stage may hold
+unequally much: layers are laid out unevenly, and one of them may have the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from enum import Enum
 
 import numpy as np
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError, plain
@@ -62,13 +63,15 @@ class StageMemory:
     """What is known of a stage's memory; of replicas, the one with the least room.
 
     Attributes:
-        activation_bytes: what one more microbatch in flight holds.
+        activation_bytes: what one more microbatch in flight holds, of the chunk that holds most.
         baseline_in_flight: microbatches in flight at the peak of the framework's own order.
         baseline_peak_bytes: the most that is allocated while that order's units run.
         room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
         step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
             the optimizer's step included; 0 if no whole iteration was seen.
-        in_flight: at the peak of the order that is run, whose peak is `measured_peak_bytes`.
+        chunk_bytes: what one more holds in each chunk; by default as much in all of them.
+        in_flight: at the peak of the order that is run, whose peak was to be
+            `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
 
     activation_bytes: float
@@ -76,7 +79,9 @@ class StageMemory:
     baseline_peak_bytes: int
     room_bytes: float
     step_peak_bytes: int
+    chunk_bytes: tuple[float, ...] = ()
     in_flight: int | None = None
+    predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
 
     @property
@@ -87,22 +92,36 @@ class StageMemory:
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
-    def predicted_peak_bytes(self, in_flight: int) -> float:
-        """The most that is allocated while units run, with this many microbatches in flight."""
-        more = in_flight - self.baseline_in_flight
-        return self.baseline_peak_bytes + more * self.activation_bytes
+    def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
+        """The most that is allocated while these units run; of those measured it is known."""
+        return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
+
+    def _held_bytes(self, units: Sequence[Unit]) -> float:
+        held = most = 0.0
+        for unit in units:
+            one = self.chunk_bytes[unit.chunk] if self.chunk_bytes else self.activation_bytes
+            held += TRAITS[unit.kind].holds * one
+            most = max(most, held)
+        return most
 
 
-def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> float:
-    """What one microbatch in flight holds, from the bytes before the first unit and after each.
+def bytes_by_chunk(units: Sequence[Unit], allocated_bytes: Sequence[int]) -> tuple[float, ...]:
+    """What a microbatch in flight holds in each chunk, from the bytes before and after each unit.
 
     A forward adds it and a backward takes it away. The median passes over what happens once: the
     first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
     their transfer make forwards seem to hold more than backwards give back, and they too must fit.
     """
     changes = np.diff(allocated_bytes)
-    forward = np.array([kind is Kind.FORWARD for kind in kinds])
-    return max(float(np.median(changes[forward])), float(np.median(-changes[~forward])))
+    forward = np.array([unit.kind is Kind.FORWARD for unit in units])
+    chunk = np.array([unit.chunk for unit in units])
+    return tuple(
+        max(
+            float(np.median(changes[forward & (chunk == number)])),
+            float(np.median(-changes[~forward & (chunk == number)])),
+        )
+        for number in range(chunk.max() + 1)
+    )
 
 
 class JobMemory:
@@ -127,7 +146,9 @@ class JobMemory:
         self.watch = Watch.PEAK
         #: One for each stage; None until `learn`, or if memory is not known on every rank.
         self.stages: tuple[StageMemory, ...] | None = None
-        self._kinds: list[Kind] = []
+        #: The framework's own order, which was measured; and units of this rank.
+        self._own_order: Schedule | None = None
+        self._units: list[Unit] = []
         self._readings: list[Reading] = []
         self._begun = False
         self._step_peak_bytes = 0
@@ -147,7 +168,7 @@ class JobMemory:
         source.reset_peak()
         if self.watch is not Watch.UNITS:
             return None
-        self._kinds, self._readings = [], [source.read()]
+        self._units, self._readings = [], [source.read()]
         return self._unit_ended
 
     def units_ended(self) -> None:
@@ -161,7 +182,7 @@ class JobMemory:
         Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
         microbatch holds less than a message of `specs`.
         """
-        own = None
+        own, self._own_order = None, schedule
         try:
             own = self._own(schedule, specs)
         except Exception as error:
@@ -190,8 +211,8 @@ class JobMemory:
         Raises MemoryFullError if there is too little, GoesOnError if the prediction failed
         (nothing is known from here on), both on all ranks alike.
         """
-        source, stages = self._source, self.stages
-        if stages is None or source is None:  # on every rank alike
+        source, stages, own = self._source, self.stages, self._own_order
+        if stages is None or source is None or own is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
 
@@ -199,7 +220,8 @@ class JobMemory:
         for_messages = self._collectives.by_stage(more_bytes, max)
 
         def reserve() -> bool:
-            predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
+            orders = zip(schedule.stages, own.stages, strict=True)
+            predicted.extend(s.peak_bytes_of(*o) for s, o in zip(stages, orders, strict=True))
             messages = f", {_gib(for_messages)} GiB more for messages" if any(for_messages) else ""
             self._say(
                 f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
@@ -219,8 +241,8 @@ class JobMemory:
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
         self.stages = tuple(
-            replace(stage, in_flight=peak, measured_peak_bytes=None)
-            for stage, peak in zip(stages, peaks, strict=True)
+            replace(stage, in_flight=peak, predicted_peak_bytes=bytes_, measured_peak_bytes=None)
+            for stage, peak, bytes_ in zip(stages, peaks, predicted, strict=True)
         )
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
         if full:
@@ -248,8 +270,8 @@ class JobMemory:
         )
         errors = []
         for number, (stage, peak) in enumerate(zip(self.stages, measured, strict=True)):
-            assert stage.in_flight is not None
-            predicted = stage.predicted_peak_bytes(stage.in_flight)
+            predicted = stage.predicted_peak_bytes
+            assert predicted is not None
             errors.append(peak / predicted - 1)
             if errors[-1] > PREDICTION_ERROR:
                 self._warn(
@@ -266,12 +288,15 @@ class JobMemory:
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
         peak = self._peak_bytes(self._source)
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
+        least = _input_bytes(specs)
+        by_chunk = tuple(max(each, least) for each in bytes_by_chunk(self._units, allocated))
         return StageMemory(
-            max(activation_bytes(self._kinds, allocated), _input_bytes(specs)),
+            max(by_chunk),
             schedule.peak_in_flight[self._stage],
             peak,
             max(0.0, capacity - peak - self._unusable_bytes),
             self._step_peak_bytes,
+            by_chunk,
         )
 
     def _peak_bytes(self, source: CudaMemory) -> int:
@@ -280,7 +305,7 @@ class JobMemory:
 
     def _unit_ended(self, unit: Unit) -> None:
         assert self._source is not None
-        self._kinds.append(unit.kind)
+        self._units.append(unit)
         self._readings.append(self._source.read())
 
     def _warn(self, text: str) -> None:
@@ -299,6 +324,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         max(own.baseline_peak_bytes for own in known),
         min(own.room_bytes for own in known),
         max(own.step_peak_bytes for own in known),
+        tuple(map(max, zip(*(own.chunk_bytes for own in known), strict=True))),
     )
 
 

@@ -95,7 +95,8 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     plan_for(profile, folder / "plan.json", "--policy", "envelope", microbatches=MICROBATCHES)
     memory = {
         "activation_bytes": 2**28, "baseline_in_flight": 2, "baseline_peak_bytes": 2**31,
-        "room_bytes": 0, "in_flight": 4, "measured_peak_bytes": 2**31 + 2**29,
+        "room_bytes": 0, "in_flight": 4, "predicted_peak_bytes": 2**31 + 2**29,
+        "measured_peak_bytes": 2**31 + 2**29,
     }  # fmt: skip
     step = {
         "iterations": 3, "time_s": 1.5, "time_uncertainty_s": 0.0, "energy_j": 450.0,

@@ -51,7 +51,7 @@ def check_own_order(told, text):
         for fault, marks in (
             (Fault("runtime.profiling.profiler:_Point.read", victim=1, call=3), ()),
             (
-                Fault("runtime.memory.peak:StageMemory.predicted_peak_bytes", victim=None),
+                Fault("runtime.memory.peak:StageMemory.peak_bytes_of", victim=None),
                 on_request("PIPELINE"),
             ),
             (Fault("runtime.job.reconfigurer:step", call=2), on_request("PIPELINE")),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
@@ -33,7 +33,7 @@ from envpipe_megatron.runtime.memory.peak import (
     MemoryUnknownError,
     StageMemory,
     Watch,
-    activation_bytes,
+    bytes_by_chunk,
 )
 
 
@@ -79,8 +79,8 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
     schedule = builders.envpipe(stages, microbatches, extra)
     actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
     predicted = [
-        memory.predicted_peak_bytes(peak)
-        for memory, peak in zip(learned, schedule.peak_in_flight, strict=True)
+        memory.peak_bytes_of(*units)
+        for memory, *units in zip(learned, schedule.stages, job.own.stages, strict=True)
     ]
     assert predicted == pytest.approx(actual.tolist(), rel=PREDICTION_ERROR)
     assert [memory.baseline_in_flight for memory in learned] == list(job.own.peak_in_flight)
@@ -214,7 +214,7 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
         stages = run(0)
     assert [stage.in_flight for stage in stages] == [5, 1]
     for stage in stages:
-        assert stage.measured_peak_bytes == stage.predicted_peak_bytes(stage.in_flight)
+        assert stage.measured_peak_bytes == stage.predicted_peak_bytes
     assert not caplog.records
     assert "+0.0%" in job.said[-1]
     with caplog.at_level(logging.WARNING):
@@ -287,21 +287,43 @@ def test_nothing_is_looked_at_once_the_plan_runs():
     assert [readings for readings, *_ in counts] == [device.readings for device in job.devices]
 
 
-KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+def units_of(text):
+    """Such as F0, or a backward of the second chunk: B1."""
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+    return [Unit(kinds[kind], 0, int(chunk)) for kind, chunk in zip(text[::2], text[1::2])]
 
 
 @pytest.mark.parametrize(
     ("units", "allocated", "expected"),
     [
-        ("FFBFBB", [0, 10, 20, 10, 20, 10, 0], 10),
-        ("FBFBFB", [7, 17, 7, 17, 7, 17, 7], 10),  # the last stage
-        ("FBFBFB", [0, 15, 30, 40, 30, 40, 30], 10),  # a workspace, and gradients
-        ("FB", [0, 10, 25], 10),  # gradients outweigh the only microbatch
-        ("FFFBBB", [0, 12, 24, 36, 28, 20, 12], 12),  # outputs wait for their transfer
+        ("F0F0B0F0B0B0", [0, 10, 20, 10, 20, 10, 0], (10,)),
+        ("F0B0F0B0F0B0", [7, 17, 7, 17, 7, 17, 7], (10,)),  # the last stage
+        ("F0B0F0B0F0B0", [0, 15, 30, 40, 30, 40, 30], (10,)),  # a workspace, and gradients
+        ("F0B0", [0, 10, 25], (10,)),  # gradients outweigh the only microbatch
+        ("F0F0F0B0B0B0", [0, 12, 24, 36, 28, 20, 12], (12,)),  # outputs wait for their transfer
+        ("F0F0F1F1B1B1B0B0", [0, 20, 40, 44, 48, 44, 40, 20, 0], (20, 4)),
     ],
 )
 def test_activations_of_one_microbatch(units, allocated, expected):
-    assert activation_bytes([KINDS[unit] for unit in units], allocated) == expected
+    assert bytes_by_chunk(units_of(units), allocated) == expected
+
+
+@pytest.mark.parametrize("chunk_bytes", [(20.0, 4.0), (2.0, 20.0), (10.0, 10.0)])
+@pytest.mark.parametrize("group_size", [4, 6, 8])
+def test_an_order_is_predicted_by_what_each_chunk_holds(chunk_bytes, group_size):
+    """Another order may hold another mix of chunks at its peak."""
+
+    def most(order, stage):
+        held = np.cumsum(
+            [(1 if u.kind is Kind.FORWARD else -1) * chunk_bytes[u.chunk] for u in order[stage]]
+        )
+        return held.max()
+
+    own, other = (builders.interleaved(4, 24, 2, size).stages for size in (4, group_size))
+    for stage in range(4):
+        peak = 1000 + int(most(own, stage))
+        memory = StageMemory(max(chunk_bytes), 1, peak, 0.0, 0, chunk_bytes)
+        assert memory.peak_bytes_of(other[stage], own[stage]) == 1000 + most(other, stage)
 
 
 def test_a_microbatch_holds_at_least_its_message():
