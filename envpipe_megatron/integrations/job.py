@@ -196,6 +196,7 @@ class Job:
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
                 reorders=placement.reorders,
+                may_be_lowered=not placement.keeps_order,
             ),
             self.device.gpu,
             self.device.make_executor,

@@ -210,6 +210,20 @@ def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(
     assert vars(loop) == own
 
 
+def test_what_never_trained_leaves_the_loop_as_it_was(
+    loop: Any, trainings: list[FakeTraining]
+) -> None:
+    own = dict(vars(loop))
+    failed = make()
+    failed.close()
+    assert vars(loop) == own
+    callback = make()
+    failed.close()
+    assert begin(callback, loop, config())(n=0) == "ours for Megatron {'n': 0}"
+    callback.on_train_end(context(config()))
+    assert vars(loop) == own
+
+
 def test_a_loop_that_is_not_reached(loop: Any, trainings: list[FakeTraining]) -> None:
     from envpipe_megatron.integrations.megatron_bridge import BridgeError
 

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,9 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def gpt() -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    return object.__new__(GPTModel)
+    model = object.__new__(GPTModel)
+    torch.nn.Module.__init__(model)
+    return model
 
 
 def steps(hooks: Any, count: int, *, without: str = "") -> None:
@@ -318,10 +321,75 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
         "models other than GPTModel: Linear": "order",
         "sequences of varying length": "order",
     }
+    own = gpt()
+    own.layer, own.norm = type("Layer", (torch.nn.Linear,), {})(1, 1), torch.nn.LayerNorm(1)
+    assert limits(own) == {f"layers of one's own: {__name__}.Layer": "order"}
     assert limits(gpt(), moe_paged_stash=True, cuda_graph_impl="local") == {
         "moe_paged_stash": "units",
         "cuda_graph_impl 'local'": "units",
     }
+
+
+@pytest.mark.parametrize(
+    "set_",
+    [
+        {"hidden_dropout": 0.1},
+        {"moe_router_force_load_balancing": True},
+        {"moe_router_force_biased": 0.5},
+        {"fp4": "e2m1"},
+        {"fp8": "hybrid", "fp8_amax_history_len": 16},
+        {"fp8": "hybrid", "fp8_amax_history_len": 1},
+        {},
+    ],
+)
+def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(
+    set_: dict[str, Any],
+) -> None:
+    from envpipe_megatron.integrations.megatron.job import _sequence_counts
+
+    config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0, moe_input_jitter_eps=None)
+    vars(config).update(set_)
+    assert _sequence_counts(config) is (bool(set_) and set_.get("fp8_amax_history_len") != 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "own_group", "tried"),
+    [
+        (2, 12, 2, ["groups of 3", "groups of 4", "more"]),
+        (4, 16, 4, ["groups of 6", "groups of 8", "more"]),
+        (4, 16, 8, ["groups of 4", "groups of 6", "more"]),
+        (4, 4, 4, ["more"]),
+        (4, 8, 4, ["groups of 8", "more"]),
+    ],
+)
+def test_a_check_tries_what_a_plan_may_run(
+    stages: int, count: int, own_group: int, tried: list[str]
+) -> None:
+    """Another sequence of chunks first: what rests on it is not seen by more forwards alone."""
+    from envpipe_megatron.core.kinds import ScheduleError
+    from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.integrations.megatron.job import orders_to_try
+
+    class Chunk(torch.nn.Module):
+        config = SimpleNamespace(
+            microbatch_group_size_per_vp_stage=own_group, overlap_moe_expert_parallel_comm=False
+        )
+
+    args, model = SimpleNamespace(pipeline_model_parallel_size=stages), [Chunk(), Chunk()]
+    more = [1] * (stages - 1) + [0]
+    named = {}
+    for size in (8, 6, 4, 3):
+        with suppress(ScheduleError):
+            named[builders.interleaved(stages, count, 2, size).stages] = f"groups of {size}"
+    longer = builders.interleaved(stages, count, 2, own_group, extra_warmup=more)
+    named[longer.stages] = "more"
+    own, *others = orders_to_try(args, model, count, regroups=True)
+    assert own.stages == builders.interleaved(stages, count, 2, own_group).stages
+    assert [named[order.stages] for order in others] == tried
+    alike = orders_to_try(args, model, count, regroups=False)[1:]
+    assert [named[order.stages] for order in alike] == tried[-1:]
+    # Of as few microbatches as stages, each warms up with all that a backward does not wait for.
+    assert len(orders_to_try(args, model[:1], stages, regroups=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -358,3 +426,50 @@ def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> 
             p2p_communicator=object(),
             pg_collection=groups,
         )
+
+
+def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.integrations.megatron import job
+
+    args = SimpleNamespace(
+        global_batch_size=64,
+        micro_batch_size=2,
+        data_parallel_size=2,
+        step_batch_size_schedule=None,
+    )
+    assert job._num_microbatches(args) == 16
+    args.gtp_weight_remat_size = 2
+    assert job._num_microbatches(args) == 8
+
+
+def test_messages_of_a_teacher_are_counted_once() -> None:
+    """ModelOpt widens the lists that it is given, of what is received and of what is sent."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer import TransformerConfig
+
+    from envpipe_megatron.integrations.megatron.core import _specs
+
+    class One:
+        def size(self) -> int:
+            return 1
+
+    def widen(received: list[Any], sent: list[Any]) -> tuple[list[Any], list[Any]]:
+        for shapes in (received, sent):
+            shapes[:] = [(*shape[:-1], shape[-1] + 64) for shape in shapes]
+        return received, sent
+
+    model = torch.nn.Module()
+    model.config = TransformerConfig(  # type: ignore[assignment]
+        num_layers=2, hidden_size=32, num_attention_heads=1, pipeline_dtype=torch.float32
+    )
+    arguments = {
+        "model": model,
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "decoder_seq_length": None,
+        "adjust_tensor_shapes_fn": widen,
+    }
+    specs = _specs(arguments, SimpleNamespace(tp=One(), cp=One()))  # type: ignore[arg-type]
+    (spec,) = {*specs.sends.values()}
+    assert spec.shapes == ((16, 1, 96),)

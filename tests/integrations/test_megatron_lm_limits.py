@@ -86,10 +86,15 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"fine_grained_activation_offloading": True},
     ),
     "several instances of the distributed optimizer": ({"num_distributed_optimizer_instances": 2},),
-    "rematerialised weights (--gtp-weight-remat-size)": ({"gtp_weight_remat_size": 2},),
+    "weights that ranks share out (--tensor-parallel-num-weight-shards)": (
+        {"gtp_weight_remat_size": 2},
+    ),
     "--iterations-to-skip": ({"iterations_to_skip": [7]},),
     "the fault tolerance package (--enable-ft-package)": ({"enable_ft_package": True},),
-    "--rerun-mode report_stats": ({"rerun_mode": "report_stats"},),
+    "--rerun-mode report_stats": (
+        {"rerun_mode": "report_stats"},
+        {"rerun_mode": "report_determinism_stats"},
+    ),
     "timers inside of forwards and backwards (--timing-log-level 2)": ({"timing_log_level": 2},),
     "memory given back in each iteration (--empty-unused-memory-level)": (
         {"empty_unused_memory_level": 1},

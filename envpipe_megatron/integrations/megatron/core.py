@@ -213,7 +213,8 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
     )
     adjust = arguments["adjust_tensor_shapes_fn"]
     if adjust is not None:
-        shapes, sent_shapes = adjust(shapes, shapes)
+        # ModelOpt's changes both lists in place.
+        shapes, sent_shapes = adjust(list(shapes), list(shapes))
         if sent_shapes != shapes:
             raise UnsupportedModelError(
                 "EnvPipe's channel needs messages of one shape through the pipeline",

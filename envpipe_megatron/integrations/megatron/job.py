@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,6 +19,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
 from envpipe_megatron.core.channel_model import find_stall
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -28,6 +31,8 @@ from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.options import Options
 
+#: Whose layers come to the same result in any order, as far as jobs were proven with them.
+_KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
 #: What units cost rests on; another value of one of these makes a stored profile useless.
 _SAME_JOB = (
     "num_layers",
@@ -98,6 +103,10 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
         for feature in unsupported(config)
     ]
     own = type(unwrap_model(model[0]))
+    others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
+    if others and issubclass(own, GPTModel):
+        names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
+        found.append(stands_against(f"layers of one's own: {names}", Level.ORDER, NOT_PROVEN))
     if not issubclass(own, GPTModel):
         feature = f"models other than GPTModel: {own.__name__}"
         found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
@@ -179,7 +188,12 @@ def make_stand_in(
         )
     order_of = partial(megatron_order, args, model)
     if decision.level is Level.ORDER:
-        check = SelfCheck(order_of, job.channel, job.collectives, job.say) if checked else None
+        orders_of = partial(orders_to_try, args, model, regroups=job.options.scheduling == "auto")
+        check = (
+            SelfCheck(orders_of, microbatches, job.channel, job.collectives, job.say)
+            if checked
+            else None
+        )
         return ForwardBackward(
             job.session,
             framework_function=framework_function,
@@ -204,6 +218,27 @@ def what_stalls(args: argparse.Namespace, model: Sequence[Any], job: Job) -> str
     return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
 
 
+def orders_to_try(
+    args: argparse.Namespace, model: Sequence[Any], count: int, *, regroups: bool
+) -> list[Schedule]:
+    """Megatron's order, and those unlike it that a self-check may try, the most unlike first.
+
+    With `regroups`, a plan's order may take chunks in another turn, so that forwards come in
+    another sequence; else it may have more of them in flight.
+    """
+    stages = args.pipeline_model_parallel_size
+    orders = [megatron_order(args, model, count)]
+    if regroups and len(model) > 1:
+        # As the planner groups them: no last group is much smaller than the others.
+        sizes = [math.ceil(count / max(1, round(count / (m * stages)))) for m in (1, 1.5, 2)]
+        for size in dict.fromkeys(sizes):
+            with suppress(ScheduleError):
+                orders.append(builders.interleaved(stages, count, len(model), size))
+    with suppress(ScheduleError):
+        orders.append(megatron_order(args, model, count, [1] * (stages - 1) + [0]))
+    return list({order.stages: order for order in orders}.values())
+
+
 def megatron_order(
     args: argparse.Namespace, model: Sequence[Any], count: int, more: Sequence[int] = ()
 ) -> Schedule:
@@ -220,6 +255,12 @@ def megatron_order(
         combined=config.overlap_moe_expert_parallel_comm,
         extra_warmup=more,
     )
+
+
+def _is_known(module: type) -> bool:
+    """Whether a module is of a package that jobs were proven with; adapters of Bridge's are not."""
+    package = module.__module__
+    return package.split(".")[0] in _KNOWN_PACKAGES and not package.startswith("megatron.bridge")
 
 
 def _sequence_counts(config: Any) -> bool:
@@ -249,7 +290,9 @@ def _own_order(args: argparse.Namespace) -> str:
 
 def _num_microbatches(args: argparse.Namespace) -> int:
     """M of a batch of full size."""
-    num_microbatches: int = _full_batch(args) // (args.micro_batch_size * args.data_parallel_size)
+    # From 0.19 on, ranks that share out weights have data of their own, too.
+    replicas = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
+    num_microbatches: int = _full_batch(args) // (args.micro_batch_size * replicas)
     return num_microbatches
 
 

@@ -79,6 +79,8 @@ def _other_than(default: str, name: str) -> Asks:
     return lambda args: (getattr(args, name, None) or default) != default
 
 
+_REPORTS_STATS = ("report_stats", "report_determinism_stats")
+
 #: Feature by feature; a job's arguments may ask for several.
 LIMITS: tuple[Limit, ...] = (
     _to_check("mixture of experts", on("num_experts")),
@@ -135,7 +137,8 @@ LIMITS: tuple[Limit, ...] = (
         above_one("num_distributed_optimizer_instances"),
     ),
     _to_check(
-        "rematerialised weights (--gtp-weight-remat-size)", above_one("gtp_weight_remat_size")
+        "weights that ranks share out (--tensor-parallel-num-weight-shards)",
+        above_one("gtp_weight_remat_size"),
     ),
     _to_check(
         "timers inside of forwards and backwards (--timing-log-level 2)",
@@ -196,7 +199,8 @@ LIMITS: tuple[Limit, ...] = (
     ),
     _against_order(
         "--rerun-mode report_stats",
-        lambda args: getattr(args, "rerun_mode", None) == "report_stats",
+        # Its argument's name, and that of the mode itself.
+        lambda args: getattr(args, "rerun_mode", None) in _REPORTS_STATS,
         "runs each iteration twice",
     ),
     _against_order(

@@ -21,7 +21,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.channel_model import find_stall
-from envpipe_megatron.core.kinds import Kind, ScheduleError
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.integrations.megatron.replacing import replaced
@@ -38,7 +38,7 @@ _TIMES_AS_MUCH, _MOST_NOISE = 4.0, 1e-2
 _SAMPLE, _COLUMNS, _SLICE = 4096, 4096, 2**24
 #: A first iteration of mixed precision may overflow: it would show nothing.
 _MOST_TRIES = 20
-#: Of what a microbatch in flight seems to hold, what must be free for one more.
+#: Of what a microbatch in flight seems to hold, what must be free for each one more.
 _ROOM = 1.5
 
 Arguments = dict[str, Any]
@@ -47,9 +47,13 @@ Arguments = dict[str, Any]
 class SelfCheck:
     """Checks one iteration, as soon as its gradients are finite; every rank of the job does.
 
+    A batch of fewer microbatches than a full one that admits no other order shows nothing, and
+    runs by megatron-core's own function.
+
     Args:
-        order_of: megatron-core's order of a number of microbatches, with this many forwards more on
-            each stage before its first backward; ScheduleError if there is none.
+        orders_of: megatron-core's order of a number of microbatches, then those unlike it that are
+            worth a try, the most unlike first.
+        full_microbatches: number of a batch of full size.
         channel: carries the interpreter's messages.
         collectives: of the job.
         say: prints a line; called on the planning rank alone.
@@ -57,12 +61,14 @@ class SelfCheck:
 
     def __init__(
         self,
-        order_of: Callable[[int, Sequence[int]], Schedule],
+        orders_of: Callable[[int], Sequence[Schedule]],
+        full_microbatches: int,
         channel: P2PChannel,
         collectives: Collectives,
         say: Callable[[str], None],
     ) -> None:
-        self._order_of = order_of
+        self._orders_of = orders_of
+        self._full_microbatches = full_microbatches
         self._channel = channel
         self._collectives = collectives
         self._say = say if collectives.is_planner else lambda text: None
@@ -82,11 +88,15 @@ class SelfCheck:
 
         `specs` is what the interpreter's messages carry.
         """
+        count = arguments["num_microbatches"]
+        own, *others = self._orders_of(count)
+        if not others and count != self._full_microbatches:
+            return framework_function(**arguments)
         begin_s = time.monotonic()
         chunks = listed(arguments["model"])
         iteration = RepeatedIteration(chunks, arguments["data_iterator"])
 
-        def own(data: Any) -> list[Any]:
+        def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
 
         def ours(data: Any) -> list[Any]:
@@ -94,7 +104,7 @@ class SelfCheck:
 
         memory = _Memory()
         with _messages_seen(specs) as as_expected:
-            losses: list[Any] = iteration.run(own)
+            losses: list[Any] = iteration.run(megatron)
         first = Outcome.of(losses, chunks)
         self._tries += 1
         if not self._collectives.on_all(first.finite):
@@ -102,26 +112,25 @@ class SelfCheck:
                 self._end("gradients were not finite in any of the first iterations")
             return losses
         if not self._collectives.on_all(all(as_expected)):
-            self._end("stages send each other more than one tensor of hidden states")
+            self._end("stages send each other other tensors than one of hidden states")
             return losses
-        again = Outcome.of(iteration.run(own), chunks)
-        order = self._order(arguments["num_microbatches"], memory)
+        again = Outcome.of(iteration.run(megatron), chunks)
+        order = self._that_fits(own, others, memory)
         losses = iteration.run(ours)
         self._end(self._compared(first, again, Outcome.of(losses, chunks)))
         if self.failed:
-            return iteration.run(own)  # type: ignore[no-any-return]  # as above
+            return iteration.run(megatron)  # type: ignore[no-any-return]  # as above
         self._say(f"self-check: {time.monotonic() - begin_s:.1f} s for this iteration, three times")
         return losses
 
-    def _order(self, num_microbatches: int, memory: _Memory) -> Schedule:
-        """An order unlike Megatron's if there is room for one microbatch more, else that."""
-        own = self._order_of(num_microbatches, ())
-        has_room = memory.has_room(own.peak_in_flight[self._collectives.stage])
-        if self._collectives.on_all(has_room):
-            with contextlib.suppress(ScheduleError):
-                longer = self._order_of(num_microbatches, [1] * (own.num_stages - 1) + [0])
-                if not find_stall(longer, self._channel.capacity):
-                    return longer
+    def _that_fits(self, own: Schedule, others: Sequence[Schedule], memory: _Memory) -> Schedule:
+        """The first of the others that there is room for, on all ranks; Megatron's if none is."""
+        stage = self._collectives.stage
+        for other in others:
+            more = other.peak_in_flight[stage] - own.peak_in_flight[stage]
+            has_room = memory.has_room(own.peak_in_flight[stage], max(1, more))
+            if self._collectives.on_all(has_room) and not find_stall(other, self._channel.capacity):
+                return other
         return own
 
     def _compared(self, first: Outcome, again: Outcome, ours: Outcome) -> str | None:
@@ -224,13 +233,13 @@ class _Memory:
         if self._known:
             self._before = torch.cuda.memory_allocated()
 
-    def has_room(self, in_flight: int) -> bool:
-        """Whether one microbatch more would fit beside so many."""
+    def has_room(self, in_flight: int, more: int) -> bool:
+        """Whether so many microbatches more would fit beside those in flight."""
         if not self._known:
             return True
         peak = torch.cuda.max_memory_allocated()
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
-        return free > _ROOM * (peak - self._before) / in_flight
+        return free > _ROOM * more * (peak - self._before) / in_flight
 
 
 def _digest(flat: torch.Tensor) -> bytes:

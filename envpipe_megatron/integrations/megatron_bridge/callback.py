@@ -118,7 +118,7 @@ class EnvPipeCallback:
         if self._training is not None:
             self._training.close()
             self._training = None
-            self._put_back()
+        self._put_back()
 
     def _end(self) -> None:
         training, self._training = self._training, None
@@ -146,8 +146,9 @@ class EnvPipeCallback:
             return leaving
 
         def put_back() -> None:
-            loop.get_forward_backward_func = get_function
-            loop.checkpoint_and_decide_exit = is_leaving
+            if getattr(loop.get_forward_backward_func, "callback", None) is self:
+                loop.get_forward_backward_func = get_function
+                loop.checkpoint_and_decide_exit = is_leaving
 
         get_forward_backward_func.callback = self  # type: ignore[attr-defined]  # for the next one
         loop.get_forward_backward_func = get_forward_backward_func

@@ -30,6 +30,7 @@ class SessionConfig:
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         closed_loop: the optimal policy measures a few clocks in place of a sweep, plans beside
             training, and corrects its plan as long as the job runs; see `control.controller`.
+        may_be_lowered: whether the job may turn out to need a lower level, and is then made again.
         max_slowdown_percent: by how much steps of a closed loop may last longer than the
             framework's own at the highest clocks before clocks go up.
         one_clock_slowdown_percent: instead of a plan, one clock for all units, found in training:
@@ -54,6 +55,7 @@ class SessionConfig:
     min_dwell_s: float = 0.0
     relock: bool = False
     closed_loop: bool = False
+    may_be_lowered: bool = False
     max_slowdown_percent: float = 0.5
     one_clock_slowdown_percent: float | None = None
     gpu_preset: str | None = None

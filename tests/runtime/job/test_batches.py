@@ -155,3 +155,14 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
         of_two, of_four = told["steps"][WARMUP], told["steps"][-1]
         assert of_two[1] == tuple(of_two_mhz[stage])
         assert set(of_four[1]) == {1200}
+
+
+def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
+    """Its probes may be apart, so what one size has learnt is not lost to another."""
+    counts = [4, 2] * 30
+    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
+    for told in ranks:
+        for count in (2, 4):
+            own = phases(told, counts, count)
+            assert own[-1] == "steady"
+            assert own == sorted(own, key=list(dict.fromkeys(own)).index)

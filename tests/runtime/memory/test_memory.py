@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -290,7 +291,7 @@ def test_nothing_is_looked_at_once_the_plan_runs():
 def units_of(text):
     """Such as F0, or a backward of the second chunk: B1."""
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
-    return [Unit(kinds[kind], 0, int(chunk)) for kind, chunk in zip(text[::2], text[1::2], strict=True)]
+    return [Unit(kinds[kind], 0, int(chunk)) for kind, chunk in re.findall("..", text)]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class JobFolder:
         self.started = ""
         #: What `job.json` says; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
+        #: Renames another job's files, before the first of this one's; False if that failed.
+        self._make_way: Callable[[], bool] | None = None
 
     @property
     def found_profile(self) -> Path | None:
@@ -84,7 +86,9 @@ class JobFolder:
         """Find what an earlier start left that still holds; every rank calls it.
 
         Where the stored job is another one or damaged, the job starts over, with a warning, and the
-        stored one is kept under other names. So are plans that do not hold any more.
+        stored one is kept under other names. So are plans that do not hold any more. A job that may
+        be lowered touches nothing until it has something to keep: what is stored may be of the
+        lower level.
         """
         path, replicas = self._path, self._collectives.num_replicas
         if path is None or config.fingerprint is None:
@@ -181,8 +185,11 @@ class JobFolder:
             profile = path / PROFILE_FILE
             # The job file comes last: as long as it is there, the others pass for no new job's.
             files = [profile, sidecar_path(profile), *plan_files(path), path / JOB_FILE]
-            if not _set_aside(files, config, f"The job starts over: {error}"):
-                return None, started
+            why = f"The job starts over: {error}"
+            self._make_way = partial(_set_aside, files, config, why)
+        if found is None and config.may_be_lowered:
+            self._job = StoredJob(keys, starts=(started,))
+            return None, started
         self._job = found or StoredJob(keys)
         self._store(starts=(*self._job.starts, started))
         if found is not None and found.changed:
@@ -195,6 +202,7 @@ class JobFolder:
         """Write a result on the planning rank; the digests of its files, none if it failed."""
         if self._path is None or not self._collectives.is_planner:
             return {}
+        self._has_way()
         path = self._path / name
         try:
             result.write(path)
@@ -204,7 +212,14 @@ class JobFolder:
             logger.error("%s could not be written, training goes on: %s", path, error)
             return {}
 
+    def _has_way(self) -> None:
+        """Another job's files go before this one's come; if they cannot, this one is not kept."""
+        make_way, self._make_way = self._make_way, None
+        if make_way is not None and not make_way():
+            self._job = None
+
     def _store(self, **changes: Any) -> None:
+        self._has_way()
         if self._job is None or self._path is None:
             return
         self._job = replace(self._job, **changes)

@@ -363,3 +363,23 @@ def test_lines_that_cannot_be_written_are_logged(monkeypatch, tmp_path, caplog):
     nowhere.append("clocks", {})
     nowhere.add_grid("a grid")
     assert nowhere.appender("energy") is None
+
+
+def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(whole, caplog):
+    """They may be those of the lower level, by which the job goes on then."""
+    before, now = files(whole), replace(KEYS, profile={**KEYS.profile, "keeps_order": False})
+    folder = job_folder(whole, now, may_be_lowered=True)
+    assert folder.found is None
+    assert files(whole) == before
+    assert job_folder(whole).found.phases_done == job_folder(whole).found.phases_done != ()
+    folder = job_folder(whole, now, may_be_lowered=True)
+    folder.keep_one_clock(1200)
+    after = files(whole)
+    assert json.loads(after.pop("job.json"))["keys"] == asdict(now)
+    assert {name for name in after if "old1" not in name} == set()
+    assert caplog.text.count("starts over") == 1
+
+
+def test_what_may_be_lowered_leaves_an_empty_folder_empty(tmp_path):
+    job_folder(tmp_path, may_be_lowered=True)
+    assert not files(tmp_path)
