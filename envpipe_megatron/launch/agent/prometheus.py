@@ -131,7 +131,7 @@ class _NodeMetrics(Collector):
 
     def _add_job(self, found: _Families, bill: Bill) -> None:
         add, job = found.add, self._job_name
-        total, iterations, each_j = bill.total(), len(bill.iterations), bill.per_unit()
+        total, iterations, each_j = bill.total(), bill.num_iterations, bill.per_unit()
         add("job_info", 1, job, *map(bill.facts.get, _ABOUT))
         add("job_gpus", total.num_gpus, job, "billed")
         add("job_gpus", bill.fact("num_gpus"), job, "expected")

@@ -24,6 +24,7 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     Phase,
+    name_of_run,
     split_phase,
 )
 from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepEnergy, compare
@@ -93,6 +94,8 @@ class PhaseBill:
         shares_s: seconds of `SHARES`.
         steps: how many they hold, those that were repeated after a restart as often as run.
         step_s: the windows' mean step times.
+        first: the lowest iteration; None if no line says one.
+        begun: windows that begin with it.
     """
 
     window: EnergyWindow
@@ -103,6 +106,8 @@ class PhaseBill:
     shares_s: tuple[float, ...] = (0.0,) * len(SHARES)
     steps: int = 0
     step_s: RunningMean = field(default_factory=RunningMean)
+    first: int | None = None
+    begun: int = 0
 
     def add(self, window: EnergyWindow) -> None:
         """Add one window."""
@@ -119,6 +124,9 @@ class PhaseBill:
             return
         self.steps += last - first + 1
         self.step_s.add(window.duration_s / (last - first + 1))
+        if self.first is None or first < self.first:
+            self.first, self.begun = first, 0
+        self.begun += first == self.first
 
     @property
     def step(self) -> StepEnergy | None:
@@ -167,7 +175,7 @@ class Bill:
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
         facts: what the job said of itself.
-        iterations: iterations of training; one repeated after a restart counts once.
+        iterations: of training, by the name of the run; one repeated after a restart counts once.
         unreadable: lines that were torn or foreign.
     """
 
@@ -175,7 +183,7 @@ class Bill:
         self.phases: dict[tuple[tuple[str, str], str, str, int | None], PhaseBill] = {}
         self.nodes: dict[str, NodeBill] = {}
         self.facts: dict[str, Any] = {}
-        self.iterations = Ranges()
+        self.iterations: dict[str, Ranges] = {}
         self.unreadable = 0
 
     def add(self, line: EnergyWindow | EnergyNote) -> None:
@@ -198,7 +206,8 @@ class Bill:
         if line.phase in OUTSIDE_STEPS:
             return
         if line.first_iteration is not None and line.last_iteration is not None:
-            self.iterations.add(line.first_iteration, line.last_iteration)
+            of_run = self.iterations.setdefault(name_of_run(line.run), Ranges())
+            of_run.add(line.first_iteration, line.last_iteration)
 
     def snapshot(self) -> Bill:
         """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
@@ -209,8 +218,13 @@ class Bill:
         }
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
-        made.iterations = copy.copy(self.iterations)
+        made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of all runs."""
+        return sum(map(len, self.iterations.values()))
 
     def total(self) -> EnergyTotal:
         """The job's."""
@@ -282,17 +296,31 @@ class Bill:
     def per_unit(self) -> Mapping[str, float]:
         """J per iteration, token and sample of training; those that are known.
 
-        What an iteration has is known where all batches have one size.
+        What an iteration has is known where all batches have one size, and of one run alone. None
+        is known if a run began twice: as well as a start of the same job, that may be another job.
         """
-        iterations = len(self.iterations)
-        if not iterations:
+        iterations = self.num_iterations
+        if not iterations or self._began_twice():
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        if not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
+        one_run = len(self.iterations) == 1
+        if one_run and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
+
+    def _began_twice(self) -> bool:
+        """Whether the lowest iteration of a run is in two starts, or twice in one."""
+        begun: dict[str, list[tuple[int, str, int]]] = {}
+        for (_, run, _, _), phase in self.phases.items():
+            if phase.first is not None:
+                begun.setdefault(name_of_run(run), []).append((phase.first, run, phase.begun))
+        firsts = [[one for one in own if one[0] == min(own)[0]] for own in begun.values()]
+        return any(
+            len({run for _, run, _ in own}) > 1 or any(times > 1 for *_, times in own)
+            for own in firsts
+        )
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:

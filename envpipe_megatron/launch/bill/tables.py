@@ -70,7 +70,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
     return {
         "job": {
             **total_facts(job),
-            "iterations": len(bill.iterations),
+            "iterations": bill.num_iterations,
             **{f"energy_per_{unit}_j": value for unit, value in bill.per_unit().items()},
             **tariff.facts(job.energy_j),
         },
@@ -126,7 +126,7 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     ]
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
-        lines.append(f"{len(bill.iterations)} iterations: {each}")
+        lines.append(f"{bill.num_iterations} iterations: {each}")
     compared = bill.comparison()
     if compared is not None and compared.saving_percent is not None:
         saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)

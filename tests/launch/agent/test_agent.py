@@ -70,7 +70,7 @@ def test_a_rank_from_hello_to_bye(nodes):
     made = bill(agent)
     assert made.total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
     assert made.missing() == []
-    assert len(made.iterations) == 3
+    assert made.num_iterations == 3
     (line,) = [line for line in lines(agent) if line.get("phase") == "between"]
     metered = ("begin_s", "duration_s", "energy_j", "energy_uncertainty_j", "idle_s")
     assert {key: value for key, value in line.items() if key not in metered} == {

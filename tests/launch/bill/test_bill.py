@@ -71,7 +71,7 @@ def test_sums_are_the_same_to_the_last_bit_in_whatever_order_nodes_send(entries,
             assert total.num_gpus == len({w.gpu_key for w in own})
     for phase in ("steady", "warm-up"):
         assert other.steps(phase) == one.steps(phase)
-    assert len(other.iterations) == len(one.iterations)
+    assert other.num_iterations == one.num_iterations
 
 
 def test_sums_come_by_run_rank_stage_gpu_and_phase():
@@ -146,7 +146,7 @@ def test_a_bill_does_not_grow_with_its_lines():
 def test_an_iteration_that_is_repeated_counts_once_and_its_energy_twice():
     """After a restart iterations 3 and 4 run again."""
     made = bill(*(window(0, i) for i in (0, 1, 2, 3, 4, 3, 4, 5)))
-    assert len(made.iterations) == 6
+    assert made.num_iterations == 6
     assert made.total().energy_j == 800
     assert made.per_unit() == {"iteration": pytest.approx(800 / 6)}
     assert made.steps("steady").iterations == 8
@@ -161,7 +161,7 @@ def test_time_between_steps_is_billed_and_is_no_step():
     )
     assert made.steps("between") is None
     assert made.steps("plan") is None
-    assert len(made.iterations) == 4
+    assert made.num_iterations == 4
     assert made.per_unit()["iteration"] == 125
 
 
@@ -173,7 +173,7 @@ def test_windows_of_many_iterations():
         window(0, None, 1.0, last_iteration=7),
         window(0, 7, 1.0, last_iteration=None),
     )
-    assert len(made.iterations) == 4
+    assert made.num_iterations == 4
     assert made.steps("steady").iterations == 4
 
 
@@ -181,6 +181,32 @@ def test_energy_per_token_and_sample():
     made = bill(window(), job(tokens_per_iteration=1000, samples_per_iteration=8))
     assert made.per_unit() == {"iteration": 100, "token": 0.1, "sample": 12.5}
     assert bill(job(tokens_per_iteration=1000)).per_unit() == {}
+
+
+STARTS = ("2026-01-31T12:00:00.000+00:00", "2026-01-31T13:00:00.000+00:00")
+
+
+def test_iterations_of_other_runs_are_others_and_those_of_a_restart_the_same():
+    facts = job(tokens_per_iteration=1000, samples_per_iteration=8)
+    made = bill(facts, *(window(0, i, run=run) for run in ("a", "b") for i in range(3)))
+    assert made.num_iterations == 6
+    assert made.per_unit() == {"iteration": 100}  # which run has so many tokens is not said
+    runs = [f"a {start}" for start in STARTS]
+    goes_on = [window(0, i, run=run) for run, i in zip(runs * 2, (0, 1, 1, 2), strict=True)]
+    made = bill(facts, *goes_on, *(window(0, i, run=f"a {STARTS[1]}9") for i in (1, 2, 3)))
+    assert made.num_iterations == 4
+    assert made.per_unit() == {"iteration": 175, "token": 0.175, "sample": 21.875}
+
+
+@pytest.mark.parametrize("runs", [STARTS, ("", "")])
+@pytest.mark.parametrize("gpus", [(0, 0), (0, 1)])
+def test_a_run_that_begins_twice_may_be_another_job(runs, gpus):
+    made = bill(
+        *(window(gpu, i, run=run) for gpu, run in zip(gpus, runs, strict=True) for i in (0, 1))
+    )
+    one_job = runs == ("", "") and gpus == (0, 1)
+    assert made.per_unit() == ({"iteration": 200} if one_job else {})
+    assert made.snapshot().per_unit() == made.per_unit()
 
 
 def error_of(values) -> float | None:
