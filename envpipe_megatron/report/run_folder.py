@@ -243,7 +243,10 @@ def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | No
     except ValueError as error:
         missing.append(f"{path.name} is damaged: {error}")
         return None
-    return data if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        return data
+    missing.append(f"{path.name} is damaged: it is not a JSON object")
+    return None
 
 
 def _with_step(data: dict[str, Any], name: str, file: str, missing: list[str]) -> dict[str, Any]:

@@ -141,6 +141,14 @@ def test_notes_without_energies_are_kept_and_named(tmp_path):
     assert lacks(folder, "only what agents noted")
 
 
+@pytest.mark.parametrize("name", ["summary.json", "job.json", "bill.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "null"])
+def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
+    put_energy(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert lacks(read_run_folder(tmp_path), f"{name} is damaged")
+
+
 @pytest.mark.parametrize("told", ["3 s", {"iterations": 3, "time_s": "1.5"}, {"time_s": None}])
 def test_a_damaged_baseline_is_named(tmp_path, told):
     put_energy(tmp_path)
