@@ -46,6 +46,13 @@ def test_windows_of_any_length_give_each_iteration_its_energy_and_time():
     assert series.phases == (("warm-up", 0, 1), ("steady", 2, 2))
 
 
+def test_a_window_of_very_many_iterations_is_its_two_ends():
+    long = window(0, 3, 2**31 - 1, energy_j=2**31 - 3, duration_s=2**31 - 3)
+    (series,) = step_series([window(0, 0, 0, energy_j=5), long])
+    assert series.iteration.tolist() == [0, 3, 2**31 - 1]
+    assert series.energy_j.tolist() == pytest.approx([5, 1, 1])
+
+
 def test_a_step_that_was_repeated_after_a_restart_counts_once():
     own = [
         window(0, 5, 5, energy_j=100, run=STARTS[0]),

@@ -57,7 +57,7 @@ class StepSeries:
 
     Args:
         run: empty if the job has only one.
-        iteration: [n] those that were metered.
+        iteration: [n] those that were metered; of a window of many, the first and the last.
         time_s: [n] of each, on an average GPU.
         energy_j: [n] of each, on all GPUs.
         phases: for each span of iterations of one phase, its name, first and last iteration.
@@ -96,13 +96,13 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
         for name in ("first_iteration", "last_iteration")
     )
     steps = last - first + 1
-    low, length = int(first.min()), int(last.max()) - int(first.min()) + 1
+    corners = np.unique(np.concatenate([first, last + 1]))
 
     def covering(values: FloatArray) -> FloatArray:
-        """[length] for each iteration, the sum over the windows that it lies in."""
-        change = np.zeros(length + 1)
-        np.add.at(change, first - low, values)
-        np.add.at(change, last - low + 1, -values)
+        """[pieces] for an iteration between two corners, the sum over the windows it lies in."""
+        change = np.zeros(len(corners))
+        np.add.at(change, np.searchsorted(corners, first), values)
+        np.add.at(change, np.searchsorted(corners, last + 1), -values)
         return np.asarray(np.cumsum(change)[:-1])
 
     # A step that was repeated after a restart is covered more than once by each GPU.
@@ -111,11 +111,14 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     times_s = covering(np.array([window.duration_s for window in windows]) / steps)
     energies_j = covering(np.array([window.energy_j for window in windows]) / steps)
     num_gpus = len({_member(window) for window in windows})
+    begin = corners[:-1][seen]
+    iteration = np.unique(np.concatenate([begin, corners[1:][seen] - 1]))
+    at = np.flatnonzero(seen)[np.searchsorted(begin, iteration, "right") - 1]
     return StepSeries(
         run,
-        low + np.flatnonzero(seen),
-        times_s[seen] / count[seen],
-        num_gpus * energies_j[seen] / count[seen],
+        iteration,
+        times_s[at] / count[at],
+        num_gpus * energies_j[at] / count[at],
         _phase_spans(windows),
     )
 
