@@ -31,7 +31,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -56,6 +55,9 @@ BETWEEN = "between"
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: The phase of a batch of another size than the full one ends in this.
 _BATCH = re.compile(r" (m\d+)$")
+#: The most s or J of a line, its highest iteration or rank, and stage. No job comes near them, and
+#: squares, microseconds in 64 bits and lists of all stages are possible up to them.
+MAX_AMOUNT, MAX_INDEX, MAX_STAGE = 1e12, 2**31 - 1, 9_999
 #: Where the time of a window went.
 SHARES = ("compute_s", "blocking_s", "idle_s")
 
@@ -209,6 +211,7 @@ def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+            json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
             return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
         return _parse(data)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -255,7 +258,7 @@ def _parse(data: Any) -> EnergyWindow:
         gpu_uid=read_text(data, "gpu_uid"),
         gpu=read_text(data, "gpu"),
         rank=_index(data, "rank"),
-        stage=_index(data, "stage"),
+        stage=_index(data, "stage", MAX_STAGE),
         run=read_text(data, "run"),
         phase=read_text(data, "phase"),
         first_iteration=_index(data, "first_iteration"),
@@ -269,22 +272,31 @@ def _parse(data: Any) -> EnergyWindow:
 
 
 def read_amount(value: Any) -> float:
-    """A number of a line, s or J: finite and not negative, else ValueError."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    """A number of a line, s or J: not negative and at most `MAX_AMOUNT`, else ValueError."""
+    if type(value) not in (int, float) or not 0 <= value <= MAX_AMOUNT:
         raise ValueError
     return float(value)
 
 
 def read_text(data: dict[str, Any], name: str) -> str:
-    """A text of a line, empty if the line does not say; TypeError if it is none."""
+    """A text of a line, empty if the line does not say; TypeError if it is none.
+
+    ValueError: a part of a character, which cannot be printed or written.
+    """
     value = data.get(name, "")
     if not isinstance(value, str):
         raise TypeError
+    value.encode()
     return value
 
 
-def _index(data: dict[str, Any], name: str) -> int | None:
-    value = data.get(name)
-    if value is not None and (type(value) is not int or value < 0):
+def read_index(value: Any, most: int = MAX_INDEX) -> int:
+    """A whole number of a line, from 0 to the most; else TypeError."""
+    if type(value) is not int or not 0 <= value <= most:
         raise TypeError
     return value
+
+
+def _index(data: dict[str, Any], name: str, most: int = MAX_INDEX) -> int | None:
+    value = data.get(name)
+    return None if value is None else read_index(value, most)

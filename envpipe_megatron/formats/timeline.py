@@ -36,7 +36,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit, parse_unit
-from envpipe_megatron.formats.energy import Phase, read_amount, read_text, split_phase
+from envpipe_megatron.formats.energy import (
+    MAX_AMOUNT,
+    MAX_STAGE,
+    Phase,
+    read_amount,
+    read_index,
+    read_text,
+    split_phase,
+)
 
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
@@ -174,7 +182,7 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
     read = RankIteration(
         labels=_labels(data),
         phase=read_text(data, "phase"),
-        iteration=_index(data, "iteration"),
+        iteration=read_index(data["iteration"]),
         begin_s=read_amount(data["begin_s"]),
         iteration_time_s=read_amount(data["iteration_time_s"]),
         order=read_text(data, "units"),
@@ -187,7 +195,12 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
     if not count == len(start_us) == len(end_us) == len(clocks):
         raise ValueError
     # Units of a stage run one after another.
-    if start_us[0] < 0 or (end_us < start_us).any() or (start_us[1:] < end_us[:-1]).any():
+    if (
+        start_us[0] < 0
+        or end_us[-1] > 1e6 * MAX_AMOUNT
+        or (end_us < start_us).any()
+        or (start_us[1:] < end_us[:-1]).any()
+    ):
         raise ValueError
     return read
 
@@ -210,7 +223,8 @@ def _clock_samples(data: dict[str, Any]) -> ClockSamples:
 def _labels(data: dict[str, Any]) -> GpuLabels:
     return _shared_labels(
         *(read_text(data, name) for name in ("node", "gpu", "gpu_uid")),
-        *(_index(data, name) for name in ("rank", "stage")),
+        read_index(data["rank"]),
+        read_index(data["stage"], MAX_STAGE),
         *(read_text(data, name) for name in ("run", "clock_backend")),
     )
 
@@ -223,10 +237,3 @@ def _integers(values: Any) -> NDArray[np.int64]:
     if array.ndim != 1 or array.dtype != np.int64:  # none at all are floats
         raise TypeError
     return array
-
-
-def _index(data: dict[str, Any], name: str) -> int:
-    value = data[name]
-    if type(value) is not int or value < 0:
-        raise TypeError
-    return value

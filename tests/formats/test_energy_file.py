@@ -63,16 +63,26 @@ def test_a_note_keeps_all_its_fields():
         *[
             WINDOW | {field: bad}
             for field in ("rank", "stage", "first_iteration", "last_iteration")
-            for bad in (-1, 0.5, True, "0")
+            for bad in (-1, 0.5, True, "0", 2**31, 10**400)
         ],
         *[
             WINDOW | {field: bad}
             for field in ("energy_j", "duration_s", "energy_uncertainty_j", "compute_s", "begin_s")
-            for bad in (-0.5, float("inf"), float("nan"), True, "1")
+            for bad in (-0.5, float("inf"), float("nan"), True, "1", 1e200, 10**400)
         ],
-        *[WINDOW | {field: 7} for field in ("node", "gpu", "gpu_uid", "run", "phase")],
+        *[
+            WINDOW | {field: bad}
+            for field in ("node", "gpu", "gpu_uid", "run", "phase")
+            for bad in (7, "\ud800")
+        ],
+        WINDOW | {"stage": 10_000},
         *[{field: value} for field, value in LEAST.items()],
-        *[{"format": "envpipe-note/1", field: 7} for field in ("node", "note")],
+        *[
+            {"format": "envpipe-note/1", field: bad}
+            for field in ("node", "note")
+            for bad in (7, "\udcff")
+        ],
+        {"format": "envpipe-note/1", "facts": {"notes": ["\ud800"]}},
     ],
 )  # fmt: skip
 def test_what_is_no_line_of_an_energy_log_is_refused(data):

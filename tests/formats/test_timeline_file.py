@@ -76,9 +76,14 @@ def test_without_clock_control_there_are_no_frequencies(tmp_path):
         *[
             ITERATION | {field: bad}
             for field in ("rank", "stage", "iteration")
-            for bad in (-1, 0.5, True, None)
+            for bad in (-1, 0.5, True, None, 2**31)
         ],
-        *[ITERATION | {field: -0.1} for field in ("begin_s", "iteration_time_s")],
+        *[
+            ITERATION | {field: bad}
+            for field in ("begin_s", "iteration_time_s")
+            for bad in (-0.1, 1e300)
+        ],
+        ITERATION | {"end_us": [10, 20, 50, 2**60]},
         *[ITERATION | {field: 7} for field in ("node", "gpu", "gpu_uid", "run", "phase")],
         *[ITERATION | {"units": other} for other in ("F0 F1 B0", "F0 F1 B0 X1", "")],
         *[

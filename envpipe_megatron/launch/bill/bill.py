@@ -18,6 +18,7 @@ from envpipe_megatron.formats.energy import (
     BETWEEN,
     ENDED,
     JOB,
+    MAX_AMOUNT,
     PHASES,
     PLAN,
     SHARES,
@@ -258,9 +259,9 @@ class Bill:
         return reasons
 
     def fact(self, name: str) -> float | None:
-        """A number above 0 that the job reported; None if it reported none."""
+        """A number above 0 that the job reported and may be true; None if it reported none."""
         value: Any = self.facts.get(name)
-        return value if type(value) in (int, float) and 0 < value < math.inf else None
+        return value if type(value) in (int, float) and 0 < value <= MAX_AMOUNT else None
 
     def steps(self, phase: str) -> StepEnergy | None:
         """A step of a phase on an average GPU; None if a GPU does not report its steps."""
@@ -290,7 +291,7 @@ class Bill:
             return None
         try:
             return compare(steady, StepEnergy(**self.facts.get("baseline", {})))
-        except (TypeError, ZeroDivisionError):  # it is none that this version knows
+        except (TypeError, ArithmeticError):  # it is none that this version knows
             return None
 
     def per_unit(self) -> Mapping[str, float]:

@@ -274,7 +274,7 @@ def test_a_single_step_tells_a_saving_and_not_how_sure_it_is():
         [window()],
         [window(), job(baseline=None)],
         [window(), job(baseline={"step_s": 1.0})],  # of another version
-        [window(), job(baseline={**BASELINE, "time_s": 0.0})],
+        *[[window(), job(baseline={**BASELINE, "time_s": bad})] for bad in (0.0, 10**400)],
         [window(), job(baseline=[1, 2])],
         [window(phase="warm-up"), job(baseline=BASELINE)],
         [window(0), window(1, None), job(baseline=BASELINE)],  # one GPU does not tell its steps
@@ -331,7 +331,9 @@ def test_the_last_of_two_facts_counts():
     assert made.missing() == []
 
 
-@pytest.mark.parametrize("bad", ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "bad", ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf, 10**400]
+)
 def test_facts_that_make_no_sense_spoil_no_bill(bad):
     names = ("num_gpus", "tokens_per_iteration", "samples_per_iteration", "baseline")
     names += ("model", "type", "microbatch_size", "notes")
