@@ -344,10 +344,9 @@ def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
         raise PlanError(f"{fields.path}: field 'park_mhz': {error}") from error
     for name, value in vars(cost).items():
         stored = fields.data.get(name)
-        if isinstance(stored, int | float) and math.isclose(
-            stored, value, rel_tol=_STORED_TOLERANCE
-        ):
-            continue
+        with suppress(ValueError):
+            if math.isclose(AMOUNT(stored), value, rel_tol=_STORED_TOLERANCE):
+                continue
         if own_profile:
             raise fields.wrong(name, f"The plan and its profile give {value}; make the plan again.")
         logger.warning(
