@@ -55,9 +55,8 @@ def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path
     text = (ROOT / PAGE).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
-    names = {}
     for block in blocks:
-        exec(compile(block, PAGE, "exec"), names)
+        exec(compile(block, PAGE, "exec"), {})
     assert run_well("export-schedule", "plan.json").stdout
     refused = run_badly("plan", "--profile", EXAMPLE, "--schedule", "order.csv")
     assert "has 2 stages, 3 microbatches" in refused
