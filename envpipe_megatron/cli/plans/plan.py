@@ -168,7 +168,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "competes.",
 )
 @click.option(
-    "--frontier-points", type=click.IntRange(min=2), default=100, show_default=True,
+    "--frontier-points", type=click.IntRange(2, 10_000), default=100, show_default=True,
     help="Deadlines of the frontier.",
 )  # fmt: skip
 @click.option(

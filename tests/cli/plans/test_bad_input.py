@@ -148,6 +148,7 @@ BASELINE = ("--policy", "baseline")
         (["--policy", "envelope", "--frontier", "f.csv"], []),
         (["--schedule", "1f1b", "--memory-frontier", "m.csv"], []),
         (["--frontier-points", "5"], []),
+        (["--frontier", "f.csv", "--frontier-points", "9" * 23], ["--frontier-points", "10000"]),
         (["--frontier", "refused.json"], ["overwrite"]),
     ],
 )
