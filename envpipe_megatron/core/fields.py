@@ -169,7 +169,10 @@ def read_table(
     optional: tuple[str, ...] = (),
     error: type[EnvPipeError] = EnvPipeError,
 ) -> tuple[bytes, list[Row]]:
-    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out."""
+    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out.
+
+    A row of more cells than the header is refused: with decimal commas, numbers would be others.
+    """
     try:
         content = path.read_bytes()
         lines = list(csv.reader(io.StringIO(decode(content), newline="")))
@@ -192,9 +195,9 @@ def read_table(
         if not any(map(str.strip, cells)):
             continue
         where = f"{path}, line {number}"
-        if len(cells) < needed:
+        if len(cells) < needed or any(map(str.strip, cells[len(header) :])):
             raise error(
-                f"{where}: too few columns",
+                f"{where}: too {'few' if len(cells) < needed else 'many'} columns",
                 value=",".join(cells),
                 remedy=f"Needed: {', '.join(columns)}.",
             )

@@ -47,6 +47,7 @@ STAGE = "stage must be a whole number of at least 0"
             "0,forward,1200,1,1",
             "a second row for stage 0 forward at this frequency (MHz) (got 1200). The first is ",
         ),
+        ("0,forward,900,1,5,20", "too many columns (got '0,forward,900,1,5,20')"),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):

@@ -390,10 +390,10 @@ def test_reading_a_table(tmp_path):
     assert plain.num_transformer_layers == 3
 
 
-def test_blank_lines_zeros_and_further_cells_are_accepted(tmp_path):
+def test_blank_lines_zeros_and_further_blank_cells_are_accepted(tmp_path):
     path = write_layers(tmp_path / "layers.csv", ("00", "1"), HEADER + ",memory", ",0")
     first, *rest = path.read_text().splitlines()
-    rest = [line.replace(",1,0", ",0,0,7") for line in rest]
+    rest = [line.replace(",1,0", ",0,0, ,") for line in rest]
     path.write_bytes("\r".join([first, "", " ,,", *rest]).encode())
     table = read_layers(path)
     assert table.names == ("0", "1")
