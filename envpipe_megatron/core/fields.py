@@ -33,13 +33,15 @@ class Number:
     whole: bool = False
     positive: bool = False
     below: float = 1e300
+    least: float = 0.0
 
     def __call__(self, value: Any) -> Any:
         """Read a value of JSON."""
         types = (int,) if self.whole else (int, float)
-        if type(value) not in types or not 0 <= value < self.below or (self.positive and not value):
+        in_range = type(value) in types and self.least <= value < self.below
+        if not in_range or (self.positive and not value):
             kind = "a whole number" if self.whole else "a number"
-            least = "above 0" if self.positive else "of at least 0"
+            least = "above 0" if self.positive else f"of at least {self.least:g}"
             most = f" and below {self.below:,.0f}" if self.below < 1e300 else ""
             raise ValueError(f"{kind} {least}{most}")
         return value if self.whole else float(value)
@@ -56,6 +58,8 @@ class Number:
 AMOUNT = Number()
 COUNT = Number(whole=True, positive=True)
 FREQUENCY = Number(whole=True, positive=True, below=MAX_FREQUENCY_MHZ)
+#: s; one time divided by another stays finite.
+UNIT_TIME = Number(least=1e-12, below=1e12)
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from envpipe_megatron.core.fields import AMOUNT, FREQUENCY, MAX_FREQUENCY_MHZ, Number, Row
+from envpipe_megatron.core.fields import AMOUNT, FREQUENCY, MAX_FREQUENCY_MHZ, UNIT_TIME, Row
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
 
@@ -103,7 +103,7 @@ def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRo
         )
     return Kind(instruction), ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
-        line.read("time", Number(positive=True), "s"),
+        line.read("time", UNIT_TIME, "s"),
         line.read("energy", AMOUNT, "J"),
         *(
             line.read(name, AMOUNT, unit) if line.cells.get(name) else None

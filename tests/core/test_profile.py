@@ -26,15 +26,19 @@ def read(tmp_path, text):
     return read_profile(path)
 
 
-TIME, ENERGY = "time (s) must be a number above 0", "energy (J) must be a number of at least 0"
+TIME = "time (s) must be a number of at least 1e-12 and below 1,000,000,000,000"
+ENERGY = "energy (J) must be a number of at least 0"
 CLOCK = "frequency (MHz) must be a whole number above 0 and below 1,000,000"
 STAGE = "stage must be a whole number of at least 0"
+
+
+BAD_TIMES = ("x", "", "nan", "0", "1e-320", "1e12")
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        *[(f"0,forward,900,{bad},1", f"{TIME} (got '{bad}')") for bad in ("x", "", "nan", "0")],
+        *[(f"0,forward,900,{bad},1", f"{TIME} (got '{bad}')") for bad in BAD_TIMES],
         *[(f"0,forward,900,1,{bad}", f"{ENERGY} (got '{bad}')") for bad in ("x", "-inf", "-2")],
         *[
             (f"0,forward,{bad},1,1", f"{CLOCK} (got '{bad}')")
@@ -43,11 +47,11 @@ STAGE = "stage must be a whole number of at least 0"
         *[(f"{bad},forward,900,1,1", f"{STAGE} (got '{bad}')") for bad in ("first", "-1", "0.5")],
         ("0,sideways,900,1,1", "unknown instruction (got 'sideways')"),
         ("0,forward,900,1", "too few columns (got '0,forward,900,1')"),
+        ("0,forward,900,1,5,20", "too many columns (got '0,forward,900,1,5,20')"),
         (
             "0,forward,1200,1,1",
             "a second row for stage 0 forward at this frequency (MHz) (got 1200). The first is ",
         ),
-        ("0,forward,900,1,5,20", "too many columns (got '0,forward,900,1,5,20')"),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):

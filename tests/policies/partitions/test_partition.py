@@ -419,7 +419,11 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
         ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
         ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
-        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) must be a number above 0"]),
+        (
+            "0,forward,1200,0.1",
+            "0,forward,1200,0",
+            ["line 6", "time (s) must be a number of at least"],
+        ),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "memory (bytes)"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,9", ["line 7", "memory", "layer 0", "9"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,inf", ["line 6", "memory", "'inf'"]),
