@@ -332,7 +332,8 @@ def test_the_last_of_two_facts_counts():
 
 
 @pytest.mark.parametrize(
-    "bad", ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf, 10**400]
+    "bad",
+    ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf, pytest.param(10**400, id="huge")],
 )
 def test_facts_that_make_no_sense_spoil_no_bill(bad):
     names = ("num_gpus", "tokens_per_iteration", "samples_per_iteration", "baseline")
