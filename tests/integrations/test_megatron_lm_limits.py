@@ -111,7 +111,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"pipeline_model_parallel_comm_backend": "ucc"},
         {"use_ring_exchange_p2p": True},
     ),
-    "--yaml-cfg": ({"yaml_cfg": "job.yaml"},),
     "no pipeline": ({"pipeline_model_parallel_size": 1}, {"pipeline_model_parallel_size": None}),
     "CUDA graphs over the full iteration": (
         {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},  # 0.16, 0.17

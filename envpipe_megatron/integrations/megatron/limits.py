@@ -228,7 +228,6 @@ LIMITS: tuple[Limit, ...] = (
         lambda args: os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0",
         "a message that is measured would stop its host for ever",
     ),
-    _against_order("--yaml-cfg", on("yaml_cfg"), "its arguments are not all known"),
     _against_units(
         "no pipeline",
         lambda args: not above_one("pipeline_model_parallel_size")(args),

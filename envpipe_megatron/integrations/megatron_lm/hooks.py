@@ -74,10 +74,14 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
     `model` has the chunks of this rank. Raises HookError if Megatron does not get that function,
-    and SystemExit and EnvPipeError as `Job` raises JobError and EnvPipeError.
+    SystemExit if arguments did not come from the command line, and SystemExit and EnvPipeError as
+    `Job` raises JobError and EnvPipeError.
     """
     _state.reached["begin_training"] += 1
-    options = validated(_state.options, "megatron/training/arguments.py")
+    try:
+        options = validated(_state.options, "megatron/training/arguments.py")
+    except HookError as error:
+        refuse(error)
     if not args.log_energy:
         _quiet_energy_monitor()
     if (stages := recomputation.by_stage(args)) is not None:
