@@ -104,18 +104,19 @@ class ObjectivePlanner:
         late_s = self.latest_time_s(optimizer, worth_w)
         if early.excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
             return early
-        excess = early.excess
+        excess, step = early.excess, _SAME_TIME
         best = min(early, self._found(optimizer, late_s, worth_w), key=_rank)
         for _ in range(_MOST_PLANS):
             if best.excess > 1 or late_s <= early_s * (1 + _SAME_TIME):
                 break
-            # A mean power falls at least as fast as time rises.
-            time_s = min(early_s * max(excess, 1 + _SAME_TIME), math.sqrt(early_s * late_s))
+            # A mean power falls at least as fast as time rises; an energy may need any step.
+            least = 1.0 if self.objective.power_cap_w is None else excess
+            time_s = min(early_s * max(least, 1 + step), math.sqrt(early_s * late_s))
             now = self._found(optimizer, time_s, worth_w)
-            if now.excess > 1:
-                early_s, excess = time_s, now.excess
+            if now.plan is None or now.excess > 1:
+                early_s, excess, step = time_s, now.excess, 3 * step
             else:
-                late_s = time_s
+                late_s = now.plan.cost.iteration_time_s
             best = min(best, now, key=_rank)
         return best
 
