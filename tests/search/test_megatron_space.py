@@ -190,6 +190,18 @@ def test_energy_takes_a_cut_that_time_alone_would_not() -> None:
     assert best.cost.energy_j < 0.99 * fastest.plan(60.0, longest_s).cost.energy_j
 
 
+@pytest.mark.parametrize("seed", [3, 6])
+def test_a_looser_limit_finds_nothing_dearer(seed: int) -> None:
+    """Where time costs most, what takes the least energy at the longest time is no bargain."""
+    profile, job = whole_layers(seed, ("layer", "other") * 4, clocks=4), Job(8, 8, 16, 400.0)
+    cost = Objective("cost", energy_price=3.6e6, gpu_price=3600 * 600.0)
+    tight, loose = (
+        search(profile, job, Space(), cost, blocking_power_w=60.0, max_slowdown=slowdown).ranked[0]
+        for slowdown in (0.02, 1.0)
+    )
+    assert cost.score(loose.cost, 8) <= cost.score(tight.cost, 8) * (1 + 1e-3)
+
+
 def test_what_cannot_be_is_said() -> None:
     profile = whole_layers(0)
     with pytest.raises(EnvPipeError, match="No configuration keeps the memory limit"):

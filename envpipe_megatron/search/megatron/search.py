@@ -12,6 +12,8 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
@@ -24,6 +26,8 @@ from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_o
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6
+#: Iteration times at which the score of a candidate is estimated.
+_NUM_TIMES = 5
 
 #: Told what is done, and how much of how many.
 Progress = Callable[[str, int, int], None]
@@ -97,7 +101,7 @@ def search(
     if profile.has_energy:
         longest_s = candidates[0].iteration_time_s * (1 + max_slowdown)
         if not quickest:
-            candidates = _cheapest(megatron, candidates, blocking_power_w, longest_s)
+            candidates = _cheapest(megatron, candidates, objective, blocking_power_w, longest_s)
         ranked = []
         for done, candidate in enumerate(candidates[:NUM_PLANNED]):
             progress("planning", done, min(NUM_PLANNED, len(candidates)))
@@ -110,22 +114,28 @@ def search(
 def _cheapest(
     megatron: MegatronSpace,
     candidates: list[Candidate],
+    objective: Objective,
     blocking_power_w: float,
     longest_s: float,
 ) -> list[Candidate]:
-    """Candidates, and other cuts of those that look best, by their estimated energy."""
+    """The fastest candidate, then others, and other cuts of the best, by an estimate of their score.
+
+    The least at a few times of an iteration, from a candidate's own to the longest.
+    """
 
     def key(candidate: Candidate) -> float:
-        return estimate_j(candidate, blocking_power_w, longest_s)
+        times_s = np.linspace(candidate.iteration_time_s, longest_s, _NUM_TIMES).tolist()
+        costs = (Cost(at_s, estimate_j(candidate, blocking_power_w, at_s)) for at_s in times_s)
+        return min(objective.score(cost, megatron.job.num_gpus) for cost in costs)
 
-    candidates.sort(key=key)
     found = list(candidates)
-    for candidate in candidates[:NUM_PLANNED]:
+    for candidate in sorted(candidates, key=key)[:NUM_PLANNED]:
         found += alternatives(
             megatron, shape_of(candidate.configuration), blocking_power_w, longest_s, NUM_PLANNED
         )
     unlike = {candidate.configuration: candidate for candidate in found}
-    return sorted(unlike.values(), key=key)
+    fastest = unlike.pop(candidates[0].configuration)
+    return [fastest, *sorted(unlike.values(), key=key)]
 
 
 def _simulated(
