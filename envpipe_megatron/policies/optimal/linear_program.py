@@ -34,6 +34,8 @@ _EARLIER = 1e-5
 #: An answer may be this much dearer than its bound, as a fraction of the iteration's energy and of
 #: what slower units can save: a little more than the interior point's disturbed slopes can cost.
 _GAP = 6e-4
+#: Times whose ratio is larger are more than the solvers' tolerances allow.
+_FAR_APART = 1e8
 
 
 class LinearProgramError(EnvPipeError):
@@ -136,8 +138,20 @@ class DurationProgram:
             f"The linear program of schedule '{self._schedule.name}' was not solved for this "
             f"deadline (s), although it can be met: {failure}",
             value=deadline_s,
-            remedy="Allow a little more time, or use another order.",
+            remedy=self._remedy(),
         ) from failure
+
+    def _remedy(self) -> str:
+        """What helps where no solver does."""
+        units_s = np.concatenate([unit.time_s for unit in self._choices.units])
+        times_s = {"unit": units_s, "message": self._latency_s, "tail": self._tail_s}
+        largest_s, name = max((float(np.max(of, initial=0)), name) for name, of in times_s.items())
+        if largest_s > _FAR_APART * units_s.min():
+            return (
+                f"Times lie too far apart: the longest {name} takes {largest_s:.4g} s, the "
+                f"shortest unit {units_s.min():.4g} s. Look whether both are right."
+            )
+        return "Allow a little more time, or use another order."
 
     def _solved(self, solver: Simplex | InteriorPoint, aim_s: float, deadline_s: float) -> Relaxed:
         """A solver's answer for a deadline that it aims at, checked against its own bound."""

@@ -18,6 +18,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
+from envpipe_megatron.policies.optimal.duration_problem import SolverError
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
@@ -235,6 +236,29 @@ def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
     else:
         with pytest.raises(LinearProgramError, match="although it can be met"):
             asked.solve(deadline_s)
+
+
+@pytest.mark.parametrize(
+    ("unit_s", "message_s", "tail_s", "said"),
+    [
+        (1.0, 0.1, 0.1, "Allow a little more time"),
+        (1e14, 0.1, 0.1, "the longest unit takes 1e\\+14 s"),
+        (1.0, 1e9, 0.1, "the longest message takes 1e\\+09 s, the shortest unit 1 s"),
+        (1.0, 0.1, 1e9, "the longest tail takes 1e\\+09 s"),
+    ],
+)
+def test_times_that_lie_too_far_apart_are_named(monkeypatch, unit_s, message_s, tail_s, said):
+    def fail(self, deadline):
+        raise SolverError("infeasible")
+
+    monkeypatch.setattr(Simplex, "solve", fail)
+    table = {(s, kind): {1400: (1.0, 9.0), 1200: (2.0, 5.0)} for s in (0, 1) for kind in (F, B)}
+    table[1, F] = {1400: (unit_s, 9.0)}
+    choices = make_choices(profile_of(table), np.zeros(2), np.ones(2, dtype=np.int64))
+    schedule = builders.one_f_one_b(2, 2)
+    program = DurationProgram(schedule, choices, message_s, np.array([0.0, tail_s]))
+    with pytest.raises(LinearProgramError, match=said):
+        program.solve(program.fastest_iteration_s)
 
 
 @SOLVERS
