@@ -118,9 +118,9 @@ def _cheapest(
     blocking_power_w: float,
     longest_s: float,
 ) -> list[Candidate]:
-    """The fastest candidate, then others, and other cuts of the best, by an estimate of their score.
+    """The fastest candidate, then others, and other cuts of the best, by an estimated score.
 
-    The least at a few times of an iteration, from a candidate's own to the longest.
+    It is the least at a few iteration times, from a candidate's own to the longest.
     """
 
     def key(candidate: Candidate) -> float:
