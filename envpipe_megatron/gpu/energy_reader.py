@@ -40,14 +40,32 @@ class EnergyReader:
     """
 
     def __init__(self, address: GpuAddress, poll_s: float) -> None:
-        order = {"address": asdict(address), "poll_s": poll_s, "parent": os.getpid()}
-        pipe = subprocess.PIPE
-        self._process = start_child(
-            _PROCESS, order, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
-        )
-        streams: Any = self._process
-        self._questions, self._answers = streams.stdin, streams.stdout
-        os.set_blocking(self._answers.fileno(), False)
+        answers, theirs = os.pipe()  # what starts with Python may print
+        order = {
+            "address": asdict(address),
+            "poll_s": poll_s,
+            "parent": os.getpid(),
+            "answers": theirs,
+        }
+        nothing = subprocess.DEVNULL
+        self._answers = os.fdopen(answers, "rb", buffering=0)
+        try:
+            self._process = start_child(
+                _PROCESS,
+                order,
+                (theirs,),
+                stdin=subprocess.PIPE,
+                stdout=nothing,
+                stderr=nothing,
+                bufsize=0,
+            )
+        except OSError:
+            self._answers.close()
+            raise
+        finally:
+            os.close(theirs)
+        self._questions: Any = self._process.stdin
+        os.set_blocking(answers, False)
         self._rest = b""
         self._asked = self._answered = 0
         #: Why its last look failed; None when it went well.
@@ -77,12 +95,11 @@ class EnergyReader:
             wait_readable([self._answers.fileno()], left_s)
 
     def close(self) -> None:
-        """End it."""
-        self._questions.close()
-        try:
+        """End it; what it has not said is lost."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._questions.close()
         self._answers.close()
 
     def _read(self) -> bytes:

@@ -1,7 +1,7 @@
 """Reads an energy counter for a rank, and writes what it sees into a pipe: `energy_reader`.
 
 Looks as often as it was told, and when a byte comes in; a line of JSON goes out for each refresh,
-each answer and each error. It ends with the rank, or when the rank closes its end.
+each answer and each error. It ends with the rank, which may also kill it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import astuple
@@ -17,15 +18,19 @@ from typing import Any
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress
 from envpipe_megatron.gpu.opening import open_reader
 
-_IN, _OUT = 0, 1
+_IN = 0
 
 
 def main() -> None:
     """Read until nobody wants to know."""
     order = json.loads(sys.argv[1])
+    # Batch systems send these to all of a job's processes, and mean its ranks.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    answers = order["answers"]
     gpu = open_reader(GpuAddress(**order["address"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
-    os.set_blocking(_OUT, False)
+    os.set_blocking(answers, False)
     waiting, looks = b"", 0
     last: EnergyReading | None = None
     said: dict[str, Any] = {}
@@ -41,7 +46,7 @@ def main() -> None:
             last, said = reading, saying
             waiting += json.dumps({**saying, **news}).encode() + b"\n"
         with suppress(BlockingIOError):
-            waiting = waiting[os.write(_OUT, waiting) :]
+            waiting = waiting[os.write(answers, waiting) :]
         if select.select([_IN], [], [], order["poll_s"])[0]:
             asked = os.read(_IN, 1 << 10)
             if not asked:

@@ -81,8 +81,9 @@ def test_what_a_full_pipe_refuses_is_said_later(monkeypatch):
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "set_blocking", lambda *_: None)
     monkeypatch.setattr(os, "read", lambda *_: b"?" if full else b"")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(energy_reader_process.select, "select", lambda *_: ([0], [], []))
-    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid(), "answers": 1}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_reader_process.main()
     lines = [json.loads(line) for line in written.splitlines()]
@@ -144,10 +145,23 @@ def test_failures_are_said_and_get_over(gpu, meter):
     assert meter.last_refresh_s == gpu.read_energy().time_s
 
 
+def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('of a test')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        meter._reader._process.send_signal(number)
+    gpu.advance_to(2.2)
+    meter.catch_up()
+    assert meter._reader is not None
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    meter.close()
+
+
 def test_it_ends_with_its_meter(meter):
     process = meter._reader._process
     meter.close()
-    assert process.wait(WAIT_S) == 0
+    assert process.returncode == -signal.SIGKILL
     assert meter.last_refresh_s > 0
 
 

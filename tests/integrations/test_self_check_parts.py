@@ -145,3 +145,20 @@ def test_what_is_further_than_chance_is_named() -> None:
         assert "gradients of w differ" in str(first.strays_from(run(wrong), again))
     far = outcome(w=noisy(weight, 0.1), nothing=nothing, last=noisy(weight, 0.1))
     assert "two runs of Megatron's differ" in str(first.strays_from(run(weight), far))
+
+
+@pytest.mark.parametrize("orders", [["own"], ["own", "longer"]])
+def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders: list[str]) -> None:
+    """It would pass, and a full one's order would be run unchecked."""
+    from types import SimpleNamespace
+
+    from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+
+    def orders_of(count: int) -> list[Any]:
+        return ["own", "regrouped", "longer"] if count == 8 else orders
+
+    planner: Any = SimpleNamespace(is_planner=True)
+    check = SelfCheck(orders_of, 8, None, planner, print)  # type: ignore[arg-type]
+    losses = check({"num_microbatches": 2}, None, lambda **given: [given], None)  # type: ignore[arg-type, return-value]
+    assert losses == [{"num_microbatches": 2}]
+    assert not check.done

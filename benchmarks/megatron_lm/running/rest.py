@@ -8,6 +8,7 @@ other tell of that; but a job that keeps its framework's order has nothing idle 
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,8 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
     from envpipe_megatron.integrations.megatron.kept import KeptOrder
     from envpipe_megatron.runtime.job.session import Session
 
-    own, at_work = Session.end_step, list[Session]()
+    own = Session.end_step
+    at_work, at_rest = list[Session](), list[Session]()
 
     def end_step(self: Session) -> None:
         own(self)
@@ -46,13 +48,24 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
 
     def between_turns() -> None:
         if at_work and rests_next():
-            at_work.pop().pause()  # it closes the step, so that none of the rest is billed
+            at_rest.append(at_work.pop())
+            at_rest[0].pause()  # it closes the step, so that none of the rest is billed
+            _tell_reader(at_rest[0], signal.SIGSTOP)
+        elif at_rest and not rests_next():
+            _tell_reader(at_rest.pop(), signal.SIGCONT)
 
     Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
     _replace(rests_next, Session, "begin_step", _nothing)
     _replace(rests, Session, "end_step", _nothing)
     _rest(rests, KeptOrder, "__call__", lambda self, **given: self._framework_function(**given))
     return between_turns
+
+
+def _tell_reader(session: Any, number: signal.Signals) -> None:
+    """Tell the process that reads a real GPU's counter, which sums up what nobody reads."""
+    reader = session.meter._reader
+    if reader is not None:
+        reader._process.send_signal(number)
 
 
 def let_torchtitan_rest(rests: Question) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +29,7 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.policies.orders.families import group_sizes
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
@@ -104,12 +104,12 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     ]
     own = type(unwrap_model(model[0]))
     others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
-    if others and issubclass(own, GPTModel):
-        names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
-        found.append(stands_against(f"layers of one's own: {names}", Level.ORDER, NOT_PROVEN))
     if not issubclass(own, GPTModel):
         feature = f"models other than GPTModel: {own.__name__}"
         found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
+    elif others:
+        names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
+        found.append(stands_against(f"layers of one's own: {names}", Level.ORDER, NOT_PROVEN))
     if config.variable_seq_lengths:
         feature = "sequences of varying length"
         found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
@@ -229,9 +229,7 @@ def orders_to_try(
     stages = args.pipeline_model_parallel_size
     orders = [megatron_order(args, model, count)]
     if regroups and len(model) > 1:
-        # As the planner groups them: no last group is much smaller than the others.
-        sizes = [math.ceil(count / max(1, round(count / (m * stages)))) for m in (1, 1.5, 2)]
-        for size in dict.fromkeys(sizes):
+        for size in group_sizes(count, stages):
             with suppress(ScheduleError):
                 orders.append(builders.interleaved(stages, count, len(model), size))
     with suppress(ScheduleError):

@@ -53,18 +53,18 @@ class Training:
     ) -> None:
         self._args, self._options, self._model = args, options, model
         self._pipeline_group = pipeline_group
-        self._limits = *limits, *limits_of(model)
-        # Stages may have models of different classes.
-        own = self._decide(options.level)
-        levels, wanted = zip(*_gathered((own.level, bool(own.to_check))), strict=True)
-        self._decision = self._decide(min(levels))
-        self._checked = any(wanted) or options.self_check == "always"
+        # Stages may have models of different classes, and layers of different kinds.
+        own = [(limit.feature, limit.highest, limit.reason) for limit in limits_of(model)]
+        of_all = dict.fromkeys(found for stage in _gathered(own) for found in stage)
+        self._limits = *limits, *(stands_against(*found) for found in of_all)
+        self._decision = self._decide(options.level)
+        self._checked = bool(self._decision.to_check) or options.self_check == "always"
         self.job = self._make_job()
         close_at_exit(self.close)
         #: What runs in place of Megatron's own function, once there is one.
         self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
         self._replaced: Callable[..., Any] | None = None
-        if self._decision.level is Level.ORDER and (why := self._against_order(any(wanted))):
+        if self._decision.level is Level.ORDER and (why := self._against_order()):
             self._lower(options.level, why)
 
     def announce(self) -> None:
@@ -143,9 +143,9 @@ class Training:
         checks = self._options.self_check != "off"
         return decide(self._args, (*self._limits, *more), asked, checks=checks)
 
-    def _against_order(self, waits: bool) -> str | None:
+    def _against_order(self) -> str | None:
         """What the channel has against level `order`, alike on all ranks."""
-        if waits and self.job.channel.posts_ahead:
+        if self._decision.to_check and self.job.channel.posts_ahead:
             return POSTED_AHEAD
         return what_stalls(self._args, self._model, self.job)
 

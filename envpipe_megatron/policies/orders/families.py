@@ -48,6 +48,12 @@ _UNIT_BUDGET = 9_300
 _FEWEST_ORDERS = 1
 
 
+def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
+    """Sizes of groups that are tried: p, and larger ones whose last is not much smaller."""
+    counts = (max(1, round(num_microbatches / (multiple * num_stages))) for multiple in _GROUPS)
+    return [num_stages, *(math.ceil(num_microbatches / count) for count in counts)]
+
+
 @dataclass(frozen=True)
 class Family:
     """Orders that lay out chunks alike, and either split their backwards or do not."""
@@ -219,15 +225,13 @@ class FamilySearch:
         """Microbatches that pass a chunk before its next, where all stages hold up to a limit.
 
         Where messages are taken in order, a stage that waits for one cannot go on with another;
-        larger groups wait less. No last group is much smaller than the others.
+        larger groups wait less.
         """
         own = self._own
         groups = [own.num_stages]
         if self._in_order:
             groups.append(self._conditions.group_size or own.num_stages)
-            for multiple in _GROUPS:
-                count = max(1, round(own.num_microbatches / (multiple * own.num_stages)))
-                groups.append(math.ceil(own.num_microbatches / count))
+            groups += group_sizes(own.num_microbatches, own.num_stages)[1:]
         fit = [size for size in groups if (own.num_chunks - 1) * size < limit]
         return list(dict.fromkeys(fit or groups[:1]))
 

@@ -281,8 +281,10 @@ class EnergyMeter:
                 self._start_thread()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
+        with suppress(RuntimeError):  # the interpreter is ending
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while True:

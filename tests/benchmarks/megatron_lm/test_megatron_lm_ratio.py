@@ -1,9 +1,11 @@
 """The ratio of times, what units predict, and energies."""
 
 import math
+import signal
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -191,6 +193,9 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
     A job whose thread sets the clock makes Python's switch interval shorter at its first request.
     """
     turns, session = Turns(), object.__new__(Session)
+    told: list[object] = []
+    process = SimpleNamespace(send_signal=told.append)
+    session.meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
     order = object.__new__(KeptOrder)
     order._framework_function = lambda **given: calls.append(given)
     between = rest.let_megatron_rest(
@@ -211,6 +216,7 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
         assert "pause" not in calls
         between()
         by_iteration.append([*calls])
+    assert told == [signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP]
     assert by_iteration[:4] == [WORKING, [*WORKING, "pause"], [{"number": 2}], [{"number": 3}]]
     assert by_iteration[4:] == [WORKING, WORKING, WORKING, [*WORKING, "pause"], *by_iteration[8:]]
     assert by_iteration[8:] == [[{"number": 8}], [{"number": 9}]]

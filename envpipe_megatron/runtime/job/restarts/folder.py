@@ -68,6 +68,7 @@ class JobFolder:
         self._job: StoredJob | None = None
         #: Renames another job's files, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] | None = None
+        self._way_is_blocked = False
 
     @property
     def found_profile(self) -> Path | None:
@@ -202,9 +203,10 @@ class JobFolder:
         """Write a result on the planning rank; the digests of its files, none if it failed."""
         if self._path is None or not self._collectives.is_planner:
             return {}
-        self._has_way()
         path = self._path / name
         try:
+            if not self._has_way():
+                return {}
             result.write(path)
             files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
             return {file.name: digest(file) for file in files}
@@ -212,11 +214,12 @@ class JobFolder:
             logger.error("%s could not be written, training goes on: %s", path, error)
             return {}
 
-    def _has_way(self) -> None:
+    def _has_way(self) -> bool:
         """Another job's files go before this one's come; if they cannot, this one is not kept."""
         make_way, self._make_way = self._make_way, None
         if make_way is not None and not make_way():
-            self._job = None
+            self._job, self._way_is_blocked = None, True
+        return not self._way_is_blocked
 
     def _store(self, **changes: Any) -> None:
         self._has_way()
