@@ -159,7 +159,7 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
 
 def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
     """Its probes may be apart, so what one size has learnt is not lost to another."""
-    counts = [4, 2] * 30
+    counts = [4, 2] * 24
     ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
     for told in ranks:
         for count in (2, 4):
