@@ -162,3 +162,26 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders:
     losses = check({"num_microbatches": 2}, None, lambda **given: [given], None)  # type: ignore[arg-type, return-value]
     assert losses == [{"num_microbatches": 2}]
     assert not check.done
+
+
+@pytest.mark.parametrize(
+    ("free_for", "group_sizes", "found"),
+    [(9, (2, 3), 1), (9, (2,), 1), (0, (2, 3), None), (0, (2,), 0)],
+)
+def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
+    free_for: int, group_sizes: tuple[int, ...], found: int | None
+) -> None:
+    """A forward more need not be tried where memory has none for it."""
+    from types import SimpleNamespace
+
+    from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+
+    own, *regrouped = (builders.interleaved(2, 12, 2, size) for size in group_sizes)
+    others = [*regrouped, builders.interleaved(2, 12, 2, 2, extra_warmup=[1, 0])]
+    alone: Any = SimpleNamespace(is_planner=True, stage=0, on_all=bool)
+    channel: Any = SimpleNamespace(capacity=None)
+    check = SelfCheck(lambda count: [own, *others], 12, channel, alone, print)
+    memory: Any = SimpleNamespace(has_room=lambda in_flight, more: more <= free_for)
+    orders = [own, *others]
+    assert check._that_fits(own, others, memory) == (None if found is None else orders[found])

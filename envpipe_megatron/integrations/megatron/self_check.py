@@ -99,9 +99,6 @@ class SelfCheck:
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
 
-        def ours(data: Any) -> list[Any]:
-            return interpret({**arguments, "data_iterator": data}, order)
-
         memory = _Memory()
         with _messages_seen(specs) as as_expected:
             losses: list[Any] = iteration.run(megatron)
@@ -116,21 +113,34 @@ class SelfCheck:
             return losses
         again = Outcome.of(iteration.run(megatron), chunks)
         order = self._that_fits(own, others, memory)
-        losses = iteration.run(ours)
+        if order is None:
+            self._end("memory has no room to try another sequence of forwards")
+            return losses
+        losses = iteration.run(lambda data: interpret({**arguments, "data_iterator": data}, order))
         self._end(self._compared(first, again, Outcome.of(losses, chunks)))
         if self.failed:
             return iteration.run(megatron)  # type: ignore[no-any-return]  # as above
         self._say(f"self-check: {time.monotonic() - begin_s:.1f} s for this iteration, three times")
         return losses
 
-    def _that_fits(self, own: Schedule, others: Sequence[Schedule], memory: _Memory) -> Schedule:
-        """The first of the others that there is room for, on all ranks; Megatron's if none is."""
+    def _that_fits(
+        self, own: Schedule, others: Sequence[Schedule], memory: _Memory
+    ) -> Schedule | None:
+        """The first of the others that there is room for, on all ranks; Megatron's if none is.
+
+        None if there is no room for one with another sequence of forwards: a plan, whose memory is
+        measured, may have it.
+        """
         stage = self._collectives.stage
         for other in others:
+            if find_stall(other, self._channel.capacity):
+                continue
             more = other.peak_in_flight[stage] - own.peak_in_flight[stage]
             has_room = memory.has_room(own.peak_in_flight[stage], max(1, more))
-            if self._collectives.on_all(has_room) and not find_stall(other, self._channel.capacity):
+            if self._collectives.on_all(has_room):
                 return other
+            if _forwards(other) != _forwards(own):
+                return None
         return own
 
     def _compared(self, first: Outcome, again: Outcome, ours: Outcome) -> str | None:
@@ -240,6 +250,12 @@ class _Memory:
         peak = torch.cuda.max_memory_allocated()
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
         return free > _ROOM * more * (peak - self._before) / in_flight
+
+
+def _forwards(order: Schedule) -> list[tuple[int, int]]:
+    """Microbatches and chunks in the sequence of a stage's forwards; all have the same."""
+    units = order.stages[0]
+    return [(unit.microbatch, unit.chunk) for unit in units if unit.kind is Kind.FORWARD]
 
 
 def _digest(flat: torch.Tensor) -> bytes:
