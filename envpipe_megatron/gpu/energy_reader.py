@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.child import start_child
@@ -40,32 +40,18 @@ class EnergyReader:
     """
 
     def __init__(self, address: GpuAddress, poll_s: float) -> None:
-        answers, theirs = os.pipe()  # what starts with Python may print
-        order = {
-            "address": asdict(address),
-            "poll_s": poll_s,
-            "parent": os.getpid(),
-            "answers": theirs,
-        }
-        nothing = subprocess.DEVNULL
-        self._answers = os.fdopen(answers, "rb", buffering=0)
-        try:
-            self._process = start_child(
-                _PROCESS,
-                order,
-                (theirs,),
-                stdin=subprocess.PIPE,
-                stdout=nothing,
-                stderr=nothing,
-                bufsize=0,
-            )
-        except OSError:
-            self._answers.close()
-            raise
-        finally:
-            os.close(theirs)
-        self._questions: Any = self._process.stdin
-        os.set_blocking(answers, False)
+        order = {"address": asdict(address), "poll_s": poll_s, "parent": os.getpid()}
+        nothing = subprocess.DEVNULL  # what starts with Python may print
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = start_child(
+                    _PROCESS, order, stdin=theirs, stdout=nothing, stderr=nothing
+                )
+            except OSError:
+                self._connection.close()
+                raise
+        self._connection.setblocking(False)
         self._rest = b""
         self._asked = self._answered = 0
         #: Why its last look failed; None when it went well.
@@ -84,28 +70,32 @@ class EnergyReader:
     def look(self, timeout_s: float) -> Iterator[EnergyReading]:
         """Have it look now; what it has seen by then, or in this time. Raises ReaderGoneError."""
         until_s = time.monotonic() + timeout_s
-        with suppress(BrokenPipeError):  # what it said before it ended is there to take
-            self._questions.write(b"?")
+        with suppress(OSError):  # what it said before it ended is there to take
+            self._connection.send(b"?")
         self._asked += 1
         while True:
             yield from self.take()
             left_s = until_s - time.monotonic()
             if self._answered >= self._asked or left_s <= 0:
                 return
-            wait_readable([self._answers.fileno()], left_s)
+            wait_readable([self._connection.fileno()], left_s)
 
     def close(self) -> None:
         """End it; what it has not said is lost."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        self._questions.close()
-        self._answers.close()
+        self._connection.close()
 
     def _read(self) -> bytes:
-        data: bytes | None = self._answers.read(_BYTES)
-        if data == b"":
+        try:
+            data = self._connection.recv(_BYTES)
+        except BlockingIOError:
+            return b""
+        except ConnectionError:  # it left questions unread
+            data = b""
+        if not data:
             raise ReaderGoneError(
                 "The process that reads the energy counter has ended", value=self._process.poll()
             )
-        return data or b""
+        return data

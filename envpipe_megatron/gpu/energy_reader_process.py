@@ -1,4 +1,4 @@
-"""Reads an energy counter for a rank, and writes what it sees into a pipe: `energy_reader`.
+"""Reads an energy counter for a rank, and writes what it sees into a socket: `energy_reader`.
 
 Looks as often as it was told, and when a byte comes in; a line of JSON goes out for each refresh,
 each answer and each error. It ends with the rank, which may also kill it.
@@ -18,7 +18,8 @@ from typing import Any
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress
 from envpipe_megatron.gpu.opening import open_reader
 
-_IN = 0
+#: The socket to the rank is its standard input.
+_RANK = 0
 
 
 def main() -> None:
@@ -27,14 +28,13 @@ def main() -> None:
     # Batch systems send these to all of a job's processes, and mean its ranks.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    answers = order["answers"]
     gpu = open_reader(GpuAddress(**order["address"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
-    os.set_blocking(answers, False)
+    os.set_blocking(_RANK, False)
     waiting, looks = b"", 0
     last: EnergyReading | None = None
     said: dict[str, Any] = {}
-    while os.getppid() == order["parent"]:  # a child that the rank forked may keep the pipes open
+    while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open
         saying: dict[str, Any] = {"looks": looks, "error": None}
         reading = last
         try:
@@ -46,14 +46,14 @@ def main() -> None:
             last, said = reading, saying
             waiting += json.dumps({**saying, **news}).encode() + b"\n"
         with suppress(BlockingIOError):
-            waiting = waiting[os.write(answers, waiting) :]
-        if select.select([_IN], [], [], order["poll_s"])[0]:
-            asked = os.read(_IN, 1 << 10)
+            waiting = waiting[os.write(_RANK, waiting) :]
+        if select.select([_RANK], [], [], order["poll_s"])[0]:
+            asked = os.read(_RANK, 1 << 10)
             if not asked:
                 return
             looks += len(asked)
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):
+    with suppress(ConnectionError):
         main()

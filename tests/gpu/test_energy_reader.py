@@ -83,7 +83,7 @@ def test_what_a_full_pipe_refuses_is_said_later(monkeypatch):
     monkeypatch.setattr(os, "read", lambda *_: b"?" if full else b"")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(energy_reader_process.select, "select", lambda *_: ([0], [], []))
-    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid(), "answers": 1}
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_reader_process.main()
     lines = [json.loads(line) for line in written.splitlines()]

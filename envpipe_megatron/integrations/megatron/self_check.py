@@ -68,7 +68,7 @@ class SelfCheck:
         say: Callable[[str], None],
     ) -> None:
         self._orders_of = orders_of
-        self._full_microbatches = full_microbatches
+        self._num_orders = len(orders_of(full_microbatches))
         self._channel = channel
         self._collectives = collectives
         self._say = say if collectives.is_planner else lambda text: None
@@ -88,9 +88,8 @@ class SelfCheck:
 
         `specs` is what the interpreter's messages carry.
         """
-        count = arguments["num_microbatches"]
-        own, *others = self._orders_of(count)
-        if len(others) + 1 < len(self._orders_of(self._full_microbatches)):
+        own, *others = self._orders_of(arguments["num_microbatches"])
+        if len(others) + 1 < self._num_orders:
             return framework_function(**arguments)
         begin_s = time.monotonic()
         chunks = listed(arguments["model"])

@@ -228,10 +228,10 @@ class FamilySearch:
         larger groups wait less.
         """
         own = self._own
-        groups = [own.num_stages]
+        smallest, *larger = group_sizes(own.num_microbatches, own.num_stages)
+        groups = [smallest]
         if self._in_order:
-            groups.append(self._conditions.group_size or own.num_stages)
-            groups += group_sizes(own.num_microbatches, own.num_stages)[1:]
+            groups += [self._conditions.group_size or smallest, *larger]
         fit = [size for size in groups if (own.num_chunks - 1) * size < limit]
         return list(dict.fromkeys(fit or groups[:1]))
 

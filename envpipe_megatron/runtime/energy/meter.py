@@ -196,11 +196,9 @@ class EnergyMeter:
 
     def close(self) -> None:
         """Stop reading."""
-        with self._changed:
-            self._closing = True
+        self._closing = True
+        with self._seen():  # so that windows may be asked for later
             self._changed.notify_all()
-            if self._reader is not None:
-                self._take(self._reader.take())  # so that windows may be asked for later
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None

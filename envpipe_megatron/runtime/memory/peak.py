@@ -69,7 +69,7 @@ class StageMemory:
         room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
         step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
             the optimizer's step included; 0 if no whole iteration was seen.
-        chunk_bytes: what one more holds in each chunk; by default as much in all of them.
+        chunk_bytes: what one more holds in each chunk.
         in_flight: at the peak of the order that is run, whose peak was to be
             `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
@@ -79,7 +79,7 @@ class StageMemory:
     baseline_peak_bytes: int
     room_bytes: float
     step_peak_bytes: int
-    chunk_bytes: tuple[float, ...] = ()
+    chunk_bytes: tuple[float, ...]
     in_flight: int | None = None
     predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
@@ -99,8 +99,7 @@ class StageMemory:
     def _held_bytes(self, units: Sequence[Unit]) -> float:
         held = most = 0.0
         for unit in units:
-            one = self.chunk_bytes[unit.chunk] if self.chunk_bytes else self.activation_bytes
-            held += TRAITS[unit.kind].holds * one
+            held += TRAITS[unit.kind].holds * self.chunk_bytes[unit.chunk]
             most = max(most, held)
         return most
 

@@ -340,7 +340,10 @@ def test_a_microbatch_holds_at_least_its_message():
         assert FakeJob(2, 4, lambda rank: sizes).learn(specs=specs)[0].activation_bytes == num_bytes
 
 
-MEMORY = (StageMemory(100.0, 2, 1000, 250.0, 1100), StageMemory(100.0, 1, 1000, 50.0, 1100))
+MEMORY = (
+    StageMemory(100.0, 2, 1000, 250.0, 1100, (100.0,)),
+    StageMemory(100.0, 1, 1000, 50.0, 1100, (100.0,)),
+)
 
 
 def test_free_beside_one_microbatch_is_the_room_and_the_others():
@@ -391,7 +394,7 @@ def test_bytes_limit_what_may_be_planned(schedule, asked, known, file, expected)
 
 def test_what_was_measured_in_chunks_limits_microbatches():
     """A unit of two chunks holds 50; 5 fit on stage 0: a job plans 2.5 microbatches in flight."""
-    learned = tuple(StageMemory(50.0, 3, 1000, room, 0) for room in (125.0, 0.0))
+    learned = tuple(StageMemory(50.0, 3, 1000, room, 0, (50.0, 50.0)) for room in (125.0, 0.0))
     request = PlanRequest(8, "auto", num_chunks=2)
     assert in_flight_limit(request, profile(2), learned) == (2.5, 1.5)
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,8 @@ class JobFolder:
         self.started = ""
         #: What `job.json` says; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
-        #: Renames another job's files, before the first of this one's; False if that failed.
-        self._make_way: Callable[[], bool] | None = None
-        self._way_is_blocked = False
+        #: Renames another job's files, once, before the first of this one's; False if that failed.
+        self._make_way: Callable[[], bool] = lambda: True
 
     @property
     def found_profile(self) -> Path | None:
@@ -187,7 +186,7 @@ class JobFolder:
             # The job file comes last: as long as it is there, the others pass for no new job's.
             files = [profile, sidecar_path(profile), *plan_files(path), path / JOB_FILE]
             why = f"The job starts over: {error}"
-            self._make_way = partial(_set_aside, files, config, why)
+            self._make_way = cache(partial(_set_aside, files, config, why))
         if found is None and config.may_be_lowered:
             self._job = StoredJob(keys, starts=(started,))
             return None, started
@@ -205,7 +204,7 @@ class JobFolder:
             return {}
         path = self._path / name
         try:
-            if not self._has_way():
+            if not self._make_way():
                 return {}
             result.write(path)
             files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
@@ -214,16 +213,8 @@ class JobFolder:
             logger.error("%s could not be written, training goes on: %s", path, error)
             return {}
 
-    def _has_way(self) -> bool:
-        """Another job's files go before this one's come; if they cannot, this one is not kept."""
-        make_way, self._make_way = self._make_way, None
-        if make_way is not None and not make_way():
-            self._job, self._way_is_blocked = None, True
-        return not self._way_is_blocked
-
     def _store(self, **changes: Any) -> None:
-        self._has_way()
-        if self._job is None or self._path is None:
+        if self._job is None or self._path is None or not self._make_way():
             return
         self._job = replace(self._job, **changes)
         try:
