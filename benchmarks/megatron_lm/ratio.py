@@ -6,8 +6,8 @@ one order is predicted by the units of the other (`unit_times`).
 
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
-each arm, made of several turns. Or one job at level `units` has all turns, and EnvPipe rests in
-half of them (`running.rest`). Where weights are zero, matrix products take less power, and clocks
+each arm, made of several turns. Or one job has all turns, and EnvPipe rests in half of them
+(`running.rest`). Where weights are zero, matrix products take less power, and clocks
 wander less, in FP8 not at all.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+import numpy as np
 from scipy.special import stdtrit
 
 from benchmarks.megatron_lm import equality
@@ -57,6 +58,8 @@ PART = "ratio"
 _WARMUP = 3
 LEAST_FIRST_TURN = 1 + _WARMUP + 1
 TARGET, TARGET_OF_UNITS = 1.005, 1.003
+#: Share of the rounds at either end that a mean of medians does without.
+_CUT = 0.2
 LEAST_ITERATION_S = 0.5
 LOG_INTERVAL = 10
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
@@ -125,16 +128,16 @@ def setting(
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
     With `only`, just these arms beside unmodified Megatron: all of them hold memory together. With
-    `rests`, level `units` alone. Raises click.UsageError if no such setting fits, or it has no such
-    arm.
+    `rests`, one of EnvPipe's, by default level `units`. Raises click.UsageError if no such setting
+    fits, or it has no such arm.
     """
     wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
     known = equality.settings(site.num_ranks, site.cpu, wide.hidden)
     fitting = {each.name: each for each in known}
     like = like or f"gpt-pp{site.num_ranks}"
-    if rests and set(only) - {UNITS}:
-        raise click.UsageError(f"EnvPipe rests in a job of the arm {UNITS} alone")
-    only = (UNITS,) if rests else only
+    only = (only or (UNITS,)) if rests else only
+    if rests and (len(only) > 1 or set(only) & {*UNMODIFIED, OFF}):
+        raise click.UsageError(f"EnvPipe rests in a job of one arm of its own: {', '.join(only)}")
     if like not in fitting:
         raise click.UsageError(f"No setting {like} for {site.num_ranks} GPUs: {', '.join(fitting)}")
     mapping = fitting[like].mapping
@@ -284,10 +287,10 @@ def measured(state: State, name: str, arms: Collection[str] = ()) -> list[dict[s
 def ratio_rows(state: State) -> list[dict[str, Any]]:
     """For each setting and arm, its iteration time over that of unmodified Megatron.
 
-    Of whole turns, and of the medians of their iterations, which the target is for: now and then a
-    host of a shared machine is held up, in whichever arm. Means are geometric; intervals
-    (two-sided) and upper bounds (one-sided) are at 95 %, by Student's t over the logarithms of the
-    rounds' ratios.
+    Of whole turns, and of the medians of their iterations without the fifth of the rounds at
+    either end, which the target is for: now and then a host of a shared machine is held up, in
+    whichever arm. Means are geometric; intervals (two-sided) and upper bounds (one-sided) are at
+    95 %, by Student's t over the logarithms of the rounds' ratios (Yuen's where rounds are cut).
     """
     rows = []
     for name in dict.fromkeys(found["setting"] for found in state.rounds if "setting" in found):
@@ -306,7 +309,8 @@ def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str
         [found[each][arm] / found[each][own] for found in rounds]
         for each in ("iteration_time_s", "iteration_median_s")
     )
-    (mean, bound), (mean_of_medians, bound_of_medians) = map(_bounded, (ratios, medians))
+    mean, bound = _bounded(ratios, 0.0)
+    mean_of_medians, bound_of_medians = _bounded(medians, _CUT)
     target = TARGET_OF_UNITS if arm == UNITS else TARGET
     stock_s, own_s = (
         statistics.median(found["iteration_time_s"][name] for found in rounds)
@@ -332,12 +336,15 @@ def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str
     }
 
 
-def _bounded(ratios: Sequence[float]) -> tuple[float, Callable[[float], float]]:
-    """The geometric mean, and a quantile of what the true one may be."""
-    logarithms = [math.log(value) for value in ratios]
-    mean, count = statistics.fmean(logarithms), len(ratios)
-    error = statistics.stdev(logarithms) / math.sqrt(count) if count > 1 else math.inf
-    return math.exp(mean), lambda q: math.exp(mean + stdtrit(max(1, count - 1), q) * error)
+def _bounded(ratios: Sequence[float], share: float) -> tuple[float, Callable[[float], float]]:
+    """The geometric mean without a share at either end, and a quantile of what it may be."""
+    logarithms, cut = np.sort(np.log(ratios)), int(share * len(ratios))
+    kept = logarithms[cut : len(ratios) - cut]
+    mean, freedom = kept.mean(), len(kept) - 1
+    winsorized = np.clip(logarithms, kept[0], kept[-1])  # Yuen 1974: their variance is its own
+    squares = ((winsorized - winsorized.mean()) ** 2).sum()
+    error = math.sqrt(squares / (len(kept) * freedom)) if freedom else math.inf
+    return math.exp(mean), lambda q: math.exp(mean + stdtrit(max(1, freedom), q) * error)
 
 
 def memory_rows(state: State) -> list[dict[str, Any]]:
@@ -346,7 +353,8 @@ def memory_rows(state: State) -> list[dict[str, Any]]:
     `predicted` is what the package said of EnvPipe's order before it ran; the others were measured
     in the forward-backward function at the end of each arm's last turn.
     """
-    last = {start.split()[0]: runs for start, runs in _starts(state).items() if ENVPIPE in runs}
+    both = {STOCK, ENVPIPE}  # one job's last turn may be one in which EnvPipe rests
+    last = {start.split()[0]: runs for start, runs in _starts(state).items() if runs.keys() >= both}
     return [
         {"setting": name, **_memory_row(number, stage, runs)}
         for name, runs in last.items()

@@ -2,7 +2,7 @@
 
 What jobs beside each other differ by for reasons of their own, such as where their memory lies,
 turns of one job do not. What idles costs alike in both kinds of turns, and only jobs beside each
-other tell of that; but a job that keeps its framework's order has nothing idle on the device.
+other tell of that; but while EnvPipe rests it has nothing on the device, in any order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ def rests_in(turn: int) -> bool:
 
 
 def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], None]:
-    """Let a job at level `units` be Megatron's alone while the iteration that has begun rests.
+    """Let a job be Megatron's alone, in Megatron's order, while the iteration that has begun rests.
 
     Returns what is to be called between a turn and the next: a rest begins there, in neither turn.
 
     Args:
         rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
     """
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from envpipe_megatron.integrations.megatron.core import ForwardBackward
     from envpipe_megatron.integrations.megatron.kept import KeptOrder
     from envpipe_megatron.runtime.job.session import Session
 
@@ -57,7 +60,11 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
     Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
     _replace(rests_next, Session, "begin_step", _nothing)
     _replace(rests, Session, "end_step", _nothing)
-    _rest(rests, KeptOrder, "__call__", lambda self, **given: self._framework_function(**given))
+
+    def framework(self: KeptOrder | ForwardBackward, **arguments: Any) -> Any:
+        return (self._framework_function or get_forward_backward_func())(**arguments)
+
+    _rest(rests, "__call__", framework, KeptOrder, ForwardBackward)
     return between_turns
 
 
@@ -81,11 +88,14 @@ def let_torchtitan_rest(rests: Question) -> None:
             self.pause()
         return self._torch_step(*args, **kwargs)
 
-    _rest(rests, AttachedPipeline, "_step", step)
+    _rest(rests, "_step", step, AttachedPipeline)
 
 
-def _rest(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> None:
-    """Call `at_rest` in place of a function of EnvPipe's; nothing is read, or looked at, then."""
+def _rest(rests: Question, name: str, at_rest: Callable[..., Any], *of: Any) -> None:
+    """Call `at_rest` in place of a function of EnvPipe's, of whichever class a job has.
+
+    Nothing is read, or looked at, then.
+    """
     from envpipe_megatron.runtime.clocks.watch import ClockWatch
     from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
@@ -105,7 +115,8 @@ def _rest(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> N
 
     _replace(rests, EnergyMeter, "_sample", _nothing)
     _replace(rests, ClockWatch, "sample", _nothing)
-    _replace(resting, of, name, at_rest)
+    for each in of:
+        _replace(resting, each, name, at_rest)
 
 
 def _replace(rests: Question, of: Any, name: str, at_rest: Callable[..., Any]) -> None:

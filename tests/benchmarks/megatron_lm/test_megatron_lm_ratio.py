@@ -21,6 +21,7 @@ from benchmarks.megatron_lm.equality import settings
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, SERIAL, STOCK, UNITS
 from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
+from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
@@ -101,8 +102,28 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
     assert row["target met"] is None
     with pytest.raises(click.UsageError, match="has no arm units"):
         ratio.setting(machine, like="llama-pp4", rests=True)
-    with pytest.raises(click.UsageError, match="units alone"):
-        ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
+    another = ratio.setting(machine, like="gpt-pp4vp2", only=[ENVPIPE], rests=True)
+    (job,) = ratio.jobs(machine, state, another, rounds)
+    assert job.name.endswith(f"-resting start 1/{ENVPIPE}")
+    for several in ([ENVPIPE, UNITS], [SERIAL]):
+        with pytest.raises(click.UsageError, match="one arm of its own"):
+            ratio.setting(machine, like="gpt-pp4vp2", only=several, rests=True)
+
+
+def test_rounds_in_which_a_host_was_held_up_do_not_count(state):
+    arms = RESTING, UNITS
+    keeper = ratio.Keeper(state, ratio.Rounds(10, 1, 1, 6), arms)
+    for number in range(10):
+        own_s = 1.001 + 1e-4 * number
+        own_s, rested_s = {3: (1.8, 1.0), 6: (own_s, 1.5)}.get(number, (own_s, 1.0))
+        turns = (own_s, rested_s) if number % 2 else (rested_s, own_s)
+        for turn, time_s in enumerate(turns, 2 * number + 1):
+            keeper("ratio/gpt-pp2-m14-resting start 1/units", Block(turn, time_s, (), time_s))
+    (row,) = ratio.ratio_rows(state)
+    assert row["ratio"] == pytest.approx(1.02, abs=0.01)
+    assert row["upper"] > 1.1
+    assert row["ratio of medians"] == pytest.approx(1.0015, abs=1e-4)
+    assert row["ratio of medians"] < row["upper of medians"] < 1.002
 
 
 def test_chunks_are_measured_without_overlapped_messages_where_megatron_allows_it(site, state):
