@@ -23,8 +23,9 @@ from typing import Any
 class Block:
     """One turn of one job; its time is from the first rank's begin to the last one's end.
 
-    `median_s` is the median of its iterations, each from begin to begin on the first rank: what now
-    and then holds up a host alone does not count.
+    `median_s` is the median of its iterations, each from begin to begin on the first rank, without
+    the first of several: neither what now and then holds up a host counts, nor another's turn that
+    has just ended.
     """
 
     turn: int
@@ -181,7 +182,8 @@ class Referee:
             time_s = max(end["end_s"] for end in ends) - min(end["begins_s"][0] for end in ends)
             memory = tuple(end["memory"] for end in ends)
             instants_s = *ends[0]["begins_s"], ends[0]["end_s"]
-            median_s = median(after - at for at, after in pairwise(instants_s))
+            times_s = [after - at for at, after in pairwise(instants_s)]
+            median_s = median(times_s[1:] or times_s)
             run.blocks.append(Block(run.turn - 1, time_s, memory, median_s))
             self._on_block(name, run.blocks[-1])
         run.started = True
