@@ -1,12 +1,13 @@
 """What the hooks of all patched frameworks share.
 
 A hook that is never reached would leave a job that trains without EnvPipe and says nothing of it.
-So each notes that it was reached, and the job ends with an error if one was not.
+So each notes that it was reached, and an error is logged if one was not; training goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections import Counter
@@ -19,26 +20,39 @@ import torch
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.options import Options, prepare_files, read_options
 
+logger = logging.getLogger(__name__)
+
 NEEDED_BY_ITERATION = 3
 T = TypeVar("T")
 
 
 class HookError(EnvPipeError):
-    """A hook of the patch is missing or was not reached."""
+    """A hook of the patch is missing, or was called where there is no job."""
 
 
-def check_reached(
-    reached: Counter[str], needed: Iterable[str], iteration: int = NEEDED_BY_ITERATION
-) -> None:
-    """Raise a HookError that names the needed hooks which no call has reached by an iteration."""
-    missing = [name for name in needed if not reached[name]]
-    if missing:
-        raise HookError(
-            f"Hooks of EnvPipe were not reached by iteration {iteration}",
-            value=missing,
-            remedy="`envpipe patch check` says what is wrong with this checkout; train without "
-            "--envpipe until it is right.",
-        )
+class Reached:
+    """Which hooks calls have reached: those of these names to begin with."""
+
+    def __init__(self, *names: str) -> None:
+        self._counts = Counter(names)
+        self._missing: set[str] = set()
+
+    def note(self, name: str) -> int:
+        """A call has reached this hook; how often calls have."""
+        self._counts[name] += 1
+        return self._counts[name]
+
+    def check(self, needed: Iterable[str], iteration: int) -> None:
+        """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
+        missing = [n for n in needed if not self._counts[n] and n not in self._missing]
+        self._missing.update(missing)
+        if missing and _logs_here():
+            logger.error(
+                "Hooks of EnvPipe were not reached by iteration %d: %s. Training goes on without "
+                "what they do; `envpipe patch check` says what is wrong with this checkout",
+                iteration,
+                ", ".join(missing),
+            )
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -84,6 +98,10 @@ def check_profiled(options: Options, has_profile: bool) -> None:
 
 def refuse(error: EnvPipeError) -> NoReturn:
     """End as argparse does, by a message without a stack; printed once on each node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if _logs_here():
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2) from None
+
+
+def _logs_here() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -7,7 +7,6 @@ when it has ended. `hooking` tells what happens where a hook is never reached.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,9 @@ from envpipe_megatron.integrations.deepspeed.initialize import begin
 from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.hooks.hooking import (
     NEEDED_BY_ITERATION,
+    HookError,
+    Reached,
     check_profiled,
-    check_reached,
     options_of,
     refuse,
     running,
@@ -69,7 +69,7 @@ class _State:
     options: Options | None = None
     engine: EnvPipeEngine | None = None
     log_interval: int = 1
-    reached: Counter[str] = field(default_factory=Counter)
+    reached: Reached = field(default_factory=Reached)
 
 
 _state = _State()
@@ -80,7 +80,7 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
-    _state.reached["validate"] += 1
+    _state.reached.note("validate")
     try:
         check_supported(args)
         check_version()
@@ -93,15 +93,14 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
     """Have the engine, which is alone in the list, execute EnvPipe's schedules.
 
     Raises:
-        HookError: the arguments were not validated.
-        SystemExit: a model without DeepSpeed's pipeline, ranks that were started differently, or a
-            limit that cannot be kept.
+        SystemExit: arguments that did not come from the command line, a model without DeepSpeed's
+            pipeline, ranks that were started differently, or a limit that cannot be kept.
         EnvPipeError: no GPU, no control though it is required, or another rank raised one.
     """
-    _state.reached["begin_training"] += 1
-    options = validated(_state.options, "megatron/arguments.py")
-    _state.log_interval = args.log_interval
+    _state.reached.note("begin_training")
     try:
+        options = validated(_state.options, "megatron/arguments.py")
+        _state.log_interval = args.log_interval
         check_model(model)
         _state.engine = begin(
             model[0],
@@ -113,18 +112,17 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             sequence_length=args.seq_length,
             tells=False,
         )
-    except (JobError, RefusedError) as error:
+    except (HookError, JobError, RefusedError) as error:
         refuse(error)
 
 
 def end_step() -> None:
-    """An iteration has ended; a HookError if a hook was not reached that should have been."""
-    _state.reached["end_step"] += 1
-    steps = _state.reached["end_step"]
-    if steps >= NEEDED_BY_ITERATION:
-        check_reached(_state.reached, _NEEDED)
-    if steps > _state.log_interval:
-        check_reached(_state.reached, ["log"], steps)
+    """An iteration has ended."""
+    steps = _state.reached.note("end_step")
+    if steps == NEEDED_BY_ITERATION:
+        _state.reached.check(_NEEDED, steps)
+    if steps == _state.log_interval + 1:
+        _state.reached.check(["log"], steps)
     running(_state.engine)
 
 
@@ -133,7 +131,7 @@ def log(iteration: int, writer: Any) -> str:
 
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
-    _state.reached["log"] += 1
+    _state.reached.note("log")
     report = running(_state.engine).report_interval()
     if writer.is_enabled():
         for name, value in report.scalars().items():

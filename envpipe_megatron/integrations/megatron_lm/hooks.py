@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from envpipe_megatron.integrations import flags
 from envpipe_megatron.integrations.hooks.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
-    check_reached,
+    Reached,
     options_of,
     refuse,
     running,
@@ -41,7 +40,7 @@ class _State:
 
     options: Options | None = None
     training: Training | None = None
-    reached: Counter[str] = field(default_factory=Counter)
+    reached: Reached = field(default_factory=Reached)
 
 
 _state = _State()
@@ -58,7 +57,7 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
-    _state.reached["validate"] += 1
+    _state.reached.note("validate")
     try:
         check_metered(args)
         recomputation.by_stage(args)
@@ -77,7 +76,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     SystemExit if arguments did not come from the command line, and SystemExit and EnvPipeError as
     `Job` raises JobError and EnvPipeError.
     """
-    _state.reached["begin_training"] += 1
+    _state.reached.note("begin_training")
     try:
         options = validated(_state.options, "megatron/training/arguments.py")
     except HookError as error:
@@ -110,21 +109,19 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
 
 def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
-    _state.reached["begin_step"] += 1
+    _state.reached.note("begin_step")
     running(_state.training).begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
     """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
-    Raises:
-        HookError: a hook was not reached by the third iteration.
-        SystemExit: only the profile was asked for, and it is written.
+    Raises SystemExit if only the profile was asked for, and it is written.
     """
-    _state.reached["end_step"] += 1
+    count = _state.reached.note("end_step")
     running(_state.training).end_step(skipped=bool(skipped))
-    if _state.reached["end_step"] >= NEEDED_BY_ITERATION:
-        check_reached(_state.reached, _NEEDED)
+    if count == NEEDED_BY_ITERATION:
+        _state.reached.check(_NEEDED, count)
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -132,7 +129,7 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
 
     Every rank calls it at the same iteration; all but one without writers.
     """
-    _state.reached["log"] += 1
+    _state.reached.note("log")
     return running(_state.training).log(iteration, writer, wandb_writer, _meter())
 
 
@@ -172,9 +169,10 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward_backward(**arguments: Any) -> Any:
         # Forwards alone may be many in a step.
-        _state.reached["forward_backward"] += not arguments.get("forward_only")
-        if _state.reached["forward_backward"] > NEEDED_BY_ITERATION:
-            check_reached(_state.reached, _NEEDED)
+        if not arguments.get("forward_only"):
+            count = _state.reached.note("forward_backward")
+            if count == NEEDED_BY_ITERATION + 1:
+                _state.reached.check(_NEEDED, NEEDED_BY_ITERATION)
         return stand_in(**arguments)
 
     forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
