@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -306,10 +307,12 @@ def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.Process
 def close_at_exit(close: Callable[[], None]) -> None:
     """Have clocks given back on every way out that Python sees, SIGTERM among them.
 
-    A framework that handles SIGTERM itself is left alone.
+    A framework that handles SIGTERM itself is left alone, and only a main thread may handle it:
+    for others, the guard gives clocks back.
     """
     atexit.register(close)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from threading import Barrier
@@ -18,8 +20,24 @@ from envpipe_megatron.integrations.job import (
     _fingerprint,
     check_in_flight,
     check_same_everywhere,
+    close_at_exit,
 )
 from envpipe_megatron.policies.request import PlanRequest, framework_order
+
+
+def test_a_job_that_is_made_beside_the_main_thread_handles_no_signal() -> None:
+    """Python allows that to the main thread alone."""
+    called: list[str] = []
+
+    def close() -> None:
+        called.append("closed")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(close_at_exit, close).result()
+    atexit.unregister(close)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert called == []
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:

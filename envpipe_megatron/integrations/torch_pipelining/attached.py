@@ -138,7 +138,7 @@ class AttachedPipeline:
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
-        self._torch_step = schedule.step
+        self._torch_step, self._own_step = schedule.step, "step" in vars(schedule)
         self._begun = self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
@@ -201,7 +201,10 @@ class AttachedPipeline:
     def _release(self) -> None:
         if not self._closed:
             self._closed = True
-            self._schedule.step = self._torch_step
+            if self._own_step:
+                self._schedule.step = self._torch_step
+            else:
+                del self._schedule.step
             self._units.release()
             if self._runner is not None and self._own is not None:
                 self._runner.turn_to(self._own)
@@ -262,20 +265,20 @@ class AttachedPipeline:
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Torch's alone: its units are held against the order that it says."""
-        seen, self._units.drew = Recorded(), set()
+        seen, self._units.seen = Recorded(), set()
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)
         finally:
             self._units.forget()
-            drew, self._units.drew = self._units.drew, None
+            changed, self._units.seen = self._units.seen, None
         self._seen = True
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = self.job.collectives.from_planner(_message_of(self._stages))
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
             as_told = seen.shows(self._own.stages[self._placement.stage])
-            found = limits_seen(self._own, self._stages, as_told=as_told, drew=drew)
+            found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(_of_all_ranks(found))
         return result
 

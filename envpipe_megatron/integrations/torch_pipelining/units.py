@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import random
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +14,14 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.integrations.hooks.framework_units import Reporter
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+
+
+class Seen(enum.Enum):
+    """What units change beside their outputs and gradients, so that their order may tell."""
+
+    DRAWN_BY_FORWARDS = enum.auto()
+    DRAWN_BY_BACKWARDS = enum.auto()
+    BUFFERS_BY_BACKWARDS = enum.auto()
 
 
 class Units:
@@ -25,8 +36,8 @@ class Units:
 
     def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
         self.reporter: Reporter | None = None
-        #: The kinds of units that drew random numbers; None where nobody wants to know.
-        self.drew: set[Kind] | None = None
+        #: What units were seen to change; None where nobody wants to know.
+        self.seen: set[Seen] | None = None
         self._split = split
         self._awaits_loss = False
         #: Whose functions are replaced, by which names.
@@ -68,12 +79,15 @@ class Units:
         own = getattr(stage, name)
 
         def run(kind: Kind, *args: Any, **kwargs: Any) -> Any:
-            if self.drew is None:
+            if self.seen is None:
                 return own(*args, **kwargs)
-            before = _random_state(stage.device)
+            before, versions = _random_states(stage.device), _versions(stage)
             result = own(*args, **kwargs)
-            if not torch.equal(before, _random_state(stage.device)):
-                self.drew.add(kind)
+            forward = kind is Kind.FORWARD
+            if before != _random_states(stage.device):
+                self.seen.add(Seen.DRAWN_BY_FORWARDS if forward else Seen.DRAWN_BY_BACKWARDS)
+            if not forward and versions != _versions(stage):
+                self.seen.add(Seen.BUFFERS_BY_BACKWARDS)
             return result
 
         def forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
@@ -117,8 +131,17 @@ class Units:
             self.reporter.end()
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
-    """State of the numbers that a forward may draw; on a GPU, known without a wait for it."""
+def _random_states(device: torch.device) -> tuple[object, ...]:
+    """Of all numbers that a unit may draw; on a GPU, known without a wait for it."""
+    states: list[object] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
     if torch.device(device).type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, key, *rest = numpy.random.get_state()
+        states += [key.tobytes(), *rest]
+    return tuple(states)
+
+
+def _versions(stage: Any) -> list[int]:
+    """They count writes in place, as a recomputed forward of a BatchNorm makes them."""
+    return [each._version for each in stage.submod.buffers() if not each.is_inference()]

@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,6 +80,8 @@ class NodeAgent:
         self._collector = Collector(bill, lambda: on_lines(bill))
         self._collects = False
         self._ledgers: dict[str, GpuLedger] = {}
+        #: Whose counter a thread waits for: a driver may hang.
+        self._reading: set[GpuLedger] = set()
         self._opening: dict[str, asyncio.Lock] = {}
         #: The name of each connected rank.
         self._ranks: dict[socket.socket, str] = {}
@@ -199,23 +202,36 @@ class NodeAgent:
         while True:
             await asyncio.sleep(_TICK_S)
             for ledger in self.ledgers():
-                if ledger.is_behind():
+                if ledger.is_behind() and ledger not in self._reading:
                     await self._read_and_bill(ledger)
 
     async def _read_and_bill(self, ledger: GpuLedger) -> None:
         """Bill up to now, unless the driver hangs: that thread is left behind."""
-        readings: list[Reading | None] = []
-        read = asyncio.Event()
 
-        def look() -> None:
-            readings.append(ledger.read())
+        def read() -> Reading | None:
+            self._reading.add(ledger)
+            reading = ledger.read()
+            self._reading.discard(ledger)
+            return reading
+
+        with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
+            reading = await asyncio.wait_for(self._apart(read), _READ_S)
+            self._guarded(ledger.bill_up_to, reading)
+
+    async def _apart(self, call: Callable[[], T]) -> T:
+        """What a driver is asked, by a thread that nobody waits for as this process ends."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def ask() -> None:
+            try:
+                said = partial(answer.set_result, call())
+            except Exception as error:
+                said = partial(answer.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(read.set)
+                self._loop.call_soon_threadsafe(lambda: answer.done() or said())
 
-        threading.Thread(target=look, name="envpipe-reading", daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(read.wait(), _READ_S)
-            self._guarded(ledger.bill_up_to, readings[0])
+        threading.Thread(target=ask, name="envpipe-reading", daemon=True).start()
+        return await answer
 
     async def _serve(self, connection: socket.socket) -> None:
         """Take what a rank says, until it ends."""
@@ -276,9 +292,9 @@ class NodeAgent:
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
                 address = GpuAddress(str(hello["backend"]), uid)
-                gpu = await asyncio.to_thread(open_reader, address)
-                ledger = await asyncio.to_thread(GpuLedger, gpu, labels, self.log.append)
-                self._ledgers[uid] = ledger
+                self._ledgers[uid] = await self._apart(
+                    lambda: GpuLedger(open_reader(address), labels, self.log.append)
+                )
         self._ledgers[uid].labels = labels
         return self._ledgers[uid]
 

@@ -25,8 +25,9 @@ from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 
-#: Without a window for this long, the counter is read: an evaluation, say, not an iteration.
-_LONGEST_GAP_S = 300.0
+#: Without a window for this long, and for some steps, the counter is read: an evaluation, say. A
+#: step's window is written when the next step ends, and a rank may be a step behind.
+_LONGEST_GAP_S, _STEPS_OF_A_GAP = 300.0, 5
 #: Shorter gaps between windows are what rounding left, and get no line.
 _LEAST_GAP_S = 1e-6
 #: Instants of readings are known to some milliseconds: two close ones may seem to fall by less.
@@ -75,6 +76,8 @@ class GpuLedger:
         self._last_iteration: int | None = 0
         self._failing = False
         self._most_metered_j = 0.0
+        #: Of the windows so far; unknown before the first.
+        self._longest_step_s = math.inf
         self.phase = ""
         self.step: tuple[float, float] | None = None
         self.shares_s: defaultdict[str, float] = defaultdict(float)
@@ -155,6 +158,10 @@ class GpuLedger:
             raise ValueError("Not a window of training")
         if not begin_s <= end_s <= self.gpu.time_s() + _SOON_S:
             raise ValueError(f"A window that ends at {end_s} s, which is still to come")
+        first, last = whole.get("first_iteration"), whole.get("last_iteration")
+        if whole["phase"] not in OUTSIDE_STEPS and first is not None and last is not None:
+            longest_s = 0.0 if math.isinf(self._longest_step_s) else self._longest_step_s
+            self._longest_step_s = max(longest_s, (end_s - begin_s) / max(1, last - first + 1))
         self.bill_up_to(begin)
         until = self._billed[0] or begin
         if end_s <= until.time_s:
@@ -169,7 +176,8 @@ class GpuLedger:
     def is_behind(self) -> bool:
         """Whether no window has come for so long that the counter should be read and billed."""
         until = self._billed[0]
-        return until is None or self.gpu.time_s() - until.time_s > _LONGEST_GAP_S
+        longest_s = max(_LONGEST_GAP_S, _STEPS_OF_A_GAP * self._longest_step_s)
+        return until is None or self.gpu.time_s() - until.time_s > longest_s
 
     def bill_up_to(self, end: Reading | None) -> None:
         """Bill as `between` what no window had up to a reading, if there is one; as in `take`."""

@@ -310,9 +310,9 @@ def test_what_no_window_has_for_long_is_billed_while_the_rank_goes_on(nodes, mon
     """An evaluation, of which a node that is lost would otherwise leave nothing."""
     monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
     agent, gpu = nodes.agent(), nodes.gpu()
-    nodes.rank(agent, gpu).say_hello()
+    nodes.rank(agent, gpu).say_hello().train(0)
     gpu.advance_to(gpu.time_s() + 301)
-    until(lambda: kinds(agent) == ["begun", "between"])
+    until(lambda: kinds(agent) == ["begun", "steady", "between"])
     assert agent.connected()
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
 

@@ -199,14 +199,29 @@ def test_of_a_window_that_overlaps_the_rest_is_billed(bills):
 
 
 def test_a_long_gap_is_billed_before_the_next_window_comes(bills):
-    bills.at(305.0)
+    bills.take(5.0, 5.5, 0)
+    bills.at(305.5)
     assert not bills.ledger.is_behind()
-    bills.at(305.2)
+    bills.at(305.7)
     assert bills.ledger.is_behind()
     bills.finish()
     assert not bills.ledger.is_behind()
     bills.take(6.0, 319.0)  # an iteration that took that long after all
-    assert bills.spans() == [("between", 5, 305.2), ("steady", 305.2, 319)]
+    assert bills.spans() == [("steady", 5, 5.5), ("between", 5.5, 305.7), ("steady", 305.7, 319)]
+    bills.check()
+
+
+def test_iterations_of_minutes_are_no_gaps(bills):
+    """The window of one is written when the next one ends."""
+    bills.at(1500.0)
+    assert not bills.ledger.is_behind()
+    bills.take(5.0, 805.0, 0)
+    bills.at(2405.0)
+    assert not bills.ledger.is_behind()
+    bills.take(805.0, 1605.0, 1)
+    assert bills.spans() == [("steady", 5, 805), ("steady", 805, 1605)]
+    bills.at(5606.0)
+    assert bills.ledger.is_behind()
     bills.check()
 
 

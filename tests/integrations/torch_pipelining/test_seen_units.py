@@ -1,0 +1,80 @@
+"""What units are seen to change beside their outputs and gradients."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.integrations.hooks.framework_units import Recorded
+from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
+from envpipe_megatron.integrations.torch_pipelining.units import Seen, Units
+
+
+class Stage:
+    """One of torch's, whose units do what they are told to."""
+
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+        self.submod = torch.nn.BatchNorm1d(2)
+        self.device, self.is_last, self.stage_index = torch.device("cpu"), False, 0
+        self.args_recv_info: dict[int, Any] = {}
+        self._does = {"forward": forward, "backward": backward}
+
+    def _do(self, kind: str) -> None:
+        if self._does[kind] is not None:
+            self._does[kind](self)
+
+    def forward_one_chunk(self, microbatch: int) -> None:
+        self._do("forward")
+
+    def backward_one_chunk(self, microbatch: int) -> None:
+        self._do("backward")
+
+    def backward_weight_one_chunk(self, microbatch: int) -> None:
+        self._do("backward")
+
+
+def run_again(stage: Stage) -> None:
+    """As a checkpoint's recomputation does."""
+    stage.submod(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "seen"),
+    [
+        (None, None, set()),
+        (run_again, None, set()),
+        (None, run_again, {Seen.BUFFERS_BY_BACKWARDS}),
+        (lambda stage: torch.rand(1), None, {Seen.DRAWN_BY_FORWARDS}),
+        (lambda stage: random.random(), None, {Seen.DRAWN_BY_FORWARDS}),
+        (lambda stage: np.random.rand(), None, {Seen.DRAWN_BY_FORWARDS}),
+        (None, lambda stage: random.random(), {Seen.DRAWN_BY_BACKWARDS}),
+    ],
+)
+def test_what_the_order_of_units_may_change_is_seen(
+    forward: Any, backward: Any, seen: set[Seen]
+) -> None:
+    stage: Any = Stage(forward, backward)
+    units = Units([stage], split=False)
+    units.reporter, units.seen = Recorded(), set()
+    stage.forward_one_chunk(0)
+    stage.backward_one_chunk(0)
+    assert units.seen == seen
+    order = builders.interleaved(2, 4, 2)
+    limits = limits_seen(order, [stage], as_told=True, seen=seen)
+    assert [limit.highest for limit in limits] == [Level.UNITS] * len(seen)
+
+
+@pytest.mark.parametrize("name", ["step", "_maybe_compute_loss", "_compute_loss"])
+def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name: str) -> None:
+    """Another order runs in a schedule of ours, which has not got it."""
+    order, stage = builders.one_f_one_b(2, 4), Stage()
+    assert limits_of(SimpleNamespace(), order, "", [stage]) == []
+    (limit,) = limits_of(SimpleNamespace(**{name: print}), order, "", [stage])
+    assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of one's own")
