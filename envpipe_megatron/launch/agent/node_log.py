@@ -20,6 +20,8 @@ from envpipe_megatron.formats.energy import BEGUN, ENDED, NOTE_FORMAT, append_li
 class NodeLog:
     """`energy-<node>.jsonl`, appended to; an earlier start's lines stay, and its bill goes on.
 
+    One that is deleted or renamed meanwhile is written on under no name, or its new one.
+
     Attributes:
         grown: called after each line.
         goes_on: whether an earlier start has written it, too.
@@ -58,11 +60,15 @@ class NodeLog:
     @property
     def size(self) -> int:
         """Bytes that are written."""
-        return self.path.stat().st_size
+        return self._file.stat().st_size
 
     def append(self, line: dict[str, Any]) -> None:
         """Append a line with the node's name, or raise OSError: the disk is full, say."""
-        append_line(self.path, {**line, "node": self.node})
+        try:
+            append_line(self._file, {**line, "node": self.node})
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
         self.grown()
 
     def note(self, note: str, **fields: Any) -> None:
@@ -79,10 +85,15 @@ class NodeLog:
 
     def read(self, offset: int, most_bytes: int) -> bytes:
         """Whole lines from an offset on; none if there are none yet."""
-        with self.path.open("rb") as file:
+        with self._file.open("rb") as file:
             file.seek(offset)
             data = file.read(most_bytes)
         return data[: data.rfind(b"\n") + 1]
+
+    @property
+    def _file(self) -> Path:
+        """What was opened, whatever becomes of its name: the job's bill needs all of it."""
+        return Path(f"/proc/self/fd/{self._lock}") if self._lock >= 0 else self.path
 
     def _earlier_identity(self) -> str | None:
         with self.path.open("rb") as file:

@@ -46,6 +46,32 @@ def test_a_log_begins_and_ends(tmp_path):
     assert grown == sorted(set(grown))
 
 
+@pytest.mark.parametrize("how", ["deleted", "renamed", "its folder deleted"])
+def test_a_log_that_loses_its_name_loses_no_line(tmp_path, how):
+    log = NodeLog(tmp_path / "runs", "n0")
+    log.append(window(0, 0))
+    before = log.read(0, 1 << 16)
+    if how == "renamed":
+        log.path.rename(tmp_path / "older.jsonl")
+    else:
+        log.path.unlink()
+    if how == "its folder deleted":
+        log.path.parent.rmdir()
+    log.append(window(0, 1))
+    log.end(0)
+    whole = log.read(0, 1 << 16)
+    assert whole.startswith(before)
+    assert [json.loads(line).get("note") for line in whole.splitlines()] == [
+        "begun",
+        None,
+        None,
+        "ended",
+    ]
+    assert log.size == len(whole)
+    assert not log.path.exists()
+    log.close()
+
+
 def test_an_agent_that_starts_again_goes_on_under_the_same_identity(tmp_path):
     identities = set()
     for start in range(3):
