@@ -93,7 +93,6 @@ class Bench:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.model = self._build()
         self.initial = [p.detach().clone() for p in self.model.parameters()]

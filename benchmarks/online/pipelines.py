@@ -156,9 +156,6 @@ class VirtualMeter(EnergyMeter):
     def _run(self) -> None:
         """No thread reads."""
 
-    def _await_look(self, look: int) -> None:
-        """Nobody waits."""
-
 
 @dataclass(frozen=True)
 class Iteration:
@@ -169,14 +166,12 @@ class Iteration:
         time_s: of the job: that of its slowest replica.
         replicas_s: of each pipeline by itself.
         energy_j: of all GPUs.
-        order: name of the first replica's.
     """
 
     phase: str
     time_s: float
     replicas_s: tuple[float, ...]
     energy_j: float
-    order: str
 
 
 class Pipelines:
@@ -248,7 +243,6 @@ class Pipelines:
                 time_s,
                 tuple(end_s - begin_s for end_s in ends_s),
                 self.energy_j - before_j,
-                orders[0].schedule.name,
             )
         )
         return [

@@ -62,20 +62,13 @@ class LowtimeRun:
             rounded down, so the plan takes a little longer) in s, and [num_stages, units_per_stage]
             MHz in 1F1B's order.
         stated_energy_j: [num_plans] from lowtime's fitted curves.
-        available_after_s: [num_plans] CPU time until lowtime had the plan.
         finished: whether lowtime ended by itself; if not, the fastest plans are missing.
     """
 
     plans: list[tuple[float, NDArray[np.int64]]]
     stated_energy_j: NDArray[np.float64]
-    available_after_s: NDArray[np.float64]
     seconds_total: float
     finished: bool
-
-    @property
-    def seconds_to_fastest(self) -> float:
-        """CPU time until the fastest plan, the last; infinite if the run never came there."""
-        return float(self.available_after_s[-1]) if self.finished else math.inf
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,6 @@ def _read_run(folder: Path, request: _Request) -> LowtimeRun:
             (float(row["stated_time_s"]), row["frequency_mhz"].astype(np.int64)) for row in found
         ],
         stated_energy_j=found["stated_energy_j"],
-        available_after_s=found["cpu_s"],
         seconds_total=result["cpu_s"],
         finished=result["finished"],
     )

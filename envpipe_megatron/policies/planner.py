@@ -114,14 +114,12 @@ _ONE_CHUNK = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 class Planned:
     """A plan, how its reconfiguring ended, and what the user should know about it.
 
-    Of the schedule auto `any_order_bound_j` is what none of the orders goes below that it looks
-    among, and `auto` its search.
+    Of the schedule auto, `auto` is its search.
     """
 
     plan: Plan
     reconfigured: Reconfigured | None
     notes: tuple[str, ...]
-    any_order_bound_j: float | None = None
     auto: AutoSearch | None = None
 
 
@@ -174,8 +172,7 @@ def _plan_at_means(profile: Profile, request: PlanRequest) -> Planned:
         _check_chunks(request)
         auto = AutoSearch(profile, request)
         plan = auto.plan()
-        bound_j = auto.bound_j(plan)
-        return Planned(plan, None, auto.notes(plan, bound_j), bound_j, auto)
+        return Planned(plan, None, auto.notes(plan), auto)
     schedule, notes = build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":

@@ -54,11 +54,6 @@ class Configuration:
         """Virtual stages on each stage, V."""
         return len(self.stages[0].chunks)
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of the job."""
-        return sum(stage.num_gpus for stage in self.stages)
-
 
 @dataclass(frozen=True)
 class Job:

@@ -169,7 +169,7 @@ def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, 
         optimum_j = min(
             try_everything(order, priced, conditions).least_energy_j(deadline_s) for order in orders
         )
-        assert auto.any_order_bound_j <= optimum_j * (1 + 1e-9), seed
+        assert auto.auto.bound_j(auto.plan) <= optimum_j * (1 + 1e-9), seed
         assert optimum_j <= auto.plan.cost.energy_j * (1 + 1e-9), seed
         above.append(100 * (auto.plan.cost.energy_j / optimum_j - 1))
     print("auto above the optimum of all families (%):", np.round(above, 2))

@@ -173,11 +173,11 @@ class AutoSearch:
         more = self.judge(replace(request, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
 
-    def notes(self, plan: Plan, bound_j: float) -> tuple[str, ...]:
-        """What a user should know of the search for a plan, which has this bound (`bound_j`)."""
+    def notes(self, plan: Plan) -> tuple[str, ...]:
+        """What a user should know of the search for a plan."""
         request, baseline_j = self.request, plan.baseline.cost.energy_j
         tried = sum(search.orders_tried for search in self._searches)
-        most = 100 * (1 - bound_j / baseline_j)
+        most = 100 * (1 - self.bound_j(plan) / baseline_j)
         splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
         notes = [

@@ -8,6 +8,7 @@ come with a bound, so that those that cannot be among the best are passed over.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -230,15 +231,12 @@ class MegatronSpace:
 
     def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
         """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
-        low, high = 0, most
-        while low < high:
-            count = (low + high) // 2
+
+        def fits(count: int) -> bool:
             _, peak = self._time_and_peak(shape, slots, stage, (name, count))
-            if peak <= self._limit_bytes:
-                high = count
-            else:
-                low = count + 1
-        return low
+            return peak <= self._limit_bytes
+
+        return bisect_left(range(most), True, key=fits)
 
     def _time_and_peak(
         self, shape: Shape, slots: IntArray, stage: int, option: Recomputed

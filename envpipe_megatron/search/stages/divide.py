@@ -59,7 +59,6 @@ class Division:
     configuration: Configuration
     switches: tuple[Switch | None, ...]
     time_s: float
-    stage_s: tuple[float, ...]
 
 
 def divide(
@@ -238,9 +237,7 @@ class _Search:
     ) -> None:
         """Take a division, with the option and the recomputation of each stage, if it is best."""
         num_microbatches = self._job.global_batch // batch
-        stage_s = tuple(
-            stage.outside_s + again.time_s for stage, again in zip(stages, agains, strict=True)
-        )
+        stage_s = [s.outside_s + again.time_s for s, again in zip(stages, agains, strict=True)]
         time_s = (num_microbatches - 1) * max(stage_s) + sum(stage_s)
         self._found_s[batch] = min(self.promise_s(batch), time_s)
         if time_s >= self._best_s:
@@ -253,4 +250,4 @@ class _Search:
             None if other is None else Switch(stage.switch, other.sizes, other.data_parallel)
             for stage, other in zip(stages, (each.switched for each in options), strict=True)
         )
-        self.best = Division(Configuration(layouts, num_microbatches), switches, time_s, stage_s)
+        self.best = Division(Configuration(layouts, num_microbatches), switches, time_s)

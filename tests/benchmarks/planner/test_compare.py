@@ -49,9 +49,7 @@ BASELINE = priced(MAXIMUM)
 
 
 def lowtime_run(plans, finished=True):
-    count = len(plans)
-    times = np.arange(1.0, count + 1)
-    return LowtimeRun(plans, np.zeros(count), times, 77.0, finished)
+    return LowtimeRun(plans, np.zeros(len(plans)), 77.0, finished)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,11 +49,10 @@ def test_plans_are_priced_as_ours_and_near_the_time_that_lowtime_states(run_smal
     profile, run = run_small
     found = run(recipe=recipe)
     assert found.finished
-    assert len(found.plans) == len(found.stated_energy_j) == len(found.available_after_s) > 10
+    assert len(found.plans) == len(found.stated_energy_j) > 10
     stated_s = [time_s for time_s, _ in found.plans]
     assert stated_s == sorted(stated_s, reverse=True)
-    assert np.all(np.diff(found.available_after_s) >= 0)
-    assert found.seconds_to_fastest <= found.seconds_total < math.inf
+    assert found.seconds_total < math.inf
     schedule = builders.one_f_one_b(2, 3)
     for (time_s, clocks), energy_j in zip(found.plans, found.stated_energy_j, strict=True):
         cost = Plan("lowtime", schedule, clocks, profile, Conditions((POWER_W,) * 2)).cost
@@ -87,7 +86,6 @@ def test_a_run_that_ends_at_its_limit_keeps_its_plans_and_is_repeated_with_more_
     options = {"unit_time_s": 1e-5, "output_dir": tmp_path}
     cut = run_lowtime(profile, 32, POWER_W, time_limit_s=2, **options)
     assert not cut.finished
-    assert cut.seconds_to_fastest == math.inf
     assert len(cut.plans) > 0
     longer = run_lowtime(profile, 32, POWER_W, time_limit_s=3, **options)
     assert len(longer.plans) > len(cut.plans)

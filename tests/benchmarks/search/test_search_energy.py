@@ -40,7 +40,8 @@ def test_a_stretched_plan_takes_no_longer_and_less(candidate: Candidate) -> None
 def test_busy_and_idle_seconds_are_all_of_an_iteration(candidate: Candidate) -> None:
     plan = energy.stretched(candidate, WAIT_W, candidate.iteration_time_s)
     row = energy.figures_of(plan.baseline, candidate.iteration_time_s, plan)
-    gpu_s = candidate.configuration.num_gpus * candidate.iteration_time_s
+    gpus = sum(stage.num_gpus for stage in candidate.configuration.stages)
+    gpu_s = gpus * candidate.iteration_time_s
     assert row["busy_GPU_s"] + row["idle_GPU_s"] == pytest.approx(gpu_s)
     losses = candidate.losses
     assert row["busy_GPU_s"] / gpu_s == pytest.approx(losses.computed + losses.recomputed)
