@@ -7,8 +7,8 @@ one order is predicted by the units of the other (`unit_times`).
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
 each arm, made of several turns. Or one job has all turns, and EnvPipe rests in half of them
-(`running.rest`). Where weights are zero, matrix products take less power, and clocks
-wander less, in FP8 not at all.
+(`running.rest`). Where weights are zero, matrix products take less power, and clocks wander less,
+in FP8 not at all.
 """
 
 from __future__ import annotations

@@ -36,8 +36,6 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
     Args:
         rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
     """
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
     from envpipe_megatron.integrations.megatron.core import ForwardBackward
     from envpipe_megatron.integrations.megatron.kept import KeptOrder
     from envpipe_megatron.runtime.job.session import Session
@@ -60,11 +58,13 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
     Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
     _replace(rests_next, Session, "begin_step", _nothing)
     _replace(rests, Session, "end_step", _nothing)
-
-    def framework(self: KeptOrder | ForwardBackward, **arguments: Any) -> Any:
-        return (self._framework_function or get_forward_backward_func())(**arguments)
-
-    _rest(rests, "__call__", framework, KeptOrder, ForwardBackward)
+    _rest(
+        rests,
+        "__call__",
+        lambda self, **given: self._framework_function(**given),
+        KeptOrder,
+        ForwardBackward,
+    )
     return between_turns
 
 

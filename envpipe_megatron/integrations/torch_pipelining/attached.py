@@ -138,7 +138,7 @@ class AttachedPipeline:
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
-        self._torch_step, self._own_step = schedule.step, "step" in vars(schedule)
+        self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
@@ -148,7 +148,7 @@ class AttachedPipeline:
         self._whole: StageRun | None = None
         self.job = self._make_job()
         self._announce()
-        schedule.step = self._step
+        self._units.replace(schedule, "step", self._step)
 
     @property
     def level(self) -> Level:
@@ -201,10 +201,6 @@ class AttachedPipeline:
     def _release(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._own_step:
-                self._schedule.step = self._torch_step
-            else:
-                del self._schedule.step
             self._units.release()
             if self._runner is not None and self._own is not None:
                 self._runner.turn_to(self._own)

@@ -10,7 +10,7 @@ from typing import Any
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
-from envpipe_megatron.integrations.torch_pipelining.units import Seen
+from envpipe_megatron.integrations.torch_pipelining.units import SideEffect
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 #: Of a schedule; one that has its own is to be called as it is.
@@ -55,7 +55,7 @@ def limits_of(
 
 
 def limits_seen(
-    order: Schedule, stages: Sequence[Any], *, as_told: bool, seen: Collection[Seen]
+    order: Schedule, stages: Sequence[Any], *, as_told: bool, seen: Collection[SideEffect]
 ) -> list[Limit]:
     """Limits by the first step: what ran, as it was told or not, and what else its units changed.
 
@@ -65,13 +65,13 @@ def limits_seen(
     if not as_told:
         why = "its units did not run one by one as the schedule says"
         found.append(stands_against(order.name, Level.UNIFORM, why))
-    if Seen.BUFFERS_BY_BACKWARDS in seen:
+    if SideEffect.BUFFERS_BY_BACKWARDS in seen:
         why = "another order gives them other values"
         found.append(stands_against("buffers that backwards change", Level.UNITS, why))
-    if Seen.DRAWN_BY_BACKWARDS in seen:
+    if SideEffect.DRAWN_BY_BACKWARDS in seen:
         why = "another order gives units other numbers"
         found.append(stands_against("random numbers in backwards", Level.UNITS, why))
-    elif Seen.DRAWN_BY_FORWARDS in seen and order.num_chunks > 1:
+    elif SideEffect.DRAWN_BY_FORWARDS in seen and order.num_chunks > 1:
         # Each stage's forwards keep their order in any order of units; a rank's do not.
         why = "another order gives forwards other numbers"
         found.append(stands_against("random numbers on ranks of several stages", Level.UNITS, why))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import random
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from envpipe_megatron.core.kinds import Kind
@@ -16,7 +16,7 @@ from envpipe_megatron.integrations.hooks.framework_units import Reporter
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 
 
-class Seen(enum.Enum):
+class SideEffect(enum.Enum):
     """What units change beside their outputs and gradients, so that their order may tell."""
 
     DRAWN_BY_FORWARDS = enum.auto()
@@ -37,20 +37,24 @@ class Units:
     def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
         self.reporter: Reporter | None = None
         #: What units were seen to change; None where nobody wants to know.
-        self.seen: set[Seen] | None = None
+        self.seen: set[SideEffect] | None = None
         self._split = split
         self._awaits_loss = False
-        #: Whose functions are replaced, by which names.
-        self._replaced: list[tuple[Any, str]] = []
+        #: Whose functions are replaced, by which names, and the object's own, if it had one.
+        self._replaced: list[tuple[Any, str, Callable[..., Any] | None]] = []
         for chunk, stage in enumerate(stages):
             for name in _ORDINARY:
-                self._replace(stage, name, self._around(stage, chunk, name))
+                self.replace(stage, name, self._around(stage, chunk, name))
 
     def release(self) -> None:
         """Give stages and schedules their own functions back."""
         self.reporter = None
         while self._replaced:
-            delattr(*self._replaced.pop())
+            of, name, own = self._replaced.pop()
+            if own is None:
+                delattr(of, name)
+            else:
+                setattr(of, name, own)
 
     def forget(self) -> None:
         """A step has failed: nothing is to be said of the rest of it."""
@@ -58,7 +62,8 @@ class Units:
 
     def hear_losses_of(self, schedule: Any) -> None:
         """Have a schedule of these stages say when it has computed a loss."""
-        if any(of is schedule for of, _ in self._replaced):
+        name = "_maybe_compute_loss"
+        if any(of is schedule and name == each for of, each, _ in self._replaced):
             return
         compute = schedule._maybe_compute_loss
 
@@ -69,11 +74,12 @@ class Units:
                 self._end()
             return result
 
-        self._replace(schedule, "_maybe_compute_loss", maybe_compute_loss)
+        self.replace(schedule, name, maybe_compute_loss)
 
-    def _replace(self, of: Any, name: str, function: Callable[..., Any]) -> None:
+    def replace(self, of: Any, name: str, function: Callable[..., Any]) -> None:
+        """Give an object another function, until `release`."""
+        self._replaced.append((of, name, vars(of).get(name)))
         setattr(of, name, function)
-        self._replaced.append((of, name))
 
     def _around(self, stage: Any, chunk: int, name: str) -> Callable[..., Any]:
         own = getattr(stage, name)
@@ -85,9 +91,11 @@ class Units:
             result = own(*args, **kwargs)
             forward = kind is Kind.FORWARD
             if before != _random_states(stage.device):
-                self.seen.add(Seen.DRAWN_BY_FORWARDS if forward else Seen.DRAWN_BY_BACKWARDS)
+                self.seen.add(
+                    SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
+                )
             if not forward and versions != _versions(stage):
-                self.seen.add(Seen.BUFFERS_BY_BACKWARDS)
+                self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
             return result
 
         def forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,13 +141,13 @@ class Units:
 
 def _random_states(device: torch.device) -> tuple[object, ...]:
     """Of all numbers that a unit may draw; on a GPU, known without a wait for it."""
-    states: list[object] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    tensors = [torch.get_rng_state()]
     if torch.device(device).type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, key, *rest = numpy.random.get_state()
-        states += [key.tobytes(), *rest]
-    return tuple(states)
+        tensors.append(torch.cuda.get_rng_state(device))
+    numpys: Any = np.random.get_state()
+    _, key, *rest = numpys
+    arrays = [key, *(state.numpy() for state in tensors)]
+    return (random.getstate(), *rest, *(array.tobytes() for array in arrays))
 
 
 def _versions(stage: Any) -> list[int]:

@@ -76,8 +76,8 @@ class GpuLedger:
         self._last_iteration: int | None = 0
         self._failing = False
         self._most_metered_j = 0.0
-        #: Of the windows so far; unknown before the first.
-        self._longest_step_s = math.inf
+        #: Of the windows so far; None before the first.
+        self._longest_step_s: float | None = None
         self.phase = ""
         self.step: tuple[float, float] | None = None
         self.shares_s: defaultdict[str, float] = defaultdict(float)
@@ -158,10 +158,8 @@ class GpuLedger:
             raise ValueError("Not a window of training")
         if not begin_s <= end_s <= self.gpu.time_s() + _SOON_S:
             raise ValueError(f"A window that ends at {end_s} s, which is still to come")
-        first, last = whole.get("first_iteration"), whole.get("last_iteration")
-        if whole["phase"] not in OUTSIDE_STEPS and first is not None and last is not None:
-            longest_s = 0.0 if math.isinf(self._longest_step_s) else self._longest_step_s
-            self._longest_step_s = max(longest_s, (end_s - begin_s) / max(1, last - first + 1))
+        if count := _steps(whole):
+            self._longest_step_s = max(self._longest_step_s or 0.0, (end_s - begin_s) / count)
         self.bill_up_to(begin)
         until = self._billed[0] or begin
         if end_s <= until.time_s:
@@ -176,8 +174,10 @@ class GpuLedger:
     def is_behind(self) -> bool:
         """Whether no window has come for so long that the counter should be read and billed."""
         until = self._billed[0]
+        if until is None or self._longest_step_s is None:
+            return until is None
         longest_s = max(_LONGEST_GAP_S, _STEPS_OF_A_GAP * self._longest_step_s)
-        return until is None or self.gpu.time_s() - until.time_s > longest_s
+        return self.gpu.time_s() - until.time_s > longest_s
 
     def bill_up_to(self, end: Reading | None) -> None:
         """Bill as `between` what no window had up to a reading, if there is one; as in `take`."""
@@ -226,12 +226,18 @@ class GpuLedger:
         # Only now: what could not be written is in the next line.
         self._billed = end, billed_j + energy_j
         self.phase, self.step = str(line.get("phase", "")), None
-        first, last = line.get("first_iteration"), line.get("last_iteration")
         if self.phase in OUTSIDE_STEPS:
             return
-        if first is not None and last is not None and first <= last:
-            count = last - first + 1
+        if count := _steps(line):
             self.step = line["duration_s"] / count, energy_j / count
         if line.get("idle_s") is not None:
             for name in SHARES:
                 self.shares_s[name] += line[name]
+
+
+def _steps(line: Mapping[str, Any]) -> int:
+    """Iterations of a line; 0 if it has none, or does not say."""
+    first, last = line.get("first_iteration"), line.get("last_iteration")
+    if line.get("phase") in OUTSIDE_STEPS or first is None or last is None:
+        return 0
+    return max(0, int(last - first + 1))

@@ -96,7 +96,7 @@ class NodeLog:
         return Path(f"/proc/self/fd/{self._lock}") if self._lock >= 0 else self.path
 
     def _earlier_identity(self) -> str | None:
-        with self.path.open("rb") as file:
+        with self._file.open("rb") as file:
             for line in file:  # the first may be torn
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     return str(json.loads(line)["log"])

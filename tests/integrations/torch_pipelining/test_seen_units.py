@@ -14,7 +14,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.hooks.framework_units import Recorded
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
-from envpipe_megatron.integrations.torch_pipelining.units import Seen, Units
+from envpipe_megatron.integrations.torch_pipelining.units import SideEffect, Units
 
 
 class Stage:
@@ -50,15 +50,15 @@ def run_again(stage: Stage) -> None:
     [
         (None, None, set()),
         (run_again, None, set()),
-        (None, run_again, {Seen.BUFFERS_BY_BACKWARDS}),
-        (lambda stage: torch.rand(1), None, {Seen.DRAWN_BY_FORWARDS}),
-        (lambda stage: random.random(), None, {Seen.DRAWN_BY_FORWARDS}),
-        (lambda stage: np.random.rand(), None, {Seen.DRAWN_BY_FORWARDS}),
-        (None, lambda stage: random.random(), {Seen.DRAWN_BY_BACKWARDS}),
+        (None, run_again, {SideEffect.BUFFERS_BY_BACKWARDS}),
+        (lambda stage: torch.rand(1), None, {SideEffect.DRAWN_BY_FORWARDS}),
+        (lambda stage: random.random(), None, {SideEffect.DRAWN_BY_FORWARDS}),
+        (lambda stage: np.random.rand(), None, {SideEffect.DRAWN_BY_FORWARDS}),
+        (None, lambda stage: random.random(), {SideEffect.DRAWN_BY_BACKWARDS}),
     ],
 )
 def test_what_the_order_of_units_may_change_is_seen(
-    forward: Any, backward: Any, seen: set[Seen]
+    forward: Any, backward: Any, seen: set[SideEffect]
 ) -> None:
     stage: Any = Stage(forward, backward)
     units = Units([stage], split=False)
@@ -69,6 +69,17 @@ def test_what_the_order_of_units_may_change_is_seen(
     order = builders.interleaved(2, 4, 2)
     limits = limits_seen(order, [stage], as_told=True, seen=seen)
     assert [limit.highest for limit in limits] == [Level.UNITS] * len(seen)
+
+
+def test_an_object_gets_its_own_function_back() -> None:
+    stage, schedule = Stage(), SimpleNamespace(step=print, _maybe_compute_loss=max)
+    units = Units([stage], split=False)
+    units.hear_losses_of(schedule)
+    units.replace(schedule, "step", min)
+    assert (schedule.step, vars(stage).keys() >= {"forward_one_chunk"}) == (min, True)
+    units.release()
+    assert (schedule.step, schedule._maybe_compute_loss) == (print, max)
+    assert "forward_one_chunk" not in vars(stage)
 
 
 @pytest.mark.parametrize("name", ["step", "_maybe_compute_loss", "_compute_loss"])
