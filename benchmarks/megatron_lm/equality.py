@@ -162,6 +162,7 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
     fp8 = "--fp8-format hybrid"
     llama = f"{TINY.llama} --no-rope-fusion"
     any_order = {
+        "te-bf16-pp2vp2": (replace(PP2, chunks=2), ""),
         "te-fp8-pp2vp2": (replace(PP2, chunks=2), fp8),
         "te-fp8-current-pp2": (PP2, f"{fp8} --fp8-recipe tensorwise"),
         "te-fp8-blocks-pp2": (PP2, f"{fp8} --fp8-recipe blockwise"),

@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm import equality, logged_energy, lost, ratio, stress
-from benchmarks.megatron_lm.models import APEX, TRANSFORMER_ENGINE
+from benchmarks.megatron_lm.models import APEX, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running import checkouts
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
@@ -92,6 +92,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
 @click.option("--resting", is_flag=True, help="Of `ratio`: EnvPipe rests, in place of unmodified.")
 @click.option("--zero-weights", is_flag=True, help="Of `ratio`: matrix products take less power.")
+@click.option("--size", type=click.Choice([*SIZES]), help="Of `ratio`. [default: what fits]")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -224,7 +225,7 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        of = ("microbatches", "like", "arm", "resting", "zero_weights")
+        of = ("microbatches", "like", "arm", "resting", "zero_weights", "size")
         setting = ratio.setting(site, *(options[name] for name in of))
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),

@@ -14,6 +14,7 @@ in FP8 not at all.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from benchmarks.megatron_lm.models import (
     ONE_F_ONE_B,
     ORDER_ARMS,
     SERIAL,
+    SIZES,
     STOCK,
     TINY,
     TINY_ON_CPU,
@@ -61,6 +63,7 @@ TARGET, TARGET_OF_UNITS = 1.005, 1.003
 #: Share of the rounds at either end that a mean of medians does without.
 _CUT = 0.2
 LEAST_ITERATION_S = 0.5
+_OF_A_NAME = re.compile(r"(.+)-m(\d+)")
 LOG_INTERVAL = 10
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
 _ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
@@ -88,12 +91,14 @@ class Setting:
     """The model, how it is spread, and the setting of `equality` that it is like.
 
     With `rests`, EnvPipe rests in half of the turns of its only arm. With `zeros`, weights are.
+    `sized` is the size's name, if it was asked for.
     """
 
     size: Size
     like: equality.Setting
     rests: bool = False
     zeros: bool = False
+    sized: str | None = None
 
     @property
     def mapping(self) -> Mapping:
@@ -103,7 +108,8 @@ class Setting:
     @property
     def name(self) -> str:
         """Such as gpt-pp4-m14, for 14 microbatches."""
-        how = self.rests * "-resting" + self.zeros * "-zeros"
+        sized = f"-{self.sized}" if self.sized else ""
+        how = sized + self.rests * "-resting" + self.zeros * "-zeros"
         return f"{self.like.name}-m{self.size.microbatches}{how}"
 
     @property
@@ -124,6 +130,7 @@ def setting(
     only: Collection[str] = (),
     rests: bool = False,
     zeros: bool = False,
+    sized: str | None = None,
 ) -> Setting:
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
@@ -132,6 +139,7 @@ def setting(
     fits, or it has no such arm.
     """
     wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
+    wide = SIZES[sized] if sized else wide
     known = equality.settings(site.num_ranks, site.cpu, wide.hidden)
     fitting = {each.name: each for each in known}
     like = like or f"gpt-pp{site.num_ranks}"
@@ -149,15 +157,15 @@ def setting(
     compared = only if rests else (STOCK, *only)
     arms = tuple(a for a in offered if a in compared or not (only or a in (OFF, SERIAL)))
     like_it = replace(fitting[like], arms=arms)
-    size = TINY_ON_CPU if site.cpu else _size_on_gpus(site, like_it, wide)
+    size = TINY_ON_CPU if site.cpu else _size_on_gpus(site, like_it, wide, bool(sized))
     size = replace(size, microbatches=microbatches or size.microbatches)
-    return Setting(size.fitting(like_it.mapping), like_it, rests, zeros)
+    return Setting(size.fitting(like_it.mapping), like_it, rests, zeros, sized)
 
 
-def _size_on_gpus(site: Site, like: equality.Setting, wide: Size) -> Size:
+def _size_on_gpus(site: Site, like: equality.Setting, wide: Size, asked_for: bool) -> Size:
     """What fits into 80 GB, as many arms as share a GPU's memory."""
     features = " ".join(like.features)
-    size = wide if TRANSFORMER_ENGINE in like.needs else GPT_1_3B
+    size = wide if asked_for or TRANSFORMER_ENGINE in like.needs else GPT_1_3B
     layers = size.layers // site.ranks_per_gpu
     # Four wide experts have nearly three times the parameters, and FP8 has more copies of them.
     wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
@@ -385,7 +393,7 @@ def rows_of_units(
     """What `unit_times` makes of each start whose arms all ended well."""
     rows, known = [], {s.name: s.mapping for s in equality.settings(10**6, cpu=False)}
     for start, runs in _starts(state).items():
-        setting, _, microbatches = start.split()[0].rpartition("-m")
+        setting, microbatches = _OF_A_NAME.match(start).groups()  # type: ignore[union-attr]
         times = {arm: run["times"] for arm, run in runs.items() if run.get("times")}
         if ONE_F_ONE_B in times and ENVPIPE in times:
             spread, count = known[setting], int(microbatches)
