@@ -18,12 +18,16 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
-from envpipe_megatron.runtime.going_on import GoesOnError, on_every_rank
-from envpipe_megatron.runtime.job.config import SessionError
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.online import run_online
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import adopt_plan
+from envpipe_megatron.runtime.job.planning import (
+    adopt_plan,
+    check_files,
+    clocks_of_stages,
+    profiled_clocks,
+)
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.limit import with_memory
@@ -40,9 +44,11 @@ _COMPARED_ITERATIONS = 3
 def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """Yield what each iteration runs, forever; the same on every rank.
 
-    Raises EnvPipeError on all ranks if a given profile or plan does not fit the job.
+    Raises EnvPipeError on all ranks, before the first iteration, if a profile or plan by file is
+    not one of this job. Nothing ends training later on.
     """
     config, state = job.config, job.state
+    check_files(job)
     schedule = _framework_schedule(job)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
@@ -78,16 +84,9 @@ def _closed_loop(
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
     profile = known_profile(job, schedule, records)
     if profile is not None:
-        clocks = set.intersection(
-            *map(profile.clocks_mhz, range(job.num_stages)), *_clocks_of_stages(job)
-        )
-        if max(job.gpu.supported_frequencies_mhz) not in clocks:
-            raise SessionError(
-                "The profile lacks the highest clock (MHz) of the job's GPUs",
-                value=max(job.gpu.supported_frequencies_mhz),
-                remedy="Use a profile of these GPUs, or let the job measure one.",
-            )
-        yield from run_online(job, schedule, sorted(clocks), profile.sidecar, profile, records)
+        known, of_stages = profile, clocks_of_stages(job)
+        clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
+        yield from run_online(job, schedule, clocks, profile.sidecar, profile, records)
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
@@ -111,7 +110,7 @@ def _save_energy(
     if profile is None:
         profile = yield from _profile(job, schedule)
     state.profile = profile
-    clocks_mhz = _clocks_of_stages(job)
+    clocks_mhz = clocks_of_stages(job)
     adopted = adopt_plan(job, profile, clocks_mhz)
     plan = state.plan = adopted.plan
     _note(job, *adopted.notes)
@@ -206,12 +205,6 @@ def _facts(job: PhaseParts) -> Sidecar:
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
     return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
-
-
-def _clocks_of_stages(job: PhaseParts) -> list[set[int]]:
-    """For each stage, the clocks that all its GPUs have."""
-    own = set(job.gpu.supported_frequencies_mhz)
-    return job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s, order_at_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import (
@@ -24,6 +22,7 @@ from envpipe_megatron.policies.request import (
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.limit import in_flight_limit
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -40,6 +39,29 @@ class Adopted:
     made_now: bool
 
 
+def check_files(job: PhaseParts) -> None:
+    """Refuse files of the user's that are not of this job, before its first iteration.
+
+    A plan by file is for the full batch alone. Every rank calls it.
+
+    Raises EnvPipeError on all ranks.
+    """
+    named = job.config.profile_file
+    if named is None:
+        return
+    given = None if job.batch else job.config.plan_file
+    clocks_mhz = clocks_of_stages(job)
+
+    def look() -> None:
+        profile = read_named(named, job.num_stages)
+        if job.config.closed_loop:
+            profiled_clocks(job, profile, clocks_mhz)
+        if given is not None:
+            _check(job, _read(job, given, profile), clocks_mhz)
+
+    job.collectives.agreed(look)
+
+
 def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
     """The plan to start from, whose memory is ready; every rank calls it.
 
@@ -47,10 +69,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
     job has trained batches of another size before: that is for the full batch alone. Clocks are,
     for each stage, those that all its GPUs have.
 
-    Raises:
-        GoesOnError: no plan can be made, or there is no memory for it.
-        EnvPipeError: a profile or plan that the user gave does not fit the job, which has trained
-            batches of one size so far.
+    Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
     """
 
     def by_file(path: Path) -> Plan:
@@ -58,39 +77,28 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
         _check(job, plan, clocks_mhz)
         return plan
 
-    def online() -> tuple[Plan, tuple[str, ...]] | EnvPipeError:
-        try:
-            plan, notes = make_online(job, profile)
-            _check(job, plan, clocks_mhz)
-        except EnvPipeError as error:
-            named = job.config.profile_file is not None
-            given = named and not job.state.several_sizes  # else training is under way
-            if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
-                raise
-            return error  # it names what is wrong in the user's input
+    def online() -> tuple[Plan, tuple[str, ...]]:
+        plan, notes = make_online(job, profile)
+        _check(job, plan, clocks_mhz)
         return plan, notes
 
     given = None if job.batch else job.config.plan_file
     path = job.folder.found_plan(job.batch) or given
-    if path is not None and path == given and not job.state.several_sizes:
-        plan = job.collectives.agreed(lambda: by_file(path))
-        make_room(job, plan)
-        return Adopted(plan, (), made_now=False)
     if path is not None:
         try:
             plan = by_planner(job.collectives, lambda: by_file(path))
             make_room(job, plan)
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
+            if path == given and not job.state.several_sizes:
+                raise GoesOnError(str(error)) from error
             job.say(f"the plan {path} is made again: {error}")
-    made = by_planner_in_time(job.collectives, online, _LONGEST_S)
-    if isinstance(made, EnvPipeError):
-        raise made
+    plan, notes = by_planner_in_time(job.collectives, online, _LONGEST_S)
     try:
-        make_room(job, made[0])
+        make_room(job, plan)
     except MemoryFullError as error:
         raise GoesOnError(str(error)) from error
-    return Adopted(*made, made_now=True)
+    return Adopted(plan, notes, made_now=True)
 
 
 def make_room(job: PhaseParts, plan: Plan) -> None:
@@ -98,6 +106,32 @@ def make_room(job: PhaseParts, plan: Plan) -> None:
     # A framework that runs its units itself carries their messages too.
     own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
     job.memory.predict(plan.schedule, own_bytes)
+
+
+def clocks_of_stages(job: PhaseParts) -> list[set[int]]:
+    """For each stage, the clocks that all its GPUs have; every rank calls it."""
+    own = set(job.gpu.supported_frequencies_mhz)
+    return job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
+
+
+def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> list[int]:
+    """Those that all units were profiled at, and all GPUs have; SessionError without the highest.
+
+    Args:
+        clocks_mhz: as `clocks_of_stages` has them.
+    """
+    profiled = map(profile.clocks_mhz, range(job.num_stages))
+    clocks, top_mhz = (
+        set.intersection(*profiled, *clocks_mhz),
+        max(job.gpu.supported_frequencies_mhz),
+    )
+    if top_mhz not in clocks:
+        raise SessionError(
+            "The profile lacks the highest clock (MHz) of the job's GPUs",
+            value=top_mhz,
+            remedy="Use a profile of these GPUs, or let the job measure one.",
+        )
+    return sorted(clocks)
 
 
 def plan_online(

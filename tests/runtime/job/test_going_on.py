@@ -120,11 +120,15 @@ def test_a_kept_plan_that_memory_does_not_hold_any_more_is_made_anew(three_ranks
     assert last[0].peak_in_flight == again[0].peak_in_flight
 
 
-def test_what_the_user_gave_is_refused(three_ranks, tmp_path):
-    """Whoever named a profile is told what is wrong with it, on every rank."""
+def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_path):
+    """What is wrong with it is said before the first iteration, or else the own order goes on."""
     given = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
     wrong = Fault("runtime.job.planning:make_plan", error=PlannerError)
-    with pytest.raises(RankFailedError, match="PlannerError: of a test"):
-        three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (wrong,), (10**9,) * 3, given)
+    plenty = (10**9,) * 3
+    told = three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (wrong,), plenty, given)
+    check_own_order(told, "of a test")
+    preset_profile("a100-sxm", 2, memory_ranks.TIMES, clocks).write(given)
+    with pytest.raises(RankFailedError, match=r"3 stages, and profile .* has 2"):
+        three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (), plenty, given)

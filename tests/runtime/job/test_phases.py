@@ -200,6 +200,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
         yield
 
     monkeypatch.setattr(phases, "_save_energy", save)
+    monkeypatch.setattr(phases, "check_files", lambda job: None)
     chunks = 2 if request_[0] == "interleaved" else 1
     request = PlanRequest(MICROBATCHES, *request_, num_chunks=chunks)
     rank = Rank(SessionConfig(request, warmup_iterations=3, **options), own_order=kept)
@@ -238,6 +239,7 @@ def saving(monkeypatch) -> Any:
         yield "reconfiguring"
         return plan_of(1410), 7, Ended.ENVELOPE
 
+    monkeypatch.setattr(phases, "check_files", lambda job: None)
     monkeypatch.setattr(phases, "known_profile", known)
     monkeypatch.setattr(phases, "adopt_plan", adopt)
     monkeypatch.setattr(phases, "measured_threshold_s", lambda *arguments: arguments)

@@ -27,6 +27,7 @@ from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlannerError, PlanRequest
@@ -34,7 +35,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning
 from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.planning import adopt_plan, make_online, predicted
+from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, make_online, predicted
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -66,17 +67,15 @@ def test_late_clocks_make_no_online_plan_slow():
     assert plan.cost.saving_percent(plan.baseline.cost) > 12
 
 
-@pytest.mark.parametrize(
-    ("failure", "ends_as"), [(LinearProgramError, GoesOnError), (PlannerError, PlannerError)]
-)
-def test_of_a_profile_that_the_user_named_a_solver_that_fails_ends_no_training(
-    monkeypatch, failure, ends_as
+@pytest.mark.parametrize("failure", [LinearProgramError, PlannerError])
+def test_of_a_profile_that_the_user_named_planning_that_fails_ends_no_training(
+    monkeypatch, failure
 ):
     def fails(job, profile):
         raise failure("of a test")
 
     monkeypatch.setattr(planning, "make_online", fails)
-    with pytest.raises(ends_as, match="of a test"):
+    with pytest.raises(GoesOnError, match="of a test"):
         Starting(Path("none"), named_profile=True).adopt()
 
 
@@ -121,7 +120,11 @@ class Starting:
         named = Path("named.csv") if self.named_profile else None
         given = None if self.keeps_plan else by_file
         self.config = SimpleNamespace(
-            plan_file=given, profile_file=named, request=self.request, reorders=self.reorders
+            plan_file=given,
+            profile_file=named,
+            request=self.request,
+            reorders=self.reorders,
+            closed_loop=False,
         )
         found = by_file if self.keeps_plan else None
         self.folder = SimpleNamespace(found_plan=lambda batch: found)
@@ -149,6 +152,14 @@ class Starting:
         job: Any = self
         return adopt_plan(job, profile_of_two(), CLOCKS)
 
+    def check(self) -> None:
+        """As before the first iteration; the profile lies beside the plan."""
+        self.config.profile_file = self.path.parent / "profile.csv"
+        self.num_stages, self.gpu = 2, SimpleNamespace(supported_frequencies_mhz=CLOCKS[0])
+        self.collectives.by_stage = lambda own, merge: [merge([own])] * 2
+        job: Any = self
+        check_files(job)
+
 
 def write_plan(path: Path, order: Schedule) -> Path:
     profile = profile_of_two().with_split_backwards(SplitBackward(0.5, 0.0))
@@ -156,6 +167,7 @@ def write_plan(path: Path, order: Schedule) -> Path:
     conditions = Conditions((80.0, 80.0))
     plan = Plan("uniform", order, clocks, profile.for_chunks(order.num_chunks), conditions)
     plan.write(path)
+    profile.write(path.parent / "profile.csv")
     return path
 
 
@@ -194,8 +206,11 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "said"), REFUSED)
 def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options, said):
     with pytest.raises(SessionError, match=said):
-        Starting(by_file, **options).adopt()
+        Starting(by_file, **options).check()
+    with pytest.raises(GoesOnError, match=said):
+        Starting(by_file, **options).adopt()  # it became so since
     job = Starting(by_file, keeps_plan=True, **options)
+    job.check()
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     (told,) = job.said
@@ -217,7 +232,7 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
 def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, order):
     path = write_plan(tmp_path / "plan.json", order)
     with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'.*runnable"):
-        Starting(path).adopt()
+        Starting(path).check()
     job = Starting(path, keeps_plan=True)
     assert job.adopt().plan.schedule.name == "1f1b"
     assert "which no job runs yet" in job.said[0]
@@ -251,23 +266,38 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     assert job.said == [f"the plan {by_file} is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, keeps_plan=True, full=2).adopt()
-    with pytest.raises(MemoryFullError):
+    with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, full=1).adopt()
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({}, GoesOnError),
-        ({"named_profile": True}, SessionError),
-    ],
-)
-def test_clocks_that_gpus_lack_end_training_only_where_the_user_named_them(
-    tmp_path, monkeypatch, options, error
-):
+def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file, monkeypatch):
+    few = r"the GPUs of stage 1 do not have .got 1\d\d\d"
     monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1410, 1200, 1005}, {1410}])
-    with pytest.raises(error, match=r"the GPUs of stage 1 do not have .got 1\d\d\d"):
-        Starting(tmp_path / "none", **options).adopt()
+    for named in (False, True):
+        with pytest.raises(GoesOnError, match=few):
+            Starting(tmp_path / "none", named_profile=named).adopt()
+    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1410}] * 2)
+    with pytest.raises(SessionError, match=few.replace("stage 1", "stage 0")):
+        Starting(by_file).check()
+
+
+def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(
+    by_file, monkeypatch
+):
+    job = Starting(by_file)
+    job.check()
+    job.config.closed_loop, job.config.plan_file = True, None
+    job.check()
+    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1980, 1410, 1200}] * 2)
+    with pytest.raises(SessionError, match=r"lacks the highest clock .*got 1980"):
+        job.check()
+    (by_file.parent / "profile.csv").unlink()
+    with pytest.raises(EnvPipeError, match=r"profile\.csv"):
+        job.check()
+
+
+def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one(by_file):
+    Starting(by_file, batch="m3", num_microbatches=3).check()
 
 
 @pytest.mark.parametrize("part", ["make_plan", "known_conditions", "in_flight_limit", "_check"])

@@ -35,19 +35,16 @@ def known_profile(
     An earlier start's is forgotten where the warm-up contradicts it; of the user's, that is said
     alone. Every rank calls it, with the warm-up's records.
 
-    Raises, on all ranks: EnvPipeError if the user's is not one of this job, GoesOnError if an
-    earlier start's cannot be read.
+    Raises GoesOnError on all ranks if it cannot be read, or is of another number of stages.
     """
     before = job.state.profile  # what units cost does not depend on how many there are
     if before is not None and _has_all_pairs(job.state.profiled, schedule):
         return before
     given, found = job.config.profile_file, job.folder.found_profile
-    if given is not None:
-        profile = job.collectives.agreed(partial(_read, given, job.num_stages))
-    elif found is not None:
-        profile = by_planner(job.collectives, partial(_read, found, job.num_stages))
-    else:
+    path = given or found
+    if path is None:
         return None
+    profile = by_planner(job.collectives, partial(read_named, path, job.num_stages))
     apart = _contradiction(job, profile, schedule, records)
     if apart and given is None:
         job.say(f"the profile of an earlier start is not used: {apart}")
@@ -61,7 +58,8 @@ def known_profile(
     return with_memory(profile, job.memory.stages)
 
 
-def _read(path: Path, num_stages: int) -> Profile:
+def read_named(path: Path, num_stages: int) -> Profile:
+    """A job's profile; EnvPipeError if it cannot be read, or is of another number of stages."""
     profile = read_profile(path)
     check_stages(profile, num_stages)
     return profile
