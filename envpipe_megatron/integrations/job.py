@@ -355,6 +355,16 @@ def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
     }
 
 
+def check_level_of_files(options: Options, level: Level) -> None:
+    """Refuse by a JobError a profile, or a plan, where units have no clocks of their own."""
+    if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
+        raise JobError(
+            "A profile is of units, and this job's level is below that",
+            value=str(level),
+            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
+        )
+
+
 def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) -> None:
     """Refuse by a JobError a limit below what the framework's own order holds."""
     if limit is None or isinstance(limit, str):

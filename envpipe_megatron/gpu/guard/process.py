@@ -330,13 +330,16 @@ class Guard:
         return True
 
     def _look_after_others(self) -> None:
-        last = False
+        last, told = False, ""
         while not last:
             last = self._ending.wait(_LOOK_EVERY_S)
             try:
                 undo_dead_ranks(self._job, open_gpu)
-            except Exception:
-                _LOG.exception("leases of job %s cannot be seen", self._job)
+                told = ""
+            except Exception as error:
+                if (text := repr(error)) != told:  # said each time, it would fill a disk
+                    _LOG.exception("leases of job %s cannot be seen", self._job)
+                told = text
 
 
 if __name__ == "__main__":

@@ -22,7 +22,12 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobFacts,
+    Placement,
+    check_level_of_files,
+)
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
@@ -125,12 +130,7 @@ def make_job(
     say: Callable[[str], None],
 ) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments and the rank's model."""
-    if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
-        raise JobError(
-            "A profile is of units, and this job's level is below that",
-            value=str(level),
-            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
-        )
+    check_level_of_files(options, level)
     config, orders = get_model_config(model[0]), level is Level.ORDER
     if not orders:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)

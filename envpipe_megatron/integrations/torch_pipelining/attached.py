@@ -30,6 +30,7 @@ from envpipe_megatron.integrations.job import (
     JobFacts,
     Placement,
     check_in_flight,
+    check_level_of_files,
     close_at_exit,
     own_gloo_group,
     say_line,
@@ -146,6 +147,7 @@ class AttachedPipeline:
         self._failed: Followed | None = None
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
+        check_level_of_files(self._options, self.level)
         self.job = self._make_job()
         self._announce()
         self._units.replace(schedule, "step", self._step)

@@ -1,6 +1,7 @@
 """A guard in this process, by what it says to its rank and does to a GPU."""
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
@@ -360,3 +362,20 @@ def test_a_driver_that_hangs_ends_the_guard():
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert ended.returncode == -signal.SIGALRM
+
+
+def test_what_cannot_be_seen_of_other_leases_is_said_once(monkeypatch, caplog):
+    """A guard that says it at each look would fill a disk."""
+    failures = iter([OSError("no folder"), OSError("no folder"), None, OSError("no folder")])
+    looks = iter([False, False, False, True])
+
+    def undo(job, open_gpu):
+        if (failure := next(failures)) is not None:
+            raise failure
+
+    monkeypatch.setattr(process, "undo_dead_ranks", undo)
+    ending = SimpleNamespace(wait=lambda timeout_s: next(looks))
+    guard = SimpleNamespace(_ending=ending, _job="j")
+    with caplog.at_level(logging.ERROR):
+        Guard._look_after_others(guard)
+    assert len(caplog.records) == 2

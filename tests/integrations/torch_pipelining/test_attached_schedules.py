@@ -13,9 +13,12 @@ from attached_ranks import Case
 from changed_preset import write_changed_preset
 from memory_folder import memory_folder
 from on_request import on_request
+from preset_profile import preset_profile
 from rank_pool import RankFailedError, RankPool
 
-from envpipe_megatron.core.kinds import parse_unit
+from envpipe_megatron.core.kinds import Kind, parse_unit
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -158,6 +161,16 @@ def test_a_level_that_is_named_is_what_changes(trained, two_ranks):
         assert {rank["level"] for rank in ours} == {level}
         assert set(ours[0]["phases"]) <= phases
         assert ours[0]["plan"] is None
+
+
+def test_where_nothing_but_looking_is_asked_for_a_plan_is_refused(two_ranks, tmp_path):
+    profile = preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.06}, (1200,))
+    profile.write(tmp_path / "profile.csv")
+    make_plan(profile, PlanRequest(4)).plan.write(tmp_path / "plan.json")
+    files = {"profile": tmp_path / "profile.csv", "plan": tmp_path / "plan.json"}
+    case = Case("ScheduleGPipe", settings={"level": "observe", **files})
+    with pytest.raises(RankFailedError, match=r"this job's level is below that .got 'observe'"):
+        two_ranks.run(attached_ranks.train, case, tmp_path, "a100-sxm")
 
 
 def test_random_numbers_keep_the_order_of_chunks(trained, two_ranks):
