@@ -42,12 +42,13 @@ class Adopted:
 def check_files(job: PhaseParts) -> None:
     """Refuse files of the user's that are not of this job, before its first iteration.
 
-    A plan by file is for the full batch alone. Every rank calls it.
+    A plan by file is for the full batch alone, and no later size of batches ends training. Every
+    rank calls it.
 
     Raises EnvPipeError on all ranks.
     """
     named = job.config.profile_file
-    if named is None:
+    if named is None or job.state.several_sizes:
         return
     given = None if job.batch else job.config.plan_file
     clocks_mhz = clocks_of_stages(job)
@@ -121,10 +122,8 @@ def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[
         clocks_mhz: as `clocks_of_stages` has them.
     """
     profiled = map(profile.clocks_mhz, range(job.num_stages))
-    clocks, top_mhz = (
-        set.intersection(*profiled, *clocks_mhz),
-        max(job.gpu.supported_frequencies_mhz),
-    )
+    clocks = set.intersection(*profiled, *clocks_mhz)
+    top_mhz = max(job.gpu.supported_frequencies_mhz)
     if top_mhz not in clocks:
         raise SessionError(
             "The profile lacks the highest clock (MHz) of the job's GPUs",

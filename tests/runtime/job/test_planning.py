@@ -296,8 +296,12 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(
         job.check()
 
 
-def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one(by_file):
+def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one_or_later_on(by_file):
     Starting(by_file, batch="m3", num_microbatches=3).check()
+    job = Starting(by_file, num_microbatches=5)
+    job.state.several_sizes = True
+    job.check()
+    assert job.adopt().made_now
 
 
 @pytest.mark.parametrize("part", ["make_plan", "known_conditions", "in_flight_limit", "_check"])
