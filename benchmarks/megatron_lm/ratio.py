@@ -138,8 +138,8 @@ def setting(
     `rests`, one of EnvPipe's, by default level `units`. Raises click.UsageError if no such setting
     fits, or it has no such arm.
     """
-    wide = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
-    wide = SIZES[sized] if sized else wide
+    natural = LONG if rests else WIDE  # jobs beside each other share a GPU's memory
+    wide = SIZES[sized] if sized else natural
     known = equality.settings(site.num_ranks, site.cpu, wide.hidden)
     fitting = {each.name: each for each in known}
     like = like or f"gpt-pp{site.num_ranks}"
@@ -157,15 +157,15 @@ def setting(
     compared = only if rests else (STOCK, *only)
     arms = tuple(a for a in offered if a in compared or not (only or a in (OFF, SERIAL)))
     like_it = replace(fitting[like], arms=arms)
-    size = TINY_ON_CPU if site.cpu else _size_on_gpus(site, like_it, wide, bool(sized))
+    size = wide if sized or TRANSFORMER_ENGINE in like_it.needs else GPT_1_3B
+    size = TINY_ON_CPU if site.cpu else _on_gpus(site, like_it, size)
     size = replace(size, microbatches=microbatches or size.microbatches)
     return Setting(size.fitting(like_it.mapping), like_it, rests, zeros, sized)
 
 
-def _size_on_gpus(site: Site, like: equality.Setting, wide: Size, asked_for: bool) -> Size:
+def _on_gpus(site: Site, like: equality.Setting, size: Size) -> Size:
     """What fits into 80 GB, as many arms as share a GPU's memory."""
     features = " ".join(like.features)
-    size = wide if asked_for or TRANSFORMER_ENGINE in like.needs else GPT_1_3B
     layers = size.layers // site.ranks_per_gpu
     # Four wide experts have nearly three times the parameters, and FP8 has more copies of them.
     wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
@@ -393,7 +393,7 @@ def rows_of_units(
     """What `unit_times` makes of each start whose arms all ended well."""
     rows, known = [], {s.name: s.mapping for s in equality.settings(10**6, cpu=False)}
     for start, runs in _starts(state).items():
-        setting, microbatches = _OF_A_NAME.match(start).groups()  # type: ignore[union-attr]
+        [(setting, microbatches)] = _OF_A_NAME.findall(start)
         times = {arm: run["times"] for arm, run in runs.items() if run.get("times")}
         if ONE_F_ONE_B in times and ENVPIPE in times:
             spread, count = known[setting], int(microbatches)

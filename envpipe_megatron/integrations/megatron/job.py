@@ -22,12 +22,7 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.job import (
-    Job,
-    JobFacts,
-    Placement,
-    check_level_of_files,
-)
+from envpipe_megatron.integrations.job import Job, JobFacts, Placement, check_level_of_files
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps

@@ -24,12 +24,11 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
+from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import make_room, plan_online
 from envpipe_megatron.runtime.job.reports import make_report
 from envpipe_megatron.runtime.memory.limit import with_memory
-from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 
@@ -141,10 +140,7 @@ def _adopt(job: PhaseParts, plan: Plan) -> None:
     """A new plan runs from now on, on every rank: its memory is made ready, and it is kept."""
     before = job.state.plan
     if before is None or before.schedule.stages != plan.schedule.stages:
-        try:
-            make_room(job, plan)
-        except MemoryFullError as error:
-            raise GoesOnError(str(error)) from error
+        make_room(job, plan)
     job.state.plan, job.state.profile = plan, plan.profile
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
     job.folder.keep_plan(plan, 0, None, job.batch)

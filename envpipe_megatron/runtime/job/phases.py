@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.limit import with_memory
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
@@ -161,7 +161,7 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
         job.memory.learn(schedule, job.specs)
     try:
         job.memory.predict(schedule)
-    except (MemoryFullError, GoesOnError) as error:
+    except GoesOnError as error:
         job.say(f"memory: {error}")
 
 

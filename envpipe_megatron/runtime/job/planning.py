@@ -24,7 +24,6 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.limit import in_flight_limit
-from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 #: Planning must end while GPUs wait for it; 64 stages x 1,024 microbatches take some minutes.
 _LONGEST_S = 900.0
@@ -90,15 +89,12 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             plan = by_planner(job.collectives, lambda: by_file(path))
             make_room(job, plan)
             return Adopted(plan, (), made_now=False)
-        except (GoesOnError, MemoryFullError) as error:
+        except GoesOnError as error:
             if path == given and not job.state.several_sizes:
-                raise GoesOnError(str(error)) from error
+                raise
             job.say(f"the plan {path} is made again: {error}")
     plan, notes = by_planner_in_time(job.collectives, online, _LONGEST_S)
-    try:
-        make_room(job, plan)
-    except MemoryFullError as error:
-        raise GoesOnError(str(error)) from error
+    make_room(job, plan)
     return Adopted(plan, notes, made_now=True)
 
 

@@ -27,7 +27,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
-from envpipe_megatron.runtime.going_on import in_words, on_every_rank
+from envpipe_megatron.runtime.going_on import GoesOnError, in_words, on_every_rank
 from envpipe_megatron.runtime.memory.device import CudaMemory, Reading
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class MemoryUnknownError(EnvPipeError):
     """A memory limit is set but memory cannot be measured."""
 
 
-class MemoryFullError(EnvPipeError):
-    """An order that needs more memory than there is."""
+class MemoryFullError(GoesOnError):
+    """An order that needs more memory than there is, on all ranks alike: another one goes on."""
 
 
 class Watch(Enum):
