@@ -78,6 +78,7 @@ class ClockPage:
         self.num_bytes = _NUM_BYTES
         self._memory = mmap.mmap(descriptor, self.num_bytes)
         self._words = _Words.from_buffer(self._memory)
+        self._of_guard, self._requests = self._words.guard, self._words.requests
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
@@ -109,14 +110,16 @@ class ClockPage:
         """Store a request; its number, None if too many wait.
 
         It is due when DUE counts it, and so long after that, or when BEGUN does. One for 0 MHz is
-        answered when all before it are served.
+        answered when all before it are served. Called at units, where the host's caches are cold
+        and each call of Python's more takes microseconds.
         """
-        number = following(self._asked)
-        if (number - self._words.guard.taken) & MASK >= CAPACITY:
+        number = self._asked % MASK + 1
+        if (number - self._of_guard.taken) & MASK >= CAPACITY:
             return None
-        delay_us = min(max(round(1e6 * delay_s), 0), _MOST_DELAY_US)
-        word = _round(number) << _ROUND | frequency_mhz << _CLOCK | delay_us
-        self._words.requests[number % CAPACITY] = word
+        word = (number // CAPACITY + 1 & 0xFFFF) << _ROUND | frequency_mhz << _CLOCK
+        if delay_s > 0:
+            word |= min(round(1e6 * delay_s), _MOST_DELAY_US)
+        self._requests[number % CAPACITY] = word
         self._asked = number
         return number
 

@@ -9,6 +9,7 @@ interleaved function calls one of other name for a forward, a backward, or both 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
 _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
+#: Takes as long as several units' events.
+_signature = functools.cache(inspect.signature)
 
 
 class KeptOrder:
@@ -185,10 +188,9 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
     A pair may wait for its inputs within the call, in `pre_forward` and `pre_backward`, which come
     in this order: its units begin behind these.
     """
-    signature = inspect.signature(step)
 
     def units(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
+        given = _signature(step).bind(*args, **kwargs)
         of = given.arguments
         forward, backward = of.get("f_virtual_microbatch_id"), of.get("b_virtual_microbatch_id")
         pair = forward is not None and backward is not None

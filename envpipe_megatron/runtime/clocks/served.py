@@ -24,7 +24,7 @@ from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.clock.completion import Completion, Later
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
-from envpipe_megatron.runtime.channel.cuda_device import count_in_stream, obstacle, register
+from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream, obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def count_by_stream(page: ClockPage) -> Count | None:
     why = obstacle() if initialised else "CUDA is not initialised yet"
     if why is None:
         try:
-            count = partial(count_in_stream, register(page))
+            count = counter_in_stream(page)
             _pages.append(page)
             count(DUE, 0)
             torch.cuda.current_stream().synchronize()
@@ -76,11 +76,12 @@ class ServedClock:
         What `after` stands for is the last that the current stream holds. Called by one thread.
         """
         asked = (self._epoch, frequency_mhz)
-        if (asked == self._asked and not self._relock) or self.error is not None:
+        # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
+        if (asked == self._asked and not self._relock) or self._error is not None:
             return
         self._asked = asked
         later = after if isinstance(after, Later) else None
-        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        number = self.page.ask(frequency_mhz, 0.0 if later is None else later.delay_s)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
             return

@@ -60,15 +60,17 @@ class TimelineLog:
         phase: str,
         iteration: int,
         record: StageRecord,
-        executed: list[str],
+        executed: Callable[[], list[str]],
         frequencies_mhz: list[int] | None,
     ) -> None:
-        """An iteration has run; returns at once. `timeline_line` has the arguments."""
+        """An iteration has run; returns at once. `timeline_line` has what is written of it."""
         index = self._seen[phase]
         self._seen[phase] += 1
         if self._append is None or not is_recorded(phase, index):
             return
-        self._put(timeline_line(self._labels, phase, iteration, record, executed, frequencies_mhz))
+        self._put(
+            timeline_line(self._labels, phase, iteration, record, executed(), frequencies_mhz)
+        )
 
     def add_clock(self, time_s: float, state: ClockState) -> None:
         """The clock was looked at; returns at once. One thread may call it, until `close`."""

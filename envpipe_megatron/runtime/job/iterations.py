@@ -64,7 +64,7 @@ class Iterations:
 
         def write_down() -> None:
             self._energy.catch_up()
-            self._timeline.add(phase, number, record, run.executed, clocks_mhz)
+            self._timeline.add(phase, number, record, lambda: run.executed, clocks_mhz)
             self._kept.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
 
         self._late = run, write_down

@@ -125,3 +125,37 @@ def test_both_sides_know_when_one_cannot(driver, call):
     assert sorted(said) == [refused, f"on the other side: {refused}"]
     # They may try again, with less.
     assert len(together(lambda: first.share(0, 0, 4), lambda: second.share(0, 1, 4))[0]) == 2
+
+
+def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypatch):
+    written, status = [], 0
+
+    def write(*arguments: int) -> int:
+        written.append(arguments)
+        return status
+
+    library = SimpleNamespace(cuStreamWriteValue32_v2=write)
+    monkeypatch.setattr(cuda_device, "_library", lambda: library)
+    monkeypatch.setattr(cuda_device, "register", lambda page: 4096)
+    driver.CUresult = lambda status: SimpleNamespace(name=f"CUDA_ERROR_{status}")
+    streams = [70, 71]
+    monkeypatch.setattr(cuda_device, "_current_handle", lambda device: streams.pop(0))
+    count = cuda_device.counter_in_stream(SimpleNamespace(address=1, num_bytes=8192))
+    count(64, 7)
+    count(0, 8)
+    assert written == [(70, 4160, 7, 0), (71, 4096, 8, 0)]
+    streams, status = [72], 1
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32: CUDA_ERROR_1"):
+        count(0, 9)
+
+
+def test_units_run_on_the_stream_that_is_current_then(driver, monkeypatch):
+    current = 70
+    monkeypatch.setattr(cuda_device, "_current_handle", lambda device: current)
+    cuda_device.torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=current)
+    device, _, _ = devices()
+    first = device.units()
+    assert first.handle == 70
+    assert device.units() is first
+    current = 71
+    assert device.units().handle == 71

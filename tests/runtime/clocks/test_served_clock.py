@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,13 +299,12 @@ def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
     page, calls = ClockPage.create(), []
     assert count_by_stream(page) is None  # no GPU
 
-    def register(page: ClockPage) -> int:
+    def counter_in_stream(page: ClockPage) -> Callable[[int, int], None]:
         if refuses:
             raise RuntimeError("cuMemHostRegister: CUDA_ERROR_NOT_PERMITTED")
-        return 4096
+        return lambda *call: calls.append(call)
 
-    monkeypatch.setattr(served, "register", register)
-    monkeypatch.setattr(served, "count_in_stream", lambda *call: calls.append(call))
+    monkeypatch.setattr(served, "counter_in_stream", counter_in_stream)
     monkeypatch.setattr(served, "obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(
@@ -315,6 +314,6 @@ def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
     count = count_by_stream(page)
     assert count is not None
     count(BEGUN, 7)
-    assert calls == [(4096, DUE, 0), (4096, BEGUN, 7)]
+    assert calls == [(DUE, 0), (BEGUN, 7)]
     refuses = True
     assert count_by_stream(page) is None

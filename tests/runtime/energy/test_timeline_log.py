@@ -22,7 +22,7 @@ RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3, 0.4)
 
 
 def add(log, phase, iteration, clocks=(1410, 1200)):
-    log.add(phase, iteration, RECORD, ["F0", "B0"], clocks and list(clocks))
+    log.add(phase, iteration, RECORD, lambda: ["F0", "B0"], clocks and list(clocks))
 
 
 def test_what_is_written_is_read_again(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -194,9 +195,13 @@ RECEIVES = [False] * 4
 
 
 def billed(calls: list[Any]) -> list[Any]:
-    """Calls but for requests; arrays as lists."""
+    """Calls but for requests; arrays as lists, and what is made when it is asked for as made."""
+
+    def plain(part: Any) -> Any:
+        return part() if inspect.isfunction(part) else part
+
     return [
-        tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in call)
+        tuple(part.tolist() if isinstance(part, np.ndarray) else plain(part) for part in call)
         for call in calls
         if call[0] != "clock.request"
     ]
