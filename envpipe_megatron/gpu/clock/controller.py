@@ -45,6 +45,8 @@ class Clock(Protocol):
     """A clock that is set when the GPU has come to where it is asked for; see `ClockController`."""
 
     error: Exception | None
+    #: Whether requests wait for what they come after; else for what the stream holds.
+    waits: bool
 
     @property
     def last_change_s(self) -> float:
@@ -103,6 +105,8 @@ class ClockController:
         queue: by default what `request` asks for.
         on_change: called with the clock that is set, None if there is none, and `last_change_s`.
     """
+
+    waits = True
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class ServedClock:
         count: by `count_by_stream`.
     """
 
+    waits = False
+
     def __init__(self, gpu: Gpu, page: ClockPage, count: Count) -> None:
         self.page = page
         self._gpu, self._count, self._relock = gpu, count, page.relock

@@ -66,7 +66,7 @@ class TimelineLog:
         """An iteration has run; returns at once. `timeline_line` has what is written of it."""
         index = self._seen[phase]
         self._seen[phase] += 1
-        if self._append is None or not is_recorded(phase, index):
+        if self._append is None or not (is_recorded(phase, index) and record.timed):
             return
         self._put(
             timeline_line(self._labels, phase, iteration, record, executed(), frequencies_mhz)

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,6 +45,8 @@ class StageRecord:
         wall_time_s: on the host's clock, until the framework said that the iteration was over.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
+        timed: whether its units were timed; else the iteration was, and another's units stand for
+            them.
     """
 
     start_s: FloatArray
@@ -55,11 +57,23 @@ class StageRecord:
     wall_time_s: float
     number: int | None = None
     followed: bool = True
+    timed: bool = True
 
     @property
     def unit_time_s(self) -> FloatArray:
         """[units_per_stage] how long each unit took."""
         return self.end_s - self.start_s
+
+    def with_units_of(self, like: StageRecord) -> StageRecord:
+        """The same iteration, of which only begin and end were timed, with the units of another."""
+        share = float(self.end_s[-1] / like.end_s[-1])
+        return replace(
+            self,
+            start_s=share * like.start_s,
+            end_s=share * like.end_s,
+            receive_wait_s=share * like.receive_wait_s,
+            timed=False,
+        )
 
     @property
     def end_of_iteration_s(self) -> float:
@@ -67,10 +81,12 @@ class StageRecord:
         return self.begin_s + self.iteration_time_s
 
 
-def late_record(read: Callable[[], StageRecord], number: int | None) -> StageRecord:
-    """A record that is read, once, when one of its times is first asked for; not its number."""
+def late_record(
+    read: Callable[[], StageRecord], number: int | None, *, timed: bool = True
+) -> StageRecord:
+    """A record that is read, once, when one of its times is first asked for."""
     record = object.__new__(_LateRecord)
-    record.__dict__.update(_read=read, number=number)
+    record.__dict__.update(_read=read, number=number, timed=timed)
     return record
 
 

@@ -24,6 +24,8 @@ class IterationOrder:
     Attributes:
         billed_late: whether its times may be read, and billed, while the next one runs: the phase
             looks at no bill, and seldom at what was measured.
+        times_units: whether each unit is timed. Where not, those of an earlier iteration stand for
+            them, if units and messages are the framework's and no thread waits for a unit's end.
     """
 
     phase: Phase
@@ -31,6 +33,7 @@ class IterationOrder:
     frequency_mhz: NDArray[np.int64]
     parking: Parking | None = None
     billed_late: bool = False
+    times_units: bool = True
 
     def parked(self, stage: int) -> dict[int, tuple[int, float]]:
         """As `Parking.of_stage`; empty without parking."""

@@ -26,6 +26,9 @@ class StageRun:
         request: requests a clock in MHz for when something is complete.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
+        like: an iteration whose units' times stand for this one's, of which begin and end alone are
+            timed: without a channel, where nothing parks and nobody waits for a unit. None to time
+            each unit.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class StageRun:
         request: Callable[[int, Completion], None],
         channel: P2PChannel | None,
         specs: StageSpecs,
+        like: StageRecord | None = None,
     ) -> None:
         self.order = order
         self.units = order.schedule.stages[stage]
@@ -50,6 +54,7 @@ class StageRun:
         self._request = request
         self._channel = channel
         self._specs = specs
+        self._like = like
         self._parked = order.parked(stage)
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
         self._sends: list[bool] = order.schedule.sends[stage].tolist()
@@ -60,6 +65,11 @@ class StageRun:
     def next_unit(self) -> Unit | None:
         """The unit that begins next, or has begun; None after the last."""
         return self.units[self._ended] if self._ended < self._count else None
+
+    @property
+    def times_units(self) -> bool:
+        """Whether each unit is timed."""
+        return self._like is None
 
     @property
     def executed(self) -> list[str]:
@@ -78,6 +88,8 @@ class StageRun:
 
         Raises CollectivesError too, if the channel carries nothing and time is emulated.
         """
+        if self._like is not None and self._ended:
+            return None
         if self._channel is None or not self._receives[self._ended]:
             self._executor.begin_unit()
             return None
@@ -89,8 +101,10 @@ class StageRun:
         """The unit's work has been handed over: send what it made to where it is needed."""
         position = self._ended
         unit = self.units[position]
-        completion = self._last_end = self._executor.end_unit()
         self._ended = position + 1
+        if self._like is None or self._ended == self._count:
+            self._last_end = self._executor.end_unit()
+        completion = self._last_end
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
         following = self._ended % self._count
@@ -123,6 +137,8 @@ class StageRun:
 
         That raises ChannelError if a neighbour is gone or silent.
         """
-        read = self._executor.end_iteration()
+        read, like = self._executor.end_iteration(), self._like
+        if like is not None:
+            return late_record(lambda: read().with_units_of(like), number, timed=False)
         guarded = read if self._channel is None else partial(self._channel.unless_lost, read)
         return late_record(guarded, number)

@@ -15,6 +15,7 @@ from envpipe_megatron.formats.energy import Phase, phase_in_batch
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 #: A job of weeks must not grow.
@@ -35,6 +36,8 @@ class Iterations:
         self.last_record: StageRecord | None = None
         #: The one whose times are to be read while the next one runs, and what writes it down.
         self._late: tuple[StageRun, Callable[[], None]] | None = None
+        #: The last one whose units were timed, and what it ran.
+        self._timed: tuple[IterationOrder, StageRecord] | None = None
         self._kept: deque[tuple[Phase, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
 
     @property
@@ -58,6 +61,8 @@ class Iterations:
         """
         self.catch_up()
         record = self.last_record = run.end(number)
+        if run.times_units:
+            self._timed = run.order, record
         phase = phase_in_batch(run.order.phase, batch)
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
         clocks_mhz = run.frequencies_mhz if controlled() else None
@@ -76,6 +81,14 @@ class Iterations:
         if self._late is not None:
             (_, write_down), self._late = self._late, None
             write_down()
+
+    def like(self, order: IterationOrder) -> StageRecord | None:
+        """One whose units' times may stand for the next one's, which runs this; None: time them."""
+        if order.times_units or self._timed is None:
+            return None
+        timed, record = self._timed
+        same = timed.schedule is order.schedule and timed.frequency_mhz is order.frequency_mhz
+        return record if same else None
 
     def make_way_for(self, order: Schedule) -> None:
         """Another order follows, which may replace memory that messages of a late one lie in."""

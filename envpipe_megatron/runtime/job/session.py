@@ -442,7 +442,10 @@ class Session:
         self._iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
         self._batches.unfinished = True  # until it is closed
-        run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
+        like = None
+        if channel is None and order.parking is None and not self.clock.waits:
+            like = self._iterations.like(order)
+        run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
         self._request(run.frequencies_mhz[0], Done())
         return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_long_steady_phase_is_thinned_out_and_the_others_are_not():
     log.close()
     recorded = [line["iteration"] for line in lines]
     assert recorded == [*range(30), *range(30, 40), 130, 230]
+
+
+def test_times_that_stand_for_others_are_not_written():
+    lines = []
+    log = TimelineLog(lines.append, LABELS)
+    for number, timed in enumerate((True, False, True)):
+        log.add(Phase.STEADY, number, replace(RECORD, timed=timed), lambda: ["F0", "B0"], None)
+    log.close()
+    assert [line["iteration"] for line in lines] == [0, 2]
 
 
 def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):

@@ -184,6 +184,33 @@ def test_units_of_a_framework_are_timed_without_messages():
     assert parts.calls == [("begin", schedule.name, 1), *each, "end", "read"]
 
 
+def test_units_that_another_iterations_stand_for_are_not_timed():
+    """Only the iteration is; clocks change as ever."""
+    parts: Any = Parts()
+    schedule = builders.one_f_one_b(2, 2)
+    clocks = np.arange(8).reshape(2, 4)
+    order = IterationOrder(Phase.STEADY, schedule, clocks, times_units=False)
+    like = make_record([0.0, 1.5, 2.5, 4.0], [1.0, 2.0, 3.5, 5.0], 70.0, 5.5, 5.5)
+    run = StageRun(order, 1, parts, parts.request, None, SPECS, like)
+    run.begin()
+    while run.next_unit is not None:
+        assert not run.has_ended
+        run.begin_unit()
+        run.end_unit()
+    assert not run.times_units
+    assert [call for call in parts.calls if isinstance(call, str)] == ["unit"]
+    assert [call[0] for call in parts.calls if isinstance(call, tuple)] == ["begin", 5, 6, 7, 4]
+    assert parts.ended == 1
+    assert parts.calls[-1] == (4, "event 1")
+    parts.end_iteration = lambda: lambda: make_record([0.25], [6.0], 90.0, 6.5, 6.0)
+    record = run.end(7)
+    assert not record.timed
+    assert record.start_s == pytest.approx([0.0, 1.8, 3.0, 4.8])
+    assert record.end_s == pytest.approx([1.2, 2.4, 4.2, 6.0])
+    assert record.receive_wait_s == pytest.approx([0.0, 0.6, 0.6, 0.6])
+    assert (record.number, record.begin_s, record.iteration_time_s) == (7, 90.0, 6.5)
+
+
 class World:
     """A wall clock, other stages, and an emulated GPU whose clock is always the highest.
 

@@ -149,6 +149,14 @@ def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
     assert rank.said == ["warm-up: 2 iterations of 1f1b at 1410 MHz", "steady: 1f1b"]
 
 
+def test_units_of_a_plan_that_stays_are_timed_where_they_are_recorded():
+    ran = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=2)).run(2 + 250)
+    timed = [number for number, (order, _) in enumerate(ran[2:]) if order.times_units]
+    assert timed == [*range(10), 100, 200]
+    assert all(order.times_units for order, _ in ran[:2])
+    assert len({id(order.frequency_mhz) for order, _ in ran[2:]}) == 1
+
+
 @pytest.mark.parametrize("peaks", [[None, 4, 3], [None] * 3])
 def test_peaks_that_nobody_knows_are_not_compared(peaks):
     rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))

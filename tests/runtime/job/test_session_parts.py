@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from plain_stages import SPECS
 
+from envpipe_megatron.control.command import Parking
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
@@ -333,6 +334,35 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
         told = ["energy.add", "energy.catch_up", "timeline.add", "wait"]
         assert names[:5] == ["executor.end_iteration", *told]
         assert world.calls[1][:3] == ("energy.add", Phase.STEADY, number)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
+    """Else those of an iteration of the same order and clocks stand for them."""
+    world.clock.waits = waits
+    world.executor._gives["end_unit"] = Done()
+    whole = make_record([0.0], [7.0], 40.0, 8.0, 8.0)
+    first = order(Phase.STEADY, 1410)
+    seldom = replace(first, times_units=False)
+    others = replace(order(Phase.STEADY, 1200), times_units=False)
+    parks = replace(seldom, parking=Parking(np.zeros((1, 4)), np.zeros((1, 4))))
+    world.orders = [seldom, first, seldom, seldom, others, parks, seldom]
+    session, timed = world.session(), []
+    for _ in world.orders:
+        run = session.open_iteration(SCHEDULE, SPECS)
+        world.executor._gives["end_iteration"] = lambda run=run: (
+            RECORD if run.times_units else whole
+        )
+        while run.next_unit is not None:
+            run.begin_unit()
+            run.end_unit()
+        session.close_iteration()
+        timed.append(run.times_units)
+        assert session.last_record.timed == run.times_units
+        assert len(session.last_record.unit_time_s) == 4
+        if not run.times_units:
+            assert session.last_record.end_s.tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert timed == [True, True, waits, waits, True, True, waits]
 
 
 LATE = ["energy.catch_up", "timeline.add", "wait"]
