@@ -58,7 +58,8 @@ _BATCH = re.compile(r" (m\d+)$")
 #: The most s or J of a line, its highest iteration or rank, and stage. No job comes near them, and
 #: squares, microseconds in 64 bits and lists of all stages are possible up to them.
 MAX_AMOUNT, MAX_INDEX, MAX_STAGE = 1e12, 2**31 - 1, 9_999
-#: Where the time of a window went; as in the last iteration whose units were timed, if not all were.
+#: Where the time of a window went; of an iteration whose units were not timed as in the last whose
+#: were.
 SHARES = ("compute_s", "blocking_s", "idle_s")
 
 

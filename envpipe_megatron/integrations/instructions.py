@@ -7,6 +7,7 @@ belong.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.hooks.framework_units import Followed
 from envpipe_megatron.integrations.hooks.recorded_order import recognized
 from envpipe_megatron.integrations.job import (
     Job,
@@ -39,12 +41,14 @@ from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
+logger = logging.getLogger(__name__)
+
 #: Options that do not go with a framework that keeps its own order.
 _NOT_OFFERED = ("scheduling", "max_in_flight", "profile_only")
 
 
 class InstructionError(EnvPipeError):
-    """Calls that do not match the first step."""
+    """Calls that tell of no training step."""
 
 
 class InstrumentedPipeline:
@@ -54,6 +58,10 @@ class InstrumentedPipeline:
     training step: `step` around it, the optimizer included, and `instruction` around each forward
     and backward. The first step is recorded, and the job made at its end: clocks are controlled and
     energy is metered from the second step on. Messages of the framework are idle between steps.
+
+    Calls that tell of no step are an InstructionError up to the end of the first one. Later they
+    are said once, and training goes on: a unit that comes otherwise than in the first step runs at
+    the highest clock, as the rest of its step does, and a step that failed ends nothing.
 
     On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
     for a unit's input before its `on_instruction_begin`: a wait behind it counts as the unit's own.
@@ -113,12 +121,16 @@ class InstrumentedPipeline:
         self._say = say
         self._job: Job | None = None
         self._kept_order: Schedule | None = None
-        self._run: StageRun | None = None
+        #: The step's iteration, and what tells it of its units; none in the first step.
+        self._followed: tuple[StageRun, Followed] | None = None
         #: The kinds of the first step's units, one letter each.
         self._recorded = ""
         self._in_step = self._paused = False
+        #: Whether the step was left by an exception.
+        self._failed = False
         self._running: Kind | None = None
         self._closed = False
+        self._told: set[str] = set()
         close_at_exit(self.close)
 
     @property
@@ -130,7 +142,11 @@ class InstrumentedPipeline:
     def step(self) -> Iterator[None]:
         """A training step, from its first instruction up to its optimizer's end."""
         self.on_step_begin()
-        yield
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
         self.on_step_end()
 
     @contextmanager
@@ -143,104 +159,106 @@ class InstrumentedPipeline:
     def on_step_begin(self) -> None:
         """A training step begins on all ranks; between two phases, this takes a while.
 
-        Raises EnvPipeError if the step before has not ended, the job has, or a given plan has
-        another order.
+        Raises EnvPipeError if a given plan has another order.
         """
-        if self._in_step or self._closed:
-            raise InstructionError(
-                "on_step_begin was called after end_training or close"
-                if self._closed
-                else "on_step_begin was called before the on_step_end of the last step",
-                remedy="Call on_step_end at the end of each step, and close after the last. A step "
-                "that failed ends the job: begin a new one on every rank.",
-            )
+        if self._closed:
+            self._misused("on_step_begin was called after end_training or close", "Close it last.")
+            return
+        if self._in_step:
+            if not self._failed:
+                self._misused(
+                    "on_step_begin was called before the on_step_end of the last step",
+                    "Call on_step_end at the end of each step.",
+                )
+            self._leave_step()
         if self._job is not None:
             assert self._kept_order is not None
-            self._job.session.begin_step()
-            self._run = self._job.session.open_iteration(self._kept_order, self._specs)
+            session = self._job.session
+            session.begin_step()
+            run = session.open_iteration(self._kept_order, self._specs)
+            self._followed = run, Followed(run, session.highest_clock)
         self._in_step, self._paused = True, False
 
     def on_instruction_begin(self, name: str) -> None:
         """A `forward` or `backward` begins: its input is there, or the stream waits for it.
 
-        In a pause, nothing happens. Raises InstructionError for an unknown name, outside a step,
-        within another unit, and for another unit than comes next in the order of the first step.
+        In a pause, nothing happens. An InstructionError is an unknown name, or a unit outside a
+        step or within another one.
         """
-        kind = _kind(name)
-        if self._paused:
+        kind = self._kind(name)
+        if self._paused or self._closed or kind is None:
             return
-        if not self._in_step or self._running is not None:
-            raise InstructionError(
-                "on_instruction_begin was called outside a step"
-                if not self._in_step
-                else f"on_instruction_begin was called before the end of a {self._running}",
+        if not self._in_step:
+            self._misused(
+                "on_instruction_begin was called outside a step",
+                "Units come between on_step_begin and on_step_end, an evaluation after pause.",
                 value=name,
-                remedy="Units come one after another, between on_step_begin and on_step_end; an "
-                "evaluation comes after pause.",
             )
-        if self._run is not None:
-            expected = self._run.next_unit
-            if expected is None or expected.kind is not kind:
-                done = f"after {len(self._run.executed)} of {len(self._run.units)} units"
-                raise InstructionError(
-                    f"The order has changed since the first step: {done} comes "
-                    f"{'no unit' if expected is None else f'the {expected.kind} {expected}'}",
-                    value=name,
-                    remedy="Run the same order in every step, and evaluate outside of steps.",
-                )
-            self._run.begin_unit()
+            self.pause()
+            return
+        if self._followed is not None:
+            _, followed = self._followed
+            followed.begin(kind, None, None)
+        elif self._running is not None:
+            self._misused(
+                f"on_instruction_begin was called before the end of a {self._running}",
+                "Units come one after another.",
+                value=name,
+            )
         self._running = kind
 
     def on_instruction_end(self, name: str) -> None:
         """A unit's work has been handed to the device, or is done; its output is not sent yet.
 
-        In a pause, nothing happens. Raises InstructionError if no such unit has begun.
+        In a pause, nothing happens. An InstructionError is one that has not begun.
         """
-        kind = _kind(name)
-        if self._paused:
+        kind = self._kind(name)
+        if self._paused or self._closed or kind is None:
             return
         if self._running is not kind:
-            raise InstructionError(
+            self._misused(
                 "on_instruction_end was called for a unit that has not begun",
+                "Call on_instruction_begin and on_instruction_end with the same name.",
                 value=name,
-                remedy="Call on_instruction_begin and on_instruction_end with the same name.",
             )
+            return
         self._running = None
-        if self._run is None:
+        if self._followed is None:
             self._recorded += kind.letter
         else:
-            self._run.end_unit()
+            _, followed = self._followed
+            followed.end()
 
     def on_step_end(self) -> None:
         """A training step has ended on all ranks, its optimizer included.
 
-        The end of the first one makes the job.
+        The end of the first one makes the job. An InstructionError is one outside a step, or within
+        a unit.
 
         Raises:
-            InstructionError: not in a step, within a unit, or too few units.
             EnvPipeError: the first step's order is neither 1F1B nor GPipe, or there is no GPU or no
                 control though it is required; on all ranks.
         """
-        if not self._in_step or self._running is not None:
-            raise InstructionError(
-                "on_step_end was called outside a step"
-                if not self._in_step
-                else f"on_step_end was called before the end of a {self._running}",
-                remedy="Call on_step_begin first, and end each unit before its step.",
+        if self._closed:
+            return
+        if not self._in_step:
+            self._misused("on_step_end was called outside a step", "Call on_step_begin first.")
+            return
+        if self._running is not None:
+            self._misused(
+                f"on_step_end was called before the end of a {self._running}",
+                "End each unit before its step.",
             )
         if self._job is None:
             self._job, self._kept_order = self._begin_job()
-        else:
-            run, self._run = self._run, None
-            assert run is not None
-            if run.next_unit is not None:
-                raise InstructionError(
-                    f"on_step_end was called after {len(run.executed)} of {len(run.units)} units, "
-                    f"before the {run.next_unit.kind} {run.next_unit}",
-                    remedy="Call instruction() for every forward and backward.",
+        elif self._followed is not None:
+            run, followed = self._followed
+            if run.next_unit is not None and followed.in_order:
+                self._misused(
+                    f"on_step_end was called after {len(run.executed)} of {len(run.units)} units",
+                    "All steps have as many microbatches; units are reported by instruction().",
                 )
-            self._job.session.end_step()
-        self._in_step = False
+        self._leave_step()
 
     def pause(self) -> None:
         """Something that is not training follows: an evaluation, or a checkpoint.
@@ -249,9 +267,8 @@ class InstrumentedPipeline:
         Training goes on with the next step. Within a step, this is an InstructionError.
         """
         if self._in_step:
-            raise InstructionError(
-                "pause was called within a step", remedy="Call it between two steps."
-            )
+            self._misused("pause was called within a step", "Call it between two steps.")
+            return
         self._paused = True
         if self._job is not None and not self._closed:
             self._job.session.pause()
@@ -271,6 +288,8 @@ class InstrumentedPipeline:
         Raises:
             CollectivesError: a rank is gone or silent.
         """
+        if self._in_step:
+            self._leave_step()
         closed, self._closed = self._closed, True
         if self._job is not None and not closed:
             self._job.end()
@@ -280,6 +299,33 @@ class InstrumentedPipeline:
         self._closed = True
         if self._job is not None:
             self._job.close()
+
+    def _leave_step(self) -> None:
+        """The step is over, whatever has come of it."""
+        self._in_step, self._failed, self._running = False, False, None
+        followed, self._followed = self._followed, None
+        if followed is not None:
+            assert self._job is not None
+            followed[1].complete()
+            self._job.session.end_step()
+        elif self._job is None:
+            self._recorded = ""
+
+    def _kind(self, name: str) -> Kind | None:
+        try:
+            return Kind(name)
+        except ValueError:
+            self._misused("No such instruction", f"There are {', '.join(WHOLE)}.", value=name)
+            return None
+
+    def _misused(self, what: str, remedy: str, **value: object) -> None:
+        """Raises InstructionError in the first step, and else says it once: training goes on."""
+        error = InstructionError(what, remedy=remedy, **value)
+        if self._job is None:
+            raise error
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("Training goes on: %s", error)
 
     def _begin_job(self) -> tuple[Job, Schedule]:
         placement = self._placement
@@ -312,14 +358,3 @@ class InstrumentedPipeline:
         if job.collectives.is_planner:
             self._say(job.banner())
         return job, kept_order
-
-
-def _kind(name: str) -> Kind:
-    try:
-        return Kind(name)
-    except ValueError:
-        raise InstructionError(
-            "No such instruction",
-            value=name,
-            remedy=f"There are {', '.join(WHOLE)}.",
-        ) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -248,13 +250,68 @@ def misuse(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dict[
     begun = pipeline(type="baseline")
     step(begun, own)
     told["phase"] = begun.phase
-    # The channel of emulated time would let others wait for the units that are left out.
-    begun.on_step_begin()
-    wrong = "backward" if own[0] == "F" else "forward"
-    tell("changed", lambda: begun.on_instruction_begin(wrong))
-    tell("left out", begun.on_step_end)
     begun.close()
-    tell("closed", begun.on_step_begin)
     for made in opened:
         made.close()
+    return told
+
+
+def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dict[str, Any]:
+    """Steps among which some are none, and calls that tell of none; what was said of each."""
+    emulate(rank, root, preset)
+    own, said = letters[rank], []
+    pipeline = FastPipeline(
+        dist.group.WORLD,
+        letters[0].count("F"),
+        type="baseline",
+        baseline_steps=2,
+        say=lambda text: None,
+    )
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("envpipe_megatron.integrations").addHandler(handler)
+    told: dict[str, Any] = {}
+
+    def tell(name: str, call: Callable[[], Any]) -> None:
+        with suppress(ValueError):
+            call()
+        step(pipeline, own)
+        told[name], said[:] = [*said], []
+
+    def failing() -> None:
+        with pipeline.step(), pipeline.instruction("forward" if own[0] == "F" else "backward"):
+            raise ValueError
+
+    def unfinished() -> None:
+        pipeline.on_step_begin()
+        pipeline.on_instruction_begin("forward" if own[0] == "F" else "backward")
+
+    def evaluation() -> None:
+        for _ in range(2):
+            pipeline.on_instruction_begin("forward")
+            pipeline.on_instruction_end("forward")
+
+    def other_order() -> None:
+        step(pipeline, own[::-1])
+
+    def paused_within() -> None:
+        with pipeline.step():
+            pipeline.pause()
+            pipeline.on_instruction_end("backward")
+            pipeline.on_instruction_begin("recompute")
+
+    tell("failed first", failing)
+    tell("failed", failing)
+    tell("unfinished", unfinished)
+    tell("short", lambda: step(pipeline, own[:-2]))
+    tell("short again", lambda: step(pipeline, own[:-2]))
+    tell("evaluation", evaluation)
+    tell("other order", other_order)
+    tell("within", paused_within)
+    tell("end", pipeline.on_step_end)
+    told["iterations"] = [phase.value for phase, _, _ in pipeline.job.session.iterations]
+    pipeline.on_step_begin()
+    pipeline.end_training()
+    step(pipeline, own)
+    told["closed"] = said
     return told

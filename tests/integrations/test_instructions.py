@@ -252,9 +252,35 @@ def test_misuse_is_told_where_it_happens(pool, folder, preset):
             "other end": r"for a unit that has not begun \(got 'backward'\)",
             "step end in unit": "on_step_end was called before the end of a forward",
             "few": "Stage 0 reported 4 forwards and 3 backwards; 4 microbatches need 4 of each",
-            "changed": "after 0 of 8 units comes the forward F0 .got 'backward'.",
-            "left out": "on_step_end was called after 0 of 8 units, before the forward F0",
-            "closed": "on_step_begin was called after end_training or close",
         }.items():
             assert re.search(said, told.pop(name)), name
+        assert not told
+
+
+def test_what_is_no_step_ends_no_training(pool, folder, preset):
+    """It is said once, and the steps after it are as before."""
+    own = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
+    for told in pool.run(instruction_ranks.train_on, folder / "goes-on", preset, own):
+        assert told.pop("iterations") == ["warm-up"] * 2 + ["steady"] * 12
+        for name, said in {
+            "failed first": [],
+            "failed": [],
+            "unfinished": ["on_step_begin was called before the on_step_end of the last step"],
+            "short": [r"on_step_end was called after \d of \d units"],
+            "short again": [],
+            "evaluation": [r"on_instruction_begin was called outside a step \(got 'forward'\)"],
+            "other order": ["In this iteration, . came in place of"],
+            "within": [
+                "pause was called within a step",
+                r"a unit that has not begun \(got 'backward'\)",
+                r"No such instruction \(got 'recompute'\)",
+                "after 0 of 8 units",
+            ],
+            "end": ["on_step_end was called outside a step"],
+            "closed": ["on_step_begin was called after end_training or close"],
+        }.items():
+            found = told.pop(name)
+            assert len(found) == len(said), (name, found)
+            for text, pattern in zip(found, said, strict=True):
+                assert re.search(pattern, text), name
         assert not told

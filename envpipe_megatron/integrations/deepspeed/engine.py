@@ -50,6 +50,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _job: Job
     _own_steps: int
     _own_steps_left: int
+    _full_microbatches: int
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
@@ -90,16 +91,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     save_checkpoint = _paused(PipelineEngine.save_checkpoint)
     load_checkpoint = _paused(PipelineEngine.load_checkpoint)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's, but an UnsupportedEngineError in training: the plan is for one size."""
-        if self._job.session.executed and train_batch_size != self.train_batch_size():
-            raise UnsupportedEngineError(
-                "EnvPipe keeps the batch size that training began with",
-                value=train_batch_size,
-                remedy=f"Keep {self.train_batch_size()}, or train without EnvPipe.",
-            )
-        super().set_train_batch_size(train_batch_size)
-
     def end_training(self) -> None:
         """Give the clock back, and print the energy bill; every rank calls it.
 
@@ -129,11 +120,15 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             return
         if not self._job.session.executed:
             check_units(self)
+            self._full_microbatches = self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         self._job.session.run_iteration(
-            self.micro_batches, self._specs, lambda schedule: _Units(self)
+            self.micro_batches,
+            self._specs,
+            lambda schedule: _Units(self),
+            full_batch=self.micro_batches == self._full_microbatches,
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)

@@ -85,20 +85,22 @@ class Followed:
         self._run = run
         self._highest_clock = highest_clock
         self._units = iter(run.units)
-        self._in_order, self._running = True, False
+        #: Whether they have, so far.
+        self.in_order = True
+        self._running = False
 
     def begin(
         self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
     ) -> None:
         """A unit begins."""
-        if not self._in_order:
+        if not self.in_order:
             return
         unit = None if self._running else next(self._units, None)
         if unit is not None and may_be(unit, kind, microbatch, chunk, combined):
             self._running = True
             self._run.begin_unit()
             return
-        self._in_order = False
+        self.in_order = False
         seen = Seen(kind, microbatch, chunk, combined)
         instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
         logger.warning("In this iteration, %s came %s", seen, instead)
@@ -106,7 +108,7 @@ class Followed:
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
-        if self._in_order and self._running:
+        if self.in_order and self._running:
             self._running = False
             self._run.end_unit()
 
