@@ -6,10 +6,11 @@ there; before each reset it ends that, and begins anew when it hears from a rank
 reset beside a call that does not return counts as failed. What it does when
 
 - the rank releases the GPU: reset, delete the lease, say "released".
-- the rank has ended without that: reset, once more after the GPU's `late_request_s` (a request may
-  still be under way), then delete the lease. The kernel says when a process has ended; the end of
-  its socket does not, for a child that the rank forked keeps that open. Resets that fail are tried
-  again, further and further apart, for `give_up_s`; then the lease stays and says what to undo.
+- the rank has ended without that, or its process runs another program now: reset, once more after
+  the GPU's `late_request_s` (a request may still be under way), then delete the lease. The kernel
+  says when a process has ended; the end of its socket does not, for a child that the rank forked
+  keeps that open. Resets that fail are tried again, further and further apart, for `give_up_s`;
+  then the lease stays and says what to undo.
 - the rank is silent (stopped, or stuck), or has closed its socket and lives: reset, again and
   again, and say "was_reset" so that the rank forgets what it thinks is set.
 - SIGTERM, SIGINT, SIGHUP come (a batch system ends everything): say "stop", reset, wait `stop_s`
@@ -40,7 +41,7 @@ from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.clock.requests import PageController
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
 from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, program_of
 from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Guard:
         self._address = address
         self._job = job
         self._rank = rank
+        self._program = program_of(rank.pid)
         self._settings = settings
         self._connection = connection
         self._signals = signals
@@ -205,7 +207,7 @@ class Guard:
             heard = self._hear()
             if heard == "release":
                 return "released"
-            if self._rank.is_alive() is False:
+            if self._rank_has_ended():
                 _LOG.warning("%s has ended without a release", self._rank)
                 return "ended"
             if self._stop_at_s is not None and now_s >= self._stop_at_s:
@@ -231,6 +233,13 @@ class Guard:
                 self._say("was_reset")
             elif reset:
                 retry_at_s = now_s + _RETRY_S
+
+    def _rank_has_ended(self) -> bool:
+        """Or its process runs another program, in which no thread is left that could lock."""
+        if self._rank.is_alive() is False:
+            return True
+        program = program_of(self._rank.pid)
+        return program is not None and program != self._program
 
     def _was_told_to_stop(self) -> bool:
         try:

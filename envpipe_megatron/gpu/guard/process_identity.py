@@ -50,6 +50,15 @@ class ProcessIdentity:
         return fields[0] not in "ZX" or int(fields[17]) > 1
 
 
+def program_of(pid: int) -> int | None:
+    """What tells the program that a process runs from one that it runs after an execve.
+
+    That is where its stack begins, which the kernel draws anew. None if that cannot be told.
+    """
+    fields = _stat_fields(pid)
+    return None if fields is None else int(fields[25]) or None
+
+
 def _stat_fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
     try:

@@ -296,6 +296,24 @@ def test_a_rank_that_hangs_up_and_lives_may_still_lock(guarded, nonsense):
     assert (guarded.gpu.resets, list_leases()) == (4, [])
 
 
+def test_a_process_that_runs_another_program_is_no_rank_any_more(guarded):
+    """It may hold its GPU anew, as one that starts itself again does."""
+    guarded.kill()
+    command = ["sh", "-c", "read go; exec sleep 60"]
+    guarded.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    started = []
+
+    def start_again():
+        started.append(list_leases()[0].live)
+        guarded.process.stdin.write(b"\n")
+        guarded.process.stdin.flush()
+
+    guarded.gpu.at_reset = [start_again]
+    assert guarded.run(heartbeat_s=0.05)[-1] == "released"
+    assert (started, list_leases(), guarded.slept_s) == ([True], [], [7.0])
+    assert guarded.process.poll() is None
+
+
 def test_a_rank_that_does_not_stop_in_time_keeps_its_lease(guarded):
     os.write(guarded.signalled, b"\x0f")
     assert guarded.run(stop_s=0.05) == ["held", "stop", "was_reset"]
