@@ -18,6 +18,8 @@ _FUNCTIONS = (
     "step",
     "_compute_loss",
     "_maybe_compute_loss",
+    "_maybe_get_loss",
+    "_update_losses",
     "_split_inputs",
     "_merge_outputs",
     "_step_microbatches",
@@ -45,7 +47,7 @@ def limits_of(
     if getattr(schedule, "_comp_type_to_function_map", None):
         why = "it may run several units at once"
         found.append(stands_against("a function of one's own for units", Level.UNIFORM, why))
-    if own := [name for name in _FUNCTIONS if name in vars(schedule)]:
+    if own := [name for name in _FUNCTIONS if _is_ones_own(schedule, name)]:
         why = "torch's runtime of tables does not have it"
         found.append(stands_against(f"{own[0]} of one's own", Level.UNITS, why))
     if _share_parameters(stages):
@@ -79,6 +81,12 @@ def limits_seen(
         why = "torch's runtime of tables has none"
         found.append(stands_against("messages that skip a stage", Level.UNITS, why))
     return found
+
+
+def _is_ones_own(schedule: Any, name: str) -> bool:
+    """Whether a schedule, or a class of it that is not torch's, has a function of this name."""
+    own = (each for each in type(schedule).__mro__ if not each.__module__.startswith("torch."))
+    return any(name in vars(each) for each in (schedule, *own))
 
 
 def _against_others(order: Schedule) -> Iterator[str]:

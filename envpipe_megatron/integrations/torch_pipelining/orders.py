@@ -47,13 +47,14 @@ def own_order(schedule: Any) -> Schedule:
     """The order that a schedule of torch's runs; of each rank, as it is known on all of them.
 
     A forward and a backward that torch lists as one are two units, which it runs one behind the
-    other. Orders that have a name here get that. ScheduleError if the schedule does not say its
-    order, or it is not one of a training step.
+    other. Orders that have a name here get that. A class of one's own has that of torch's class
+    below it, and the first step shows whether it keeps it. ScheduleError if the schedule does not
+    say its order, or it is not one of a training step.
     """
     stage, count = stages_of(schedule)[0], schedule._n_microbatches
-    build = _WITHOUT_TABLE.get(type(schedule))
-    if build is not None:
-        return build(stage.num_stages, count)
+    for kind, build in _WITHOUT_TABLE.items():
+        if isinstance(schedule, kind):
+            return build(stage.num_stages, count)
     name = type(schedule).__name__
     table = schedule.pipeline_order
     if not table:

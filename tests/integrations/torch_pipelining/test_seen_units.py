@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.pipelining import Schedule1F1B
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.hooks.framework_units import Recorded
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
+from envpipe_megatron.integrations.torch_pipelining.orders import own_order
 from envpipe_megatron.integrations.torch_pipelining.units import SideEffect, Units
 
 
@@ -87,5 +89,14 @@ def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name: str) -> Non
     """Another order runs in a schedule of ours, which has not got it."""
     order, stage = builders.one_f_one_b(2, 4), Stage()
     assert limits_of(SimpleNamespace(), order, "", [stage]) == []
-    (limit,) = limits_of(SimpleNamespace(**{name: print}), order, "", [stage])
-    assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of one's own")
+    of_class = type("OnesOwn", (SimpleNamespace,), {name: print})
+    for schedule in (SimpleNamespace(**{name: print}), of_class()):
+        (limit,) = limits_of(schedule, order, "", [stage])
+        assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of one's own")
+
+
+def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it() -> None:
+    schedule = object.__new__(type("OnesOwn", (Schedule1F1B,), {}))
+    schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
+    schedule._n_microbatches = 4
+    assert own_order(schedule).stages == builders.one_f_one_b(2, 4).stages
