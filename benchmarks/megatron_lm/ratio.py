@@ -158,18 +158,19 @@ def setting(
     arms = tuple(a for a in offered if a in compared or not (only or a in (OFF, SERIAL)))
     like_it = replace(fitting[like], arms=arms)
     size = wide if sized or TRANSFORMER_ENGINE in like_it.needs else GPT_1_3B
-    size = TINY_ON_CPU if site.cpu else _on_gpus(site, like_it, size)
+    size = TINY_ON_CPU if site.cpu else _on_gpus(site, like_it, size, sized=sized)
     size = replace(size, microbatches=microbatches or size.microbatches)
     return Setting(size.fitting(like_it.mapping), like_it, rests, zeros, sized)
 
 
-def _on_gpus(site: Site, like: equality.Setting, size: Size) -> Size:
-    """What fits into 80 GB, as many arms as share a GPU's memory."""
+def _on_gpus(site: Site, like: equality.Setting, size: Size, *, sized: str | None) -> Size:
+    """What fits into 80 GB, as many arms as share a GPU's memory; of a size that is named, more."""
     features = " ".join(like.features)
     layers = size.layers // site.ranks_per_gpu
-    # Four wide experts have nearly three times the parameters, and FP8 has more copies of them.
+    # Four wide experts have nearly three times the parameters, and FP8 has more copies of them: all
+    # layers of a long one need an H200.
     wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features
-    if wide_experts or (size is LONG and "--fp8" in features):
+    if wide_experts or (size is LONG and "--fp8" in features and not sized):
         layers //= 2
     if "--moe-layer-freq" in features:  # which says of each layer what it is
         layers = TINY.layers

@@ -174,7 +174,6 @@ def test_a_plain_job_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"num_experts": [1, 8]}, "mixture of experts"),
         ({"kd": True}, "--kd"),
         ({"enable_zbh1_pipeline": True}, "--enable-zbh1-pipeline"),
-        ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size"),
         ({"pipeline_model_parallel_split_rank": 0}, "split rank"),
         ({"deepspeed_config": {"curriculum_learning": {"enabled": True}}}, "curriculum"),
         ({"deepspeed_config": {"compression_training": {"sparse": {}}}}, "compression"),

@@ -112,7 +112,7 @@ def run_script(
         script: of a checkout, which compiles its helpers of datasets in itself.
         args: what goes after the script.
         folder: a new folder for the logs; also the working directory.
-        iterations: to train.
+        iterations: to train, if `args` say no number of samples.
         timeout_s: after which the run is ended.
     """
     folder.mkdir(parents=True)
@@ -126,7 +126,9 @@ def run_script(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(STAGES), "--redirects", "3", "--log-dir", "logs"]
     command += [str(HERE / "mds_cpu_run.py"), str(script), *shlex.split(args)]
-    command += ["--train-iters", str(iterations), "--deepspeed_config", "deepspeed.json"]
+    command += ["--deepspeed_config", "deepspeed.json"]
+    if "--train-samples" not in args:
+        command += ["--train-iters", str(iterations)]
     environment = {
         **os.environ,
         # Its Makefile asks `python3` where pybind11 is.

@@ -83,6 +83,19 @@ def test_llama_trains_the_same(stock, patched, data, tmp_path):
     assert run.phases[-1] in ("steady", "reconfigure")
 
 
+def test_a_batch_that_grows_trains_the_same(stock, patched, data, tmp_path):
+    """From half of it to the whole, each size with a plan of its own."""
+    args = gpt_args(data).replace("--lr-decay-iters 100", "--lr-decay-samples 800")
+    args += f" --train-samples {16 + 8 * (ITERATIONS - 4)} --rampup-batch-size 4 4 16"
+    own = run_script(stock / "pretrain_gpt.py", args, tmp_path / "stock").require_success()
+    args += f" {with_envpipe(ENVELOPE, tmp_path / 'run')}"
+    run = run_script(patched / "pretrain_gpt.py", args, tmp_path / "run").require_success()
+    assert run.result == own.result
+    assert len(own.losses) == ITERATIONS
+    assert run.phases[3:6] == ["warm-up"] * 3
+    assert run.phases[-1] in ("steady", "reconfigure")
+
+
 def test_a_restarted_job_trains_the_same(stock, patched, data, stock_gpt, tmp_path):
     """Stopped at a checkpoint in the middle, with its bill, and started again from it."""
     middle = ITERATIONS // 2

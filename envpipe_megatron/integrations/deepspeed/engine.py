@@ -120,7 +120,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             return
         if not self._job.session.executed:
             check_units(self)
-            self._full_microbatches = self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -203,6 +202,7 @@ def adopt(engine: PipelineEngine, job: Job, *, tells: bool = True) -> EnvPipeEng
     assert isinstance(engine, EnvPipeEngine)
     engine._job = job
     engine._own_steps = engine._own_steps_left = 2 if engine.device.type == "cuda" else 1
+    engine._full_microbatches = engine.micro_batches
     engine._tells = tells
     return engine
 

@@ -68,7 +68,6 @@ REFUSED: Mapping[str, Asks] = {
     "progressive layer dropping (progressive_layer_drop)": _configured("progressive_layer_drop"),
     "elastic batch sizes (elasticity)": _configured("elasticity"),
     "autotuning": _configured("autotuning"),
-    "batch-size ramp-up (--rampup-batch-size)": on("rampup_batch_size"),
     "the zero-bubble schedule (--enable-zbh1-pipeline, --enable-zbh1-exact-semantics)": on(
         "enable_zbh1_pipeline", "enable_zbh1_exact_semantics"
     ),

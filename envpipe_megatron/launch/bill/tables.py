@@ -43,7 +43,10 @@ class Tariff:
 
 
 def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, Any]:
-    """A bill as JSON; while its job is not `over`, nobody is missing yet."""
+    """A bill as JSON; while its job is not `over`, nobody is missing yet, and GPUs have no entries.
+
+    Those of a thousand GPUs are two megabytes, and a job of weeks has thousands of lines.
+    """
     missing = bill.missing() if over else []
 
     def entries(
@@ -54,17 +57,6 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
             for values, total in bill.total_by(key).items()
         ]
 
-    named = {phase.window.gpu_key: phase.window for phase in reversed(bill.phases.values())}
-    gpus = {
-        gpu_key: {
-            **{name: getattr(named[gpu_key], name) for name in _GPU_NAMES},
-            **total_facts(total),
-            "phases": {},
-        }
-        for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
-    }
-    for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
-        gpus[gpu_key]["phases"][phase] = total_facts(total)
     job, comparison = bill.total(), bill.comparison()
     by_node = bill.total_by(lambda w: w.node)
     return {
@@ -83,9 +75,24 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
             for name, node in sorted(bill.nodes.items())
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
-        "gpus": list(gpus.values()),
+        **({"gpus": _gpu_facts(bill)} if over else {}),
         "phases": entries(("run", "phase"), lambda w: (w.run, w.phase)),
     }
+
+
+def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
+    named = {phase.window.gpu_key: phase.window for phase in reversed(bill.phases.values())}
+    gpus = {
+        gpu_key: {
+            **{name: getattr(named[gpu_key], name) for name in _GPU_NAMES},
+            **total_facts(total),
+            "phases": {},
+        }
+        for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
+    }
+    for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
+        gpus[gpu_key]["phases"][phase] = total_facts(total)
+    return list(gpus.values())
 
 
 def total_facts(total: EnergyTotal) -> dict[str, Any]:
