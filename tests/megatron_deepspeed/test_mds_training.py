@@ -92,7 +92,9 @@ def test_a_batch_that_grows_trains_the_same(stock, patched, data, tmp_path):
     run = run_script(patched / "pretrain_gpt.py", args, tmp_path / "run").require_success()
     assert run.result == own.result
     assert len(own.losses) == ITERATIONS
-    assert run.phases[3:6] == ["warm-up m4", "warm-up", "warm-up"]
+    small = [phase.endswith(" m4") for phase in run.phases[1:]]
+    assert small == sorted(small, reverse=True)
+    assert {*small} == {True, False}
     assert run.phases[-1] in ("steady", "reconfigure")
 
 
