@@ -6,9 +6,11 @@ Units that the GPU bounds, and that the host bounds, run alone, with the calls t
 a request for another clock at each by a thread of this process or by words that a guard reads, and
 with the energy counter read beside that. Where the GPU bounds them it spins: products take power,
 and with it the clock wanders by more than what is looked for. In each, copies on a second stream
-lie beside the work, as what tensor and context parallel ranks send each other does. With waits the
-host waits for the device behind each unit, as in Megatron's 1F1B. No clock is changed: requests end
-at a GPU that does nothing. Without a GPU it rehearses on the CPU.
+lie beside the work, as what tensor and context parallel ranks send each other does. Other units are
+a transformer layer's forward and backward, behind which the host's caches are cold: there, what the
+calls take of the host by its clock says more than how long turns are. With waits the host waits for
+the device behind each unit, as in Megatron's 1F1B. No clock is changed: requests end at a GPU that
+does nothing. Without a GPU it rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,10 +50,14 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 UNITS = 32
-#: Pieces of a unit, and cycles that the GPU spins in each: 2 ms at 2 GHz, or next to none.
-_BOUND = {"GPU": (8, 500_000), "host": (60, 1)}
-#: On the CPU, the size of matrices whose products stand for it.
-_BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16)}
+#: Pieces of a unit, and cycles that the GPU spins in each: 2 ms at 2 GHz, or next to none; or how
+#: wide a layer is.
+_LAYER = "a layer"
+_BOUND = {"GPU": (8, 500_000), "host": (60, 1), _LAYER: (1, 2048)}
+#: On the CPU, the size of matrices whose products stand for spinning.
+_BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16), _LAYER: (1, 64)}
+#: So few tokens that the host bounds a layer.
+_TOKENS = 256
 _COPIED = 256
 ALONE, TIMED, BY_THREAD, BY_GUARD = "alone", "timed", "clocks by a thread", "clocks by the guard"
 #: As by the guard, and the energy counter is read, apart or not.
@@ -72,7 +79,9 @@ class Work:
         self._copied = torch.zeros(_COPIED, _COPIED, device="cuda" if on_gpu else "cpu")
         self._beside: Any = None
         self._work: Callable[[], Any]
-        if on_gpu:
+        if bound == _LAYER:
+            self._work = _layer(amount, self._copied.device)
+        elif on_gpu:
             cuda: Any = torch.cuda
             # No public function keeps a GPU busy for so long.
             self._work, self._beside = partial(cuda._sleep, amount), cuda.Stream()
@@ -90,6 +99,16 @@ class Work:
                     self._copied.clone()
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
+
+
+def _layer(width: int, device: torch.device) -> Callable[[], None]:
+    """Runs a transformer layer forwards and backwards."""
+    options: Any = {"device": device, "dtype": torch.bfloat16}
+    layer = torch.nn.TransformerEncoderLayer(
+        width, width // 64, 4 * width, dropout=0.0, batch_first=True, **options
+    )
+    tokens = torch.zeros(1, _TOKENS, width, **options)
+    return lambda: layer(tokens).sum().backward()
 
 
 class Bench:
@@ -112,6 +131,8 @@ class Bench:
         device = torch.device("cuda" if on_gpu else "cpu")
         self._specs = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), device))
         self._late: StageRecord | None = None
+        #: What calls took of the host, by mode, of each unit.
+        self.calls_s: dict[str, list[float]] = {mode: [] for mode in MODES}
 
     def turn_s(self, mode: str, iterations: int) -> float:
         """Seconds for each unit; some refreshes of the counter, where it is read."""
@@ -132,24 +153,30 @@ class Bench:
     def _iterate(self, mode: str) -> None:
         if mode == ALONE:
             for _ in range(UNITS):
-                self._unit()
+                self._work.run()
+                if self._waits:
+                    now_s()
             return
         clock = self._by_thread if mode == BY_THREAD else self._guarded.controller
         request = clock.request if mode != TIMED else lambda frequency_mhz, after: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:
-            run.begin_unit()
-            self._unit(run.end_unit)
+            calls_s = _time_s(run.begin_unit)
+            self._work.run()
+            calls_s += _time_s(run.end_unit)
+            self.calls_s[mode].append(calls_s)
+            if self._waits:
+                now_s()
         if self._late is not None:
             _ = self._late.end_s  # an iteration's times are read behind the next one's units
         self._late = run.end()
 
-    def _unit(self, handed_over: Callable[[], None] = lambda: None) -> None:
-        self._work.run()
-        handed_over()
-        if self._waits:
-            now_s()
+
+def _time_s(call: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begin_s
 
 
 def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> list[dict[str, Any]]:
@@ -173,6 +200,7 @@ def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> li
                 "waits": waits,
                 "unit": mode,
                 "alone_ms": 1e3 * statistics.median(turns[ALONE]),
+                "calls_us": 1e6 * statistics.median(bench.calls_s[mode]),
                 "more_us": statistics.median(more_us),
                 "standard_error_us": bootstrap((more_us,), np.median).standard_error,
             }

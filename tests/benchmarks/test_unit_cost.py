@@ -33,11 +33,12 @@ def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
     assert ran.exit_code == 0, ran.output
     rows = list(csv.DictReader((tmp_path / "unit_cost.csv").open()))
     ways = [(row["bound by"], row["waits"], row["unit"]) for row in rows]
-    assert len(set(ways)) == len(ways) == 2 * 2 * (len(unit_cost.MODES) - 1)
+    assert len(set(ways)) == len(ways) == 3 * 2 * (len(unit_cost.MODES) - 1)
     assert all(float(row["alone_ms"]) > 0 for row in rows)
+    assert all(float(row["calls_us"]) > 0 for row in rows)
     # Of each kind of units, some ways request, in a turn to begin with and in two that count; turns
     # in which the counter is read are longer.
     counted = len(unit_cost.COUNTED) * unit_cost._COUNTED_TURNS
     for clock, iterations in ((ClockController, 1), (ServedClock, 1 + counted)):
-        assert len(asked[clock]) == 2 * 2 * iterations * 3 * unit_cost.UNITS
+        assert len(asked[clock]) == 3 * 2 * iterations * 3 * unit_cost.UNITS
         assert all(one != following for one, following in pairwise(asked[clock]))
