@@ -239,7 +239,7 @@ class Guard:
         if self._rank.is_alive() is False:
             return True
         program = program_of(self._rank.pid)
-        return program is not None and program != self._program
+        return None not in (program, self._program) and program != self._program
 
     def _was_told_to_stop(self) -> bool:
         try:

@@ -64,16 +64,19 @@ def counter_in_stream(page: Page) -> Callable[[int, int], None]:
     caches are cold: a handle and a call by ctypes take 55 us less there than a stream of torch's
     and cuda-bindings, of 90 to 110.
 
-    RuntimeError, from both: the driver refuses.
+    RuntimeError, from both: the driver refuses, or is too old.
     """
     address, device = register(page), torch.cuda.current_device()
-    write = _library().cuStreamWriteValue32_v2
+    try:
+        write = _library().cuStreamWriteValue32_v2
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"no cuStreamWriteValue32: {error}") from error
     write.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
     def count(offset: int, number: int) -> None:
         status = write(_current_handle(device), address + offset, number, _WRITE_DEFAULT)
         if status != 0:
-            raise RuntimeError(f"cuStreamWriteValue32: {driver.CUresult(status).name}")
+            raise RuntimeError(f"cuStreamWriteValue32: error {status} of CUDA")
 
     return count
 

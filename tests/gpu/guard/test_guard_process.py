@@ -314,6 +314,15 @@ def test_a_process_that_runs_another_program_is_no_rank_any_more(guarded):
     assert guarded.process.poll() is None
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_rank_whose_program_cannot_be_told_stays_one(guarded, monkeypatch, known):
+    told = iter([5 if known else None])
+    monkeypatch.setattr(process, "program_of", lambda pid: next(told, None if known else 5))
+    guarded.gpu.at_reset = [guarded.release]
+    assert guarded.run(heartbeat_s=0.02) == ["held", "was_reset", "released"]
+    assert guarded.slept_s == []
+
+
 def test_a_rank_that_does_not_stop_in_time_keeps_its_lease(guarded):
     os.write(guarded.signalled, b"\x0f")
     assert guarded.run(stop_s=0.05) == ["held", "stop", "was_reset"]

@@ -137,7 +137,6 @@ def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypat
     library = SimpleNamespace(cuStreamWriteValue32_v2=write)
     monkeypatch.setattr(cuda_device, "_library", lambda: library)
     monkeypatch.setattr(cuda_device, "register", lambda page: 4096)
-    driver.CUresult = lambda status: SimpleNamespace(name=f"CUDA_ERROR_{status}")
     streams = [70, 71]
     monkeypatch.setattr(cuda_device, "_current_handle", lambda device: streams.pop(0))
     count = cuda_device.counter_in_stream(SimpleNamespace(address=1, num_bytes=8192))
@@ -145,8 +144,11 @@ def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypat
     count(0, 8)
     assert written == [(70, 4160, 7, 0), (71, 4096, 8, 0)]
     streams, status = [72], 1
-    with pytest.raises(RuntimeError, match="cuStreamWriteValue32: CUDA_ERROR_1"):
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32: error 1 of CUDA"):
         count(0, 9)
+    del library.cuStreamWriteValue32_v2
+    with pytest.raises(RuntimeError, match="no cuStreamWriteValue32"):
+        cuda_device.counter_in_stream(SimpleNamespace(address=1, num_bytes=8192))
 
 
 def test_units_run_on_the_stream_that_is_current_then(driver, monkeypatch):
