@@ -266,6 +266,8 @@ class InstrumentedPipeline:
         It runs at the highest clock, is not billed, and may report units as training does.
         Training goes on with the next step. Within a step, this is an InstructionError.
         """
+        if self._failed:
+            self._leave_step()
         if self._in_step:
             self._misused("pause was called within a step", "Call it between two steps.")
             return

@@ -282,6 +282,13 @@ def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dic
         with pipeline.step(), pipeline.instruction("forward" if own[0] == "F" else "backward"):
             raise ValueError
 
+    def failing_before_an_evaluation() -> None:
+        with suppress(ValueError):
+            failing()
+        pipeline.pause()
+        with pipeline.instruction("forward"):
+            pass
+
     def unfinished() -> None:
         pipeline.on_step_begin()
         pipeline.on_instruction_begin("forward" if own[0] == "F" else "backward")
@@ -302,6 +309,7 @@ def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dic
 
     tell("failed first", failing)
     tell("failed", failing)
+    tell("failed, evaluation", failing_before_an_evaluation)
     tell("unfinished", unfinished)
     tell("short", lambda: step(pipeline, own[:-2]))
     tell("short again", lambda: step(pipeline, own[:-2]))

@@ -261,10 +261,11 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
     """It is said once, and the steps after it are as before."""
     own = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
     for told in pool.run(instruction_ranks.train_on, folder / "goes-on", preset, own):
-        assert told.pop("iterations") == ["warm-up"] * 2 + ["steady"] * 12
+        assert told.pop("iterations") == ["warm-up"] * 2 + ["steady"] * 14
         for name, said in {
             "failed first": [],
             "failed": [],
+            "failed, evaluation": [],
             "unfinished": ["on_step_begin was called before the on_step_end of the last step"],
             "short": [r"on_step_end was called after \d of \d units"],
             "short again": [],
