@@ -146,6 +146,8 @@ class InstrumentedPipeline:
             yield
         except BaseException:
             self._failed = True
+            if self._job is not None:
+                self._job.session.highest_clock()
             raise
         self.on_step_end()
 
@@ -176,8 +178,8 @@ class InstrumentedPipeline:
             session = self._job.session
             session.begin_step()
             run = session.open_iteration(self._kept_order, self._specs)
-            self._followed = run, Followed(run, session.highest_clock)
-        self._in_step, self._paused = True, False
+            self._followed = run, Followed(run, session.highest_clock, self._once)
+        self._in_step, self._paused, self._failed = True, False, False
 
     def on_instruction_begin(self, name: str) -> None:
         """A `forward` or `backward` begins: its input is there, or the stream waits for it.
@@ -255,8 +257,9 @@ class InstrumentedPipeline:
             run, followed = self._followed
             if run.next_unit is not None and followed.in_order:
                 self._misused(
-                    f"on_step_end was called after {len(run.executed)} of {len(run.units)} units",
+                    "on_step_end was called before all units of the first step",
                     "All steps have as many microbatches; units are reported by instruction().",
+                    value=f"{len(run.executed)} of {len(run.units)}",
                 )
         self._leave_step()
 
@@ -290,8 +293,8 @@ class InstrumentedPipeline:
         Raises:
             CollectivesError: a rank is gone or silent.
         """
-        if self._in_step:
-            self._leave_step()
+        # A step that has not ended stays so: the device may wait for a peer that is gone.
+        self._in_step, self._followed = False, None
         closed, self._closed = self._closed, True
         if self._job is not None and not closed:
             self._job.end()
@@ -325,9 +328,12 @@ class InstrumentedPipeline:
         error = InstructionError(what, remedy=remedy, **value)
         if self._job is None:
             raise error
+        self._once(f"Training goes on: {error}", what)
+
+    def _once(self, text: str, what: str = "other units") -> None:
         if what not in self._told:
             self._told.add(what)
-            logger.warning("Training goes on: %s", error)
+            logger.warning("%s", text)
 
     def _begin_job(self) -> tuple[Job, Schedule]:
         placement = self._placement

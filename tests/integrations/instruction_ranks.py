@@ -319,7 +319,8 @@ def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dic
     tell("end", pipeline.on_step_end)
     told["iterations"] = [phase.value for phase, _, _ in pipeline.job.session.iterations]
     pipeline.on_step_begin()
-    pipeline.end_training()
+    pipeline.end_training()  # the step's units may never end
+    told["at the end"] = len(pipeline.job.session.iterations)
     step(pipeline, own)
     told["closed"] = said
     return told

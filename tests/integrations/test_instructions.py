@@ -262,12 +262,13 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
     own = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
     for told in pool.run(instruction_ranks.train_on, folder / "goes-on", preset, own):
         assert told.pop("iterations") == ["warm-up"] * 2 + ["steady"] * 14
+        assert told.pop("at the end") == 2 + 14
         for name, said in {
             "failed first": [],
             "failed": [],
             "failed, evaluation": [],
             "unfinished": ["on_step_begin was called before the on_step_end of the last step"],
-            "short": [r"on_step_end was called after \d of \d units"],
+            "short": [r"before all units of the first step \(got '\d of \d'\)"],
             "short again": [],
             "evaluation": [r"on_instruction_begin was called outside a step \(got 'forward'\)"],
             "other order": ["In this iteration, . came in place of"],
@@ -275,7 +276,6 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
                 "pause was called within a step",
                 r"a unit that has not begun \(got 'backward'\)",
                 r"No such instruction \(got 'recompute'\)",
-                "after 0 of 8 units",
             ],
             "end": ["on_step_end was called outside a step"],
             "closed": ["on_step_begin was called after end_training or close"],

@@ -120,6 +120,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             return
         if not self._job.session.executed:
             check_units(self)
+            if self._tells:  # Megatron-DeepSpeed, which tells itself, may begin with smaller ones
+                self._full_microbatches = self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []

@@ -81,8 +81,14 @@ class Recorded:
 class Followed:
     """Tells an iteration of its units, as long as they come in its order, one after another."""
 
-    def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run: StageRun,
+        highest_clock: Callable[[], None],
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
         self._run = run
+        self._warn = warn
         self._highest_clock = highest_clock
         self._units = iter(run.units)
         #: Whether they have, so far.
@@ -103,7 +109,7 @@ class Followed:
         self.in_order = False
         seen = Seen(kind, microbatch, chunk, combined)
         instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
-        logger.warning("In this iteration, %s came %s", seen, instead)
+        self._warn(f"In this iteration, {seen} came {instead}")
         self._highest_clock()
 
     def end(self) -> None:
@@ -117,5 +123,6 @@ class Followed:
         if self._running:  # it has failed
             self._run.end_unit()
         while self._run.next_unit is not None:
+            self._run.whole = False
             self._run.begin_unit()
             self._run.end_unit()

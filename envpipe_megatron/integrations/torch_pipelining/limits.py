@@ -13,17 +13,9 @@ from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.torch_pipelining.units import SideEffect
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
-#: Of a schedule; one that has its own is to be called as it is.
-_FUNCTIONS = (
-    "step",
-    "_compute_loss",
-    "_maybe_compute_loss",
-    "_maybe_get_loss",
-    "_update_losses",
-    "_split_inputs",
-    "_merge_outputs",
-    "_step_microbatches",
-)
+#: Functions of a schedule that make its order, or no step. One with others of its own is to be
+#: called as it is.
+_HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
 
 
 def limits_of(
@@ -47,7 +39,7 @@ def limits_of(
     if getattr(schedule, "_comp_type_to_function_map", None):
         why = "it may run several units at once"
         found.append(stands_against("a function of one's own for units", Level.UNIFORM, why))
-    if own := [name for name in _FUNCTIONS if _is_ones_own(schedule, name)]:
+    if own := _functions_of_ones_own(schedule):
         why = "torch's runtime of tables does not have it"
         found.append(stands_against(f"{own[0]} of one's own", Level.UNITS, why))
     if _share_parameters(stages):
@@ -83,10 +75,16 @@ def limits_seen(
     return found
 
 
-def _is_ones_own(schedule: Any, name: str) -> bool:
-    """Whether a schedule, or a class of it that is not torch's, has a function of this name."""
-    own = (each for each in type(schedule).__mro__ if not each.__module__.startswith("torch."))
-    return any(name in vars(each) for each in (schedule, *own))
+def _functions_of_ones_own(schedule: Any) -> list[str]:
+    """Those that a schedule, or a class of it that is not torch's, has in place of torch's."""
+    classes = type(schedule).__mro__
+    torchs = [each for each in classes if each.__module__.startswith("torch.")]
+    own = {name for each in (schedule, *classes) if each not in torchs for name in vars(each)}
+    return sorted(
+        name
+        for name in own - _HARMLESS
+        if not name.startswith("__") and any(callable(vars(each).get(name)) for each in torchs)
+    )
 
 
 def _against_others(order: Schedule) -> Iterator[str]:

@@ -66,7 +66,7 @@ class StageRecord:
 
     def with_units_of(self, like: StageRecord) -> StageRecord:
         """The same iteration, of which only begin and end were timed, with the units of another."""
-        share = float(self.end_s[-1] / like.end_s[-1])
+        share = float(self.end_s[-1] / (like.end_s[-1] or 1.0))
         return replace(
             self,
             start_s=share * like.start_s,

@@ -36,7 +36,7 @@ class Iterations:
         self.last_record: StageRecord | None = None
         #: The one whose times are to be read while the next one runs, and what writes it down.
         self._late: tuple[StageRun, Callable[[], None]] | None = None
-        #: The last one whose units were timed, and what it ran.
+        #: The last one whose units were timed, all of them, and what it ran.
         self._timed: tuple[IterationOrder, StageRecord] | None = None
         self._kept: deque[tuple[Phase, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
 
@@ -61,7 +61,7 @@ class Iterations:
         """
         self.catch_up()
         record = self.last_record = run.end(number)
-        if run.times_units:
+        if run.times_units and run.whole:
             self._timed = run.order, record
         phase = phase_in_batch(run.order.phase, batch)
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])

@@ -13,6 +13,9 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 
+#: Of a shorter iteration, as a step without units is, no more are run than of this one, s.
+_LEAST_S = 1e-3
+
 
 class Stretches:
     """Runs them on all ranks alike, the first at the clocks at which iterations are shortest.
@@ -33,10 +36,12 @@ class Stretches:
 
     def settle(self, order: IterationOrder) -> PhaseRun[None]:
         """Let new clocks settle."""
+        longest_s = _LEAST_S
         for _ in range(self._settle_iterations):
             settled = yield order
+            longest_s = max(longest_s, settled.iteration_time_s)
         if self._shortest_s is None:
-            self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
+            self._shortest_s = min(self._collectives.by_stage(longest_s, min))
 
     def measure(self, order: IterationOrder, at_least: int) -> PhaseRun[list[StageRecord]]:
         """What this stage measures in iterations that fill a window, once clocks have settled."""

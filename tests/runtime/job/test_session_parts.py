@@ -17,6 +17,7 @@ from envpipe_megatron.control.command import Parking
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.integrations.hooks.framework_units import Followed
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -363,6 +364,26 @@ def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
         if not run.times_units:
             assert session.last_record.end_s.tolist() == [1.0, 3.0, 5.0, 7.0]
     assert timed == [True, True, waits, waits, True, True, waits]
+
+
+def test_units_that_did_not_all_run_stand_for_no_others(world):
+    world.clock.waits = False
+    world.executor._gives["end_unit"] = Done()
+    first = order(Phase.STEADY, 1410)
+    world.orders = [first, first, *[replace(first, times_units=False)] * 2]
+    session, timed = world.session(), []
+    for whole in (True, False, True, True):
+        run = session.open_iteration(SCHEDULE, SPECS)
+        followed = Followed(run, session.highest_clock)
+        for unit in run.units[: None if whole else 1]:
+            followed.begin(unit.kind, unit.microbatch, None)
+            followed.end()
+        followed.complete()
+        assert run.whole == whole
+        session.close_iteration()
+        timed.append((run.times_units, session.last_record))
+    assert [units for units, _ in timed] == [True, True, False, False]
+    assert session._iterations._timed[1] is timed[0][1]
 
 
 LATE = ["energy.catch_up", "timeline.add", "wait"]

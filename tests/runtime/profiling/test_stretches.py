@@ -1,0 +1,41 @@
+"""How many iterations fill a window."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.runtime.profiling.stretches import Stretches
+
+
+def ran(phase: Any, times_s: list[float]) -> int:
+    """How many iterations a phase runs, if these last so long, and others as the last."""
+    times_s = [*times_s]
+    count = 0
+    try:
+        next(phase)
+        while True:
+            count += 1
+            time_s = times_s.pop(0) if len(times_s) > 1 else times_s[0]
+            phase.send(SimpleNamespace(iteration_time_s=time_s))
+    except StopIteration:
+        return count
+
+
+@pytest.mark.parametrize(
+    ("settled_s", "others_s", "count"),
+    [
+        ([0.3, 0.25], 0.5, 4),  # the longest of this rank's, the shortest of all ranks
+        ([0.5, 0.0], 0.5, 2),  # the last one had no units
+        ([0.0, 0.0], 0.5, 1000),
+        ([5.0, 5.0], 5.0, 2),
+    ],
+)
+def test_a_step_without_units_does_not_set_how_long_a_window_is(settled_s, others_s, count):
+    collectives: Any = SimpleNamespace(by_stage=lambda own, reduce: [own, others_s])
+    stretches = Stretches(2, 1.0, collectives)
+    order: Any = "order"
+    assert ran(stretches.settle(order), settled_s) == 2
+    assert ran(stretches.measure(order, 2), [0.5]) == count
