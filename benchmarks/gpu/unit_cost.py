@@ -56,8 +56,8 @@ _LAYER = "a layer"
 _BOUND = {"GPU": (8, 500_000), "host": (60, 1), _LAYER: (1, 2048)}
 #: On the CPU, the size of matrices whose products stand for spinning.
 _BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16), _LAYER: (1, 64)}
-#: So few tokens that the host bounds a layer.
-_TOKENS = 256
+#: So few tokens that the host bounds a layer; and on the CPU.
+_TOKENS, _TOKENS_ON_CPU = 256, 8
 _COPIED = 256
 ALONE, TIMED, BY_THREAD, BY_GUARD = "alone", "timed", "clocks by a thread", "clocks by the guard"
 #: As by the guard, and the energy counter is read, apart or not.
@@ -107,7 +107,8 @@ def _layer(width: int, device: torch.device) -> Callable[[], None]:
     layer = torch.nn.TransformerEncoderLayer(
         width, width // 64, 4 * width, dropout=0.0, batch_first=True, **options
     )
-    tokens = torch.zeros(1, _TOKENS, width, **options)
+    count = _TOKENS if device.type == "cuda" else _TOKENS_ON_CPU
+    tokens = torch.zeros(1, count, width, **options)
     return lambda: layer(tokens).sum().backward()
 
 
