@@ -224,7 +224,7 @@ def train(
     losses = [engine.train_batch(data).item() for _ in range(num_steps - 1)]
     evaluated = engine.eval_batch(data).item()
     samples = engine.train_batch_size()
-    for batch in (2 * samples, 2 * samples, samples):
+    for batch in (2 * samples, samples):
         engine.set_train_batch_size(batch)
         losses.append(engine.train_batch(data).item())
     digest = hashlib.sha256()

@@ -47,17 +47,17 @@ def trained(tmp_path_factory) -> list[dict[str, dict[str, Run]]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_orders_change_no_bit(trained, case):
-    """Losses, an evaluation between them, two larger batches and weights, on every rank."""
+    """Losses, an evaluation between them, a larger batch and weights, on every rank."""
     for rank in trained:
         own = rank[case]["own"]
-        assert len(own["losses"]) == STEPS + 2
-        assert len(set(own["losses"])) == STEPS + 2, "something is learned"
+        assert len(own["losses"]) == STEPS + 1
+        assert len(set(own["losses"])) == STEPS + 1, "something is learned"
         runs = {name: run for name, run in rank[case].items() if name != "own"}
         assert runs
         for ours in runs.values():
             for name in ("losses", "evaluated", "weights"):
                 assert ours[name] == own[name]
-            assert ours["steps"] == STEPS + 1, "the first is DeepSpeed's own"
+            assert ours["steps"] == STEPS, "the first is DeepSpeed's own"
             assert ours["held"] == 0, "buffers hold nothing between steps"
 
 
