@@ -39,7 +39,6 @@ from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +120,8 @@ class InstrumentedPipeline:
         self._say = say
         self._job: Job | None = None
         self._kept_order: Schedule | None = None
-        #: The step's iteration, and what tells it of its units; none in the first step.
-        self._followed: tuple[StageRun, Followed] | None = None
+        #: Tells the step's iteration of its units; none in the first step.
+        self._followed: Followed | None = None
         #: The kinds of the first step's units, one letter each.
         self._recorded = ""
         self._in_step = self._paused = False
@@ -178,7 +177,7 @@ class InstrumentedPipeline:
             session = self._job.session
             session.begin_step()
             run = session.open_iteration(self._kept_order, self._specs)
-            self._followed = run, Followed(run, session.highest_clock, self._once)
+            self._followed = Followed(run, session.highest_clock, self._once)
         self._in_step, self._paused, self._failed = True, False, False
 
     def on_instruction_begin(self, name: str) -> None:
@@ -199,8 +198,7 @@ class InstrumentedPipeline:
             self.pause()
             return
         if self._followed is not None:
-            _, followed = self._followed
-            followed.begin(kind, None, None)
+            self._followed.begin(kind, None, None)
         elif self._running is not None:
             self._misused(
                 f"on_instruction_begin was called before the end of a {self._running}",
@@ -228,8 +226,7 @@ class InstrumentedPipeline:
         if self._followed is None:
             self._recorded += kind.letter
         else:
-            _, followed = self._followed
-            followed.end()
+            self._followed.end()
 
     def on_step_end(self) -> None:
         """A training step has ended on all ranks, its optimizer included.
@@ -254,8 +251,8 @@ class InstrumentedPipeline:
         if self._job is None:
             self._job, self._kept_order = self._begin_job()
         elif self._followed is not None:
-            run, followed = self._followed
-            if run.next_unit is not None and followed.in_order:
+            run = self._followed.run
+            if run.next_unit is not None and self._followed.in_order:
                 self._misused(
                     "on_step_end was called before all units of the first step",
                     "All steps have as many microbatches; units are reported by instruction().",
@@ -307,14 +304,17 @@ class InstrumentedPipeline:
 
     def _leave_step(self) -> None:
         """The step is over, whatever has come of it."""
+        failed, followed = self._failed, self._followed
         self._in_step, self._failed, self._running = False, False, None
-        followed, self._followed = self._followed, None
-        if followed is not None:
-            assert self._job is not None
-            followed[1].complete()
+        self._followed, self._recorded = None, ""
+        if followed is None:
+            return
+        assert self._job is not None
+        followed.complete()
+        if failed:  # what has followed it since, such as a restart, is none of its
+            self._job.session.pause()
+        else:
             self._job.session.end_step()
-        elif self._job is None:
-            self._recorded = ""
 
     def _kind(self, name: str) -> Kind | None:
         try:

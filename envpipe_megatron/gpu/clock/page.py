@@ -110,8 +110,8 @@ class ClockPage:
         """Store a request; its number, None if too many wait.
 
         It is due when DUE counts it, and so long after that, or when BEGUN does. One for 0 MHz is
-        answered when all before it are served. Called at units, where the host's caches are cold
-        and each call of Python's more takes microseconds.
+        answered when all before it are served. `following` and `_round` stand here themselves: at
+        units the host's caches are cold, and a call of Python's takes microseconds.
         """
         number = self._asked % MASK + 1
         if (number - self._of_guard.taken) & MASK >= CAPACITY:

@@ -50,10 +50,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _job: Job
     _own_steps: int
     _own_steps_left: int
-    _full_microbatches: int
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
+    #: M of a batch of full size; as in the first step if nobody says.
+    full_microbatches: int | None
 
     @property
     def session(self) -> Session:
@@ -120,8 +121,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             return
         if not self._job.session.executed:
             check_units(self)
-            if self._tells:  # Megatron-DeepSpeed, which tells itself, may begin with smaller ones
-                self._full_microbatches = self.micro_batches
+            self.full_microbatches = self.full_microbatches or self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -129,7 +129,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             self.micro_batches,
             self._specs,
             lambda schedule: _Units(self),
-            full_batch=self.micro_batches == self._full_microbatches,
+            full_batch=self.micro_batches == self.full_microbatches,
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
@@ -204,7 +204,7 @@ def adopt(engine: PipelineEngine, job: Job, *, tells: bool = True) -> EnvPipeEng
     assert isinstance(engine, EnvPipeEngine)
     engine._job = job
     engine._own_steps = engine._own_steps_left = 2 if engine.device.type == "cuda" else 1
-    engine._full_microbatches = engine.micro_batches
+    engine.full_microbatches = None
     engine._tells = tells
     return engine
 

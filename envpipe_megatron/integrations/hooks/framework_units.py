@@ -55,19 +55,19 @@ class Recorded:
 
     def __init__(self) -> None:
         self.units: list[Seen] = []
-        self._running = self._overlapped = False
+        self.running = self._overlapped = False
 
     def begin(
         self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
     ) -> None:
         """A unit begins."""
-        self._overlapped |= self._running
-        self._running = True
+        self._overlapped |= self.running
+        self.running = True
         self.units.append(Seen(kind, microbatch, chunk, combined))
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
-        self._running = False
+        self.running = False
 
     def shows(self, units: tuple[Unit, ...]) -> bool:
         """Whether they may be these, one after another."""
@@ -87,13 +87,13 @@ class Followed:
         highest_clock: Callable[[], None],
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._run = run
+        self.run = run
         self._warn = warn
         self._highest_clock = highest_clock
         self._units = iter(run.units)
         #: Whether they have, so far.
         self.in_order = True
-        self._running = False
+        self.running = False
 
     def begin(
         self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
@@ -101,28 +101,28 @@ class Followed:
         """A unit begins."""
         if not self.in_order:
             return
-        unit = None if self._running else next(self._units, None)
+        unit = None if self.running else next(self._units, None)
         if unit is not None and may_be(unit, kind, microbatch, chunk, combined):
-            self._running = True
-            self._run.begin_unit()
+            self.running = True
+            self.run.begin_unit()
             return
         self.in_order = False
         seen = Seen(kind, microbatch, chunk, combined)
-        instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
+        instead = "within another" if self.running else f"in place of {unit or 'no unit'}"
         self._warn(f"In this iteration, {seen} came {instead}")
         self._highest_clock()
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
-        if self.in_order and self._running:
-            self._running = False
-            self._run.end_unit()
+        if self.in_order and self.running:
+            self.running = False
+            self.run.end_unit()
 
     def complete(self) -> None:
         """Give a run whose units came otherwise the rest of them, as if they took no time."""
-        if self._running:  # it has failed
-            self._run.end_unit()
-        while self._run.next_unit is not None:
-            self._run.whole = False
-            self._run.begin_unit()
-            self._run.end_unit()
+        if self.running:  # it has failed
+            self.run.end_unit()
+        while self.run.next_unit is not None:
+            self.run.whole = False
+            self.run.begin_unit()
+            self.run.end_unit()

@@ -112,6 +112,8 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             sequence_length=args.seq_length,
             tells=False,
         )
+        # Before a ramp-up sets the size that it begins with.
+        _state.engine.full_microbatches = _state.engine.micro_batches
     except (HookError, JobError, RefusedError) as error:
         refuse(error)
 

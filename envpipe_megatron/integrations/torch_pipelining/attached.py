@@ -186,7 +186,8 @@ class AttachedPipeline:
         torch's alone from here on. Raises CollectivesError if a rank is gone or silent.
         """
         if not self._closed:
-            self._end_step()
+            if self._failed is None:  # else the device may wait for a peer that is gone
+                self._end_step()
             self._release()
             self.job.end()
             self.close()

@@ -83,7 +83,7 @@ class ServedClock:
             return
         self._asked = asked
         later = after if isinstance(after, Later) else None
-        number = self.page.ask(frequency_mhz, 0.0 if later is None else later.delay_s)
+        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
             return

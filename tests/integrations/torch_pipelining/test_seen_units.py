@@ -14,6 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.hooks.framework_units import Recorded
 from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import own_order
 from envpipe_megatron.integrations.torch_pipelining.units import SideEffect, Units
@@ -104,3 +105,17 @@ def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it() -> None:
     schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
     schedule._n_microbatches = 4
     assert own_order(schedule).stages == builders.one_f_one_b(2, 4).stages
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_that_failed_is_not_waited_for_at_the_end(failed: bool) -> None:
+    """Its peers may be gone, and the clock is to come back."""
+    told: list[str] = []
+    pipeline: Any = object.__new__(AttachedPipeline)
+    pipeline.job = SimpleNamespace(end=lambda: told.append("end"), close=lambda: None)
+    pipeline._closed = False
+    pipeline._failed = object() if failed else None
+    pipeline._end_step = lambda: told.append("end step")
+    pipeline._release = lambda: None
+    pipeline.end_training()
+    assert told == (["end"] if failed else ["end step", "end"])
