@@ -92,6 +92,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
 @click.option("--resting", is_flag=True, help="Of `ratio`: EnvPipe rests, in place of unmodified.")
 @click.option("--zero-weights", is_flag=True, help="Of `ratio`: matrix products take less power.")
+@click.option("--unchecked", is_flag=True, help="Of `ratio`: no looking for NaN in losses.")
 @click.option("--size", type=click.Choice([*SIZES]), help="Of `ratio`. [default: what fits]")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
@@ -225,7 +226,7 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        of = ("microbatches", "like", "arm", "resting", "zero_weights", "size")
+        of = ("microbatches", "like", "arm", "resting", "zero_weights", "size", "unchecked")
         setting = ratio.setting(site, *(options[name] for name in of))
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),

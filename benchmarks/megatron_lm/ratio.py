@@ -67,6 +67,8 @@ _OF_A_NAME = re.compile(r"(.+)-m(\d+)")
 LOG_INTERVAL = 10
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
 _ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
+#: As NVIDIA's performance recipes train. By default the host waits for each microbatch's loss.
+_UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Setting:
     """The model, how it is spread, and the setting of `equality` that it is like.
 
     With `rests`, EnvPipe rests in half of the turns of its only arm. With `zeros`, weights are.
-    `sized` is the size's name, if it was asked for.
+    `sized` is the size's name, if it was asked for. With `unchecked`, nobody looks for NaN.
     """
 
     size: Size
@@ -99,6 +101,7 @@ class Setting:
     rests: bool = False
     zeros: bool = False
     sized: str | None = None
+    unchecked: bool = False
 
     @property
     def mapping(self) -> Mapping:
@@ -110,12 +113,14 @@ class Setting:
         """Such as gpt-pp4-m14, for 14 microbatches."""
         sized = f"-{self.sized}" if self.sized else ""
         how = sized + self.rests * "-resting" + self.zeros * "-zeros"
+        how += self.unchecked * "-unchecked"
         return f"{self.like.name}-m{self.size.microbatches}{how}"
 
     @property
     def features(self) -> tuple[str, ...]:
         """What its job sets beyond size and mapping."""
-        return (*self.like.features, *[_ZERO_WEIGHTS] * self.zeros)
+        more = [_ZERO_WEIGHTS] * self.zeros + [_UNCHECKED] * self.unchecked
+        return (*self.like.features, *more)
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -131,6 +136,7 @@ def setting(
     rests: bool = False,
     zeros: bool = False,
     sized: str | None = None,
+    unchecked: bool = False,
 ) -> Setting:
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
@@ -160,7 +166,7 @@ def setting(
     size = wide if sized or TRANSFORMER_ENGINE in like_it.needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else _on_gpus(site, like_it, size, sized=sized)
     size = replace(size, microbatches=microbatches or size.microbatches)
-    return Setting(size.fitting(like_it.mapping), like_it, rests, zeros, sized)
+    return Setting(size.fitting(like_it.mapping), like_it, rests, zeros, sized, unchecked)
 
 
 def _on_gpus(site: Site, like: equality.Setting, size: Size, *, sized: str | None) -> Size:

@@ -163,14 +163,18 @@ def test_a_job_ends_well_when_its_turns_are_over_and_says_so_if_none_was_had():
         entry._asking_to_exit(())
 
 
-def test_weights_are_zero_in_jobs_and_rounds_of_their_own(site, state):
+@pytest.mark.parametrize(
+    ("named", "argument"),
+    [("zeros", " --init-method-std 0 "), ("unchecked", " --no-check-for-nan-in-loss-and-grad ")],
+)
+def test_what_is_set_for_a_ratio_is_in_jobs_and_rounds_of_their_own(site, state, named, argument):
     rounds = ratio.Rounds(3, 1, 25, 12)
-    given, zero = (ratio.setting(site, zeros=zeros) for zeros in (False, True))
-    of_given, of_zero = (ratio.jobs(site, state, of, rounds) for of in (given, zero))
-    for job in of_zero:
-        assert " --init-method-std 0 " in " ".join(job.arguments)
-    assert all("--init-method-std" not in job.arguments for job in of_given)
-    assert not {job.name for job in of_given} & {job.name for job in of_zero}
+    given, other = (ratio.setting(site, **{named: set_}) for set_ in (False, True))
+    of_given, of_other = (ratio.jobs(site, state, of, rounds) for of in (given, other))
+    for job in of_other:
+        assert argument in " ".join(job.arguments)
+    assert all(argument not in " ".join(job.arguments) for job in of_given)
+    assert not {job.name for job in of_given} & {job.name for job in of_other}
 
 
 class Turns(entry.Turns):
