@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks.megatron_lm.models import (
     ALL_ARMS,
     APEX,
-    EXPERT_PARALLEL,
     EXPERTS,
     KEPT_ARMS,
     LOOP,
@@ -21,8 +20,12 @@ from benchmarks.megatron_lm.models import (
     PP2,
     PP2CP2,
     PP2DP2,
+    PP2DP4,
     PP2TP2,
     PP4,
+    PP4DP2,
+    PP4TP2,
+    PP8,
     STOCK,
     TINY,
     TINY_ON_CPU,
@@ -107,7 +110,10 @@ def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setti
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
         Setting("moe-pp2", PP2, (_BF16, EXPERTS), ALL_ARMS),
-        Setting("moe-pp2ep2", PP2DP2, (_BF16, EXPERTS, EXPERT_PARALLEL), ALL_ARMS),
+        *[
+            Setting(f"moe-{name}", over, (_BF16, EXPERTS, over.expert_parallel), ALL_ARMS)
+            for name, over in (("pp2ep2", PP2DP2), ("pp4ep2", PP4DP2), ("pp2ep4", PP2DP4))
+        ],
         Setting(
             "moe8-gathered-pp2ep2",
             PP2DP2,
@@ -115,12 +121,12 @@ def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setti
                 _BF16,
                 EXPERTS,
                 "--num-experts 8 --moe-token-dispatcher-type allgather",
-                EXPERT_PARALLEL,
+                PP2DP2.expert_parallel,
             ),
             ALL_ARMS,
         ),
     ]
-    for mapping, chunks in itertools.product((PP2, PP4), (2, 4)):
+    for mapping, chunks in (*itertools.product((PP2, PP4), (2, 4)), (PP4TP2, 2)):
         split = replace(mapping, chunks=chunks)
         made.append(Setting(f"gpt-{split.name}", split, arms=ALL_ARMS))
     split = replace(PP2DP2, chunks=2)
@@ -153,12 +159,12 @@ def _deepseek(hidden: int) -> str:
 def _with_transformer_engine(hidden: int) -> list[Setting]:
     made: list[Setting] = []
     deepseek = _deepseek(hidden)
-    for mapping in (PP2, PP4):
+    for mapping in (PP2, PP4, PP8):
         made += [
             Setting(f"te-bf16-{mapping.name}", mapping, arms=(*ALL_ARMS, LOOP)),
             Setting(f"te-fp8-{mapping.name}", mapping, (_BF16, "--fp8-format hybrid"), ALL_ARMS),
         ]
-    experts = f"{EXPERTS} --moe-grouped-gemm {EXPERT_PARALLEL}"
+    experts = f"{EXPERTS} --moe-grouped-gemm {PP2DP2.expert_parallel}"
     fp8 = "--fp8-format hybrid"
     llama = f"{TINY.llama} --no-rope-fusion"
     any_order = {
@@ -170,7 +176,7 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
         "te-llama-pp2vp4": (replace(PP2, chunks=4), llama),
         "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),
         "te-deepseek-pp2": (PP2, deepseek),
-        "te-deepseek-pp2ep2": (PP2DP2, f"{deepseek} {EXPERT_PARALLEL}"),
+        "te-deepseek-pp2ep2": (PP2DP2, f"{deepseek} {PP2DP2.expert_parallel}"),
         "te-deepseek-pp2vp2": (replace(PP2, chunks=2, layout=_DEEPSEEK_LAYOUT), deepseek),
         "te-experts-pp2": (PP2, f"{EXPERTS} --moe-grouped-gemm"),
         "te-experts-pp2ep2": (PP2DP2, experts),

@@ -78,6 +78,11 @@ class Mapping:
         """Before Blackwell, Megatron demands one hardware queue where a layer is split."""
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tensor * self.context > 1 else {}
 
+    @property
+    def expert_parallel(self) -> str:
+        """What spreads experts over the replicas of a stage."""
+        return f"--expert-model-parallel-size {self.data}"
+
     def distributed_optimizer(self) -> str:
         """Its flags, with the overlaps where there are replicas to overlap with."""
         overlaps = "--overlap-grad-reduce --overlap-param-gather" if self.data > 1 else ""
@@ -87,6 +92,7 @@ class Mapping:
 PP2, PP4, PP2TP2, PP2DP2 = Mapping(2), Mapping(4), Mapping(2, tensor=2), Mapping(2, data=2)
 PP2CP2 = Mapping(2, context=2)
 PP8, PP4TP2, PP2TP2DP2 = Mapping(8), Mapping(4, tensor=2), Mapping(2, tensor=2, data=2)
+PP4DP2, PP2DP4 = Mapping(4, data=2), Mapping(2, data=4)
 MAPPINGS = (PP4, PP2TP2, PP2DP2, PP2, PP8, PP4TP2, PP2TP2DP2)
 
 
@@ -162,7 +168,6 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 )
-EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 
 
 def training(iterations: int, *, log_interval: int = 1) -> str:

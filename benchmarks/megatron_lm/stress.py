@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 
 from benchmarks.megatron_lm.models import (
-    EXPERT_PARALLEL,
     EXPERTS,
     LEAST,
     LEAST_ON_CPU,
@@ -26,6 +25,8 @@ from benchmarks.megatron_lm.models import (
     PP2DP2,
     PP2TP2,
     PP4,
+    PP4TP2,
+    PP8,
     Mapping,
     job_arguments,
     training,
@@ -61,6 +62,7 @@ class Setting:
     features: str = ""
 
 
+_SPREAD = f"{EXPERTS} {PP2DP2.expert_parallel}"
 SETTINGS = (
     Setting("pp2", PP2, None),
     Setting("pp2-1-connection", PP2, "1"),
@@ -68,9 +70,11 @@ SETTINGS = (
     Setting("pp4-1-connection", PP4, "1"),
     Setting("pp2tp2-1-connection", PP2TP2, "1"),
     Setting("pp2dp2-overlap", PP2DP2, None, PP2DP2.distributed_optimizer()),
+    Setting("pp8", PP8, None),
+    Setting("pp4tp2-1-connection", PP4TP2, "1"),
     Setting("pp2vp2", replace(PP2, chunks=2), None),
-    Setting("pp2ep2-experts", PP2DP2, None, f"{EXPERTS} {EXPERT_PARALLEL}"),
-    Setting("pp2vp2ep2-experts", replace(PP2DP2, chunks=2), None, f"{EXPERTS} {EXPERT_PARALLEL}"),
+    Setting("pp2ep2-experts", PP2DP2, None, _SPREAD),
+    Setting("pp2vp2ep2-experts", replace(PP2DP2, chunks=2), None, _SPREAD),
 )
 
 
