@@ -154,8 +154,14 @@ WIDE = Size(4, 4096, 2048, 32000, microbatch=3, microbatches=14)
 #: As NVIDIA's recipe of Llama-3 405B: two layers in each of four virtual stages, each as much work
 #: as a GPU has of one of 405B's, so that launching it takes far less. A GPU holds one such job.
 LONG = Size(8, 6144, 4096, 32000, microbatch=2, microbatches=14)
+GPT_2_7B = replace(GPT_1_3B, layers=32, hidden=2560, microbatches=16)
 #: By name. Those of 1.3B have microbatches of four sequences, so that such a host can follow.
-SIZES = {"gpt-1.3b": replace(GPT_1_3B, microbatch=4), "wide": WIDE, "long": LONG}
+SIZES = {
+    "gpt-1.3b": replace(GPT_1_3B, microbatch=4),
+    "gpt-2.7b": GPT_2_7B,
+    "wide": WIDE,
+    "long": LONG,
+}
 TINY = Size(8, 256, 256, 8192, microbatch=2, microbatches=8)
 TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 #: Launches alone, so that delays and orders make the time.

@@ -89,17 +89,19 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
     )
     return [
         Job(
-            name=f"{PART}/{setting.name}",
-            arguments=job_arguments(site.cpu, size, setting.mapping, *parts, setting.features),
-            num_ranks=setting.mapping.num_ranks,
+            name=f"{PART}/{of.name}",
+            arguments=job_arguments(
+                site.cpu, size.fitting(of.mapping), of.mapping, *parts, of.features
+            ),
+            num_ranks=of.mapping.num_ranks,
             iterations=iterations,
             patched=True,
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": setting.connections},
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": of.connections},
             stress={"seed": 20, "delay_s": delay_s},
             limit_s=3600.0,
         )
-        for setting in SETTINGS
-        if setting.mapping.num_ranks <= site.num_ranks
+        for of in SETTINGS
+        if of.mapping.num_ranks <= site.num_ranks
     ]
 
 

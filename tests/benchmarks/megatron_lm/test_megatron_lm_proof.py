@@ -247,6 +247,11 @@ def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch)
         assert ("--envpipe" in launch.command) == (
             "/stock" not in job.name and "/off" not in job.name
         )
+        layers, stages = (
+            int(launch.command[launch.command.index(name) + 1])
+            for name in ("--num-layers", "--pipeline-model-parallel-size")
+        )
+        assert layers % stages == 0, job.name
 
 
 LINE = (
