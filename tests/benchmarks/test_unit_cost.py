@@ -27,6 +27,7 @@ def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
 
     for clock in asked:
         note(clock)
+    monkeypatch.setattr(unit_cost, "UNITS", 8)
     monkeypatch.setattr(unit_cost, "_COUNTED_TURNS", 2)
     options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]
     ran = CliRunner().invoke(unit_cost.main, options)
