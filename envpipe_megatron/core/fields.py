@@ -120,13 +120,15 @@ class Fields:
             raise self.wrong("format", f"It must be '{expected}'.")
 
 
-def read_json(path: Path, what: str, error: type[EnvPipeError] = EnvPipeError) -> Fields:
+def read_json(
+    path: Path, what: str, error: type[EnvPipeError] = EnvPipeError, remedy: str = ""
+) -> Fields:
     """The fields of the JSON object in a file; `what` is its name in messages."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as cause:
-        raise error(f"{what} {path} is not readable JSON: {cause}") from cause
-    return parse_json(text, path, what, error)
+        raise error(f"{what} {path} is not readable JSON: {cause}", remedy=remedy) from cause
+    return parse_json(text, path, what, error, remedy)
 
 
 def parse_json(

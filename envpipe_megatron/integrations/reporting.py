@@ -142,13 +142,19 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
     gpus = [rank["gpu"] for rank in summary["ranks"]]
     total_j = sum(gpu["total_energy_j"] for gpu in gpus)
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
-    steps = {"baseline": summary["baseline"], **summary["job"]["phases"]}
-    for phase, step in steps.items():
-        if step is not None and step["power_w"] is not None:
-            yield (
-                f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
-                f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
-            )
+    baseline = summary["baseline"]
+    if baseline is not None and baseline["power_w"] is not None:
+        yield _step_line("baseline", **baseline)
+    for phase in dict.fromkeys(name for gpu in gpus for name in gpu["phases"]):
+        own = [gpu["phases"][phase] for gpu in gpus if phase in gpu["phases"]]
+        iterations, duration_s, energy_j = (
+            sum(each[name] for each in own)
+            for name in ("iterations", "total_duration_s", "total_energy_j")
+        )
+        if iterations:  # as the logs have them: the intervals of a log may be of two phases
+            most = max(each["iterations"] for each in own)
+            means = duration_s / iterations, energy_j / iterations, energy_j / duration_s
+            yield _step_line(phase, most, *means)
     if shares:
         yield from _time_without_units(gpus)
     compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
@@ -164,6 +170,15 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
         if (followed := rank["clocks"]["followed"]) and followed["warning"]
     }
     yield from sorted(warnings)
+
+
+def _step_line(
+    phase: str, iterations: int, time_s: float, energy_j: float, power_w: float, **_: Any
+) -> str:
+    return (
+        f"{phase}: {iterations} iterations, {time_s:.4f} s and "
+        f"{energy_j:.1f} J each on an average GPU ({power_w:.1f} W)"
+    )
 
 
 def _time_without_units(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
+    ENDED,
     EnergyFileError,
     EnergyLogs,
     EnergyNote,
@@ -116,7 +117,10 @@ def read_run_folder(path: Path) -> RunFolder:
         path / "profile.csv", "no energy valley, and no plan is priced", read_profile, missing
     )
     plan = _plan(path, profile, missing)
-    summary = _object(path / "summary.json", "the job did not end in order", missing)
+    unwritten = "the job did not end in order"
+    if energy is not None and any(map(_ended_well, energy.lines)):
+        unwritten = "the job wrote to another folder (--envpipe-output), or to none"
+    summary = _object(path / "summary.json", unwritten, missing)
     job = _object(path / "job.json", "", missing)
     whole = RunFolder(
         path,
@@ -142,6 +146,13 @@ def read_run_folder(path: Path) -> RunFolder:
             "envpipe simulate draws a profile and a plan alone.",
         )
     return replace(folder, missing=tuple(missing))
+
+
+def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
+    """Whether it is the end of a node whose ranks have all ended without an error."""
+    if isinstance(line, EnergyWindow) or line.note != ENDED:
+        return False
+    return line.fields.get("exit_code") == 0
 
 
 def _timelines(path: Path, missing: list[str]) -> TimelineLogs:

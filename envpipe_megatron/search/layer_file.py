@@ -42,13 +42,14 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 LAYERS_FORMAT = "envpipe-layers/1"
+_MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
 
 T = TypeVar("T")
 
 
 def read_layers(path: Path) -> LayerProfile:
     """Read a layer profile; EnvPipeError names the file, the field, and what it must be."""
-    data = read_json(path, "Layer profile")
+    data = read_json(path, "Layer profile", remedy=_MADE_BY)
     data.check_format(LAYERS_FORMAT)
     _refuse_unknown(data, _PROFILE)
     measures: dict[Sizes, dict[str, Measure]] = {}

@@ -22,7 +22,45 @@ from envpipe_megatron.integrations.job import (
     check_same_everywhere,
     close_at_exit,
 )
+from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.request import PlanRequest, framework_order
+
+
+def test_the_closing_lines_have_every_step_that_was_metered() -> None:
+    """Intervals of the log that are of two phases are in neither phase of `job`."""
+
+    def rank(steady_j: float) -> dict[str, Any]:
+        def phase(iterations: int, time_s: float, energy_j: float) -> dict[str, float]:
+            totals = iterations * energy_j, iterations * time_s
+            return {
+                "iterations": iterations,
+                "total_energy_j": totals[0],
+                "total_duration_s": totals[1],
+            }
+
+        phases = {
+            "profile": phase(50, 0.3, 120.0),
+            "plan": phase(0, 0.0, 0.0),
+            "steady": phase(62, 0.25, steady_j),
+        }
+        total_j = sum(each["total_energy_j"] for each in phases.values())
+        gpu = {"total_energy_j": total_j, "phases": phases}
+        clocks = {"followed": None}
+        job = {"phases": {"steady": {"iterations": 61}}, "comparison": None, "other_batches": {}}
+        return {"gpu": gpu, "job": job, "baseline": None, "notes": [], "clocks": clocks}
+
+    ranks = [rank(90.0), rank(110.0)]
+    session: Any = SimpleNamespace(
+        summary=lambda: ranks[0], memory=None, only_measures=False, executed=["F0", "B0"]
+    )
+    collectives: Any = SimpleNamespace(
+        is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
+    )
+    assert end_of_job(session, collectives, None) == [
+        "energy of 2 GPUs in training: 24400 J",
+        "profile: 50 iterations, 0.3000 s and 120.0 J each on an average GPU (400.0 W)",
+        "steady: 62 iterations, 0.2500 s and 100.0 J each on an average GPU (400.0 W)",
+    ]
 
 
 def test_a_job_that_is_made_beside_the_main_thread_handles_no_signal() -> None:

@@ -41,8 +41,8 @@ def sum_energy(
     """Add up energy logs: per phase, GPU, stage and node, and of the whole job.
 
     FILES are the energy logs of each node of a job. A line that is given twice counts once; torn
-    lines, which killed jobs leave, are passed over and counted. A node whose agent was lost is
-    named. JSON has each GPU's phases too.
+    lines, which killed jobs leave, are passed over, and named as what the sum lacks. So is a node
+    whose agent was lost. JSON has each GPU's phases too.
 
     Example:
 
@@ -50,6 +50,7 @@ def sum_energy(
     """
     logs = read_energy_logs(files)
     bill, tariff = bill_of(logs.lines), Tariff(price, grid_intensity)
+    bill.unreadable = len(logs.unreadable)
     if as_json:
         facts = bill_facts(bill, tariff) | {
             "repeated_lines": logs.repeated,

@@ -283,7 +283,8 @@ def _make_frontier(
     plot_frontier(plans, path.with_suffix(".png"), title=f"{name}: time and energy")
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
-    console.print(table_of(f"Frontier: {len(plans)} plans", (*_FIGURES, "gap (%)"), rows))
+    some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
+    console.print(table_of(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows))
     say(console, f"Frontier written to {path}, its plans to {stored}")
 
 

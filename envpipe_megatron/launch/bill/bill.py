@@ -219,6 +219,7 @@ class Bill:
         }
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
+        made.unreadable = self.unreadable
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
 
@@ -253,6 +254,10 @@ class Bill:
             for name, node in sorted(self.nodes.items())
             if node.lost
         ]
+        if self.unreadable:
+            reasons.append(
+                f"{self.unreadable} lines cannot be read: their energy is not in the bill"
+            )
         expected, found = self.fact("num_gpus"), self.total().num_gpus
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
@@ -298,10 +303,11 @@ class Bill:
         """J per iteration, token and sample of training; those that are known.
 
         What an iteration has is known where all batches have one size, and of one run alone. None
-        is known if a run began twice: as well as a start of the same job, that may be another job.
+        is known if lines cannot be read, or a run began twice: as well as a start of the same job,
+        that may be another job.
         """
         iterations = self.num_iterations
-        if not iterations or self._began_twice():
+        if not iterations or self.unreadable or self._began_twice():
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}

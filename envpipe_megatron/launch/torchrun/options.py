@@ -31,7 +31,7 @@ VARIABLES = {
 _FORMS = {
     "--nnodes": (r"0*[1-9]\d*(:\d+)?", "a number of nodes, N or MIN:MAX"),
     "--nproc-per-node": (
-        r"0*[1-9]\d*|[A-Za-z]+",
+        r"0*[1-9]\d*|auto|cpu|gpu",
         "a number of processes from 1, or auto, cpu or gpu",
     ),
     "--node-rank": (r"\d+", "the number of a node, from 0 to {last_node}"),

@@ -38,6 +38,10 @@ class _Found:
     score: float = math.inf
 
 
+#: Where a deadline is given, or the baseline's time is one.
+_MORE_TIME = ", or allow more time (--deadline-factor, --objective time)"
+
+
 def _rank(found: _Found) -> tuple[float, float]:
     """Lower is better: within the limits by the score, beyond them by how far."""
     return max(1.0, found.excess), found.score
@@ -91,7 +95,7 @@ class ObjectivePlanner:
                 if plan is None
                 else f"The nearest takes {plan.cost.iteration_time_s:.6g} s, "
                 f"{plan.cost.energy_j:.6g} J and {self.objective.power_w(plan):.6g} W: raise the "
-                "limits, or allow more time (--deadline-factor, --objective time).",
+                f"limits{'' if math.isinf(self.longest_s) else _MORE_TIME}.",
             )
         if self.objective != LEAST_ENERGY:
             plan = replace(plan, objective=self.objective.to_json())

@@ -166,9 +166,10 @@ def _simulated(
             insort(found, (candidate.iteration_time_s, number, candidate))
             found = found[:most]
     if not found:
+        limit = megatron.job.memory_bytes
         raise EnvPipeError(
-            "No configuration keeps the memory limit (bytes)",
-            value=megatron.job.memory_bytes,
+            "No configuration keeps the memory limit (GiB)",
+            value=limit and limit / 2**30,
             remedy="Allow more, use more GPUs, or profile smaller microbatches, larger tensor "
             "parallel sizes or full recomputation.",
         )

@@ -65,7 +65,7 @@ def test_lines_that_are_given_twice_count_once_and_are_told_of(tmp_path, caplog)
     assert summed(whole, other)["repeated_lines"] == 0
 
 
-def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
+def test_torn_and_foreign_lines_are_passed_over_and_named_as_lacking(tmp_path, caplog):
     path = write(tmp_path / "log.jsonl", window(), window(iteration=1))
     spoilt = [
         b'{"format": "envpipe-energy/1", "rank": 1, "ener',
@@ -82,10 +82,12 @@ def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
     facts = summed(path)
     assert facts["job"]["windows"] == 3
     assert facts["job"]["energy_j"] == 300
+    assert "energy_per_iteration_j" not in facts["job"]  # iterations count, their joules do not
     lines = [*range(3, 8), 10]
     assert facts["unreadable_lines"] == [f"{path}:{number}" for number in lines]
     shown = run_well("energy", "sum", path)
     assert "6 torn or foreign lines" in caplog.text
+    assert "INCOMPLETE: 6 lines cannot be read" in shown.stdout
     assert "300.0" in shown.stdout
 
 

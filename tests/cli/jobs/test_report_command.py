@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, write_profile
 from click.testing import CliRunner
+from energy_lines import note, window
 from on_request import on_request
 
 from envpipe_megatron.cli import main
@@ -160,8 +161,17 @@ def test_a_page_needs_no_other_file_and_its_names_are_its_own(killed):
 def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
     for name in ("profile.csv cannot be used", "plan.json", "clocks.jsonl", "summary.json"):
         assert f"Missing: {name}" in killed[0], name
+    assert "summary.json: the job did not end in order" in killed[0]
     assert "1 torn or foreign lines" in killed[0]
     assert "whole warm-up stands in" in (killed[1] / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_job_that_wrote_elsewhere_is_not_said_to_have_failed(tmp_path, exit_code):
+    for line in window(), note("ended", exit_code=exit_code):
+        append_line(tmp_path / "energy.jsonl", line)
+    shown = " ".join(run_well("report", tmp_path).stdout.split())
+    assert ("summary.json: the job wrote to another folder" in shown) == (exit_code == 0)
 
 
 @pytest.mark.parametrize("kept", ["energy.jsonl", "timeline.jsonl"])

@@ -59,6 +59,11 @@ def test_the_best_is_written_and_printed_with_why_others_lost(layers_path, tmp_p
     )
 
 
+def test_a_profile_of_stages_is_told_from_one_of_layers(profile_path):
+    shown = run_badly("search", "--profile", profile_path, *JOB)
+    assert "a CSV of stages is for envpipe plan" in shown
+
+
 def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path):
     timed = tmp_path / "timed.json"
     write_timed(layers_path, timed)

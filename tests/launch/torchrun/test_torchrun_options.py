@@ -218,7 +218,7 @@ def test_processes_by_default(monkeypatch, gpus, processes, environ):
         ("NODE_RANK", ["0", "1"], ["2", "-1"]),
         ("MASTER_ADDR", ["first"], ["two hosts"]),
         ("MASTER_PORT", ["1", "65535"], ["65536", "0", "http"]),
-        ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs"]),
+        ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs", "two"]),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "PET_"])
