@@ -151,7 +151,8 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
             sum(each[name] for each in own)
             for name in ("iterations", "total_duration_s", "total_energy_j")
         )
-        if iterations:  # as the logs have them: the intervals of a log may be of two phases
+        # By energy logs: a lap may be of two phases. The framework's first step may be unseen.
+        if iterations and duration_s:
             most = max(each["iterations"] for each in own)
             means = duration_s / iterations, energy_j / iterations, energy_j / duration_s
             yield _step_line(phase, most, *means)

@@ -40,6 +40,7 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
 
         phases = {
             "profile": phase(50, 0.3, 120.0),
+            "framework": phase(1, 0.0, 0.0),
             "plan": phase(0, 0.0, 0.0),
             "steady": phase(62, 0.25, steady_j),
         }
