@@ -69,7 +69,7 @@ def read_layers(path: Path) -> LayerProfile:
         workspaces_add=data.read("workspaces_add", FLAG, False),
         frees_outputs=data.read("frees_outputs", FLAG, False),
         gpu=data.read("gpu", TEXT, None),
-        source=data.read("source", TEXT, LayerProfile.source),
+        source=data.read("source", TEXT, str(path)),
     )
     check_profile(replace(profile, source=str(path)))
     return profile

@@ -311,12 +311,12 @@ class TrainingEnergy:
         """What was metered so far, of this GPU and as far as it was gathered of the job.
 
         Returns:
-            `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step) and
-                `comparison` of the steady phase with the baseline, None if not known, and likewise
-                `other_batches`, by batch, of those of another size than the full one; `gpu` and
-                each of its phases have `total_energy_j` and `total_duration_s` too, its phases
-                `total_units_s`, and its phase `plan` no step. `baseline`, the mean step of all
-                GPUs, or None.
+            `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step; `job`
+                knows of laps of one phase alone) and `comparison` of the steady phase with the
+                baseline, None if not known, and likewise `other_batches`, by batch, of those of
+                another size than the full one; `gpu` and each of its phases have `total_energy_j`
+                and `total_duration_s` too, its phases `total_units_s`, and its phase `plan` no
+                step. `baseline`, the mean step of all GPUs, or None.
         """
         totals = self.log.totals
         own: dict[str, StepEnergy | None] = {
