@@ -89,19 +89,23 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
     )
     return [
         Job(
-            name=f"{PART}/{of.name}",
+            name=f"{PART}/{setting.name}",
             arguments=job_arguments(
-                site.cpu, size.fitting(of.mapping), of.mapping, *parts, of.features
+                site.cpu,
+                size.fitting(setting.mapping),
+                setting.mapping,
+                *parts,
+                setting.features,
             ),
-            num_ranks=of.mapping.num_ranks,
+            num_ranks=setting.mapping.num_ranks,
             iterations=iterations,
             patched=True,
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": of.connections},
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": setting.connections},
             stress={"seed": 20, "delay_s": delay_s},
             limit_s=3600.0,
         )
-        for of in SETTINGS
-        if of.mapping.num_ranks <= site.num_ranks
+        for setting in SETTINGS
+        if setting.mapping.num_ranks <= site.num_ranks
     ]
 
 

@@ -86,6 +86,14 @@ def test_what_is_written_is_read_and_fits_the_schema(tmp_path, profile):
     Draft202012Validator(SCHEMA).validate(json.loads(path.read_text()))
 
 
+def test_a_profile_that_does_not_say_its_source_is_named_by_its_path(tmp_path):
+    path = tmp_path / "layers.json"
+    fields = json.loads(layers_text(profile_with()))
+    del fields["source"]
+    path.write_text(json.dumps(fields))
+    assert read_layers(path).source == str(path)
+
+
 def test_every_field_of_the_schema_is_written():
     data = json.loads(layers_text(profile_with()))
     assert data.keys() == SCHEMA["properties"].keys()

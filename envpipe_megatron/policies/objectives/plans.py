@@ -21,6 +21,8 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 _SAME_TIME = 2e-4
 #: Plans that are made to find the shortest time within limits.
 _MOST_PLANS = 12
+#: Advice where a deadline is given, or the baseline's time is one.
+_MORE_TIME = ", or allow more time (--deadline-factor, --objective time)"
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,6 @@ class _Found:
     plan: Plan | None = None
     excess: float = math.inf
     score: float = math.inf
-
-
-#: Where a deadline is given, or the baseline's time is one.
-_MORE_TIME = ", or allow more time (--deadline-factor, --objective time)"
 
 
 def _rank(found: _Found) -> tuple[float, float]:
