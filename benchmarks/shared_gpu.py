@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/shared_gpu.py RANKS_PER_GPU SCRIPT ARGUMENTS...
 
 NCCL refuses two ranks of one GPU unless it takes them for ranks of two machines; it then sends over
-sockets. All else is as it would be with a GPU for each rank, but time, energy, and free memory.
-Where NVIDIA's MPS runs (`nvidia-cuda-mps-control -d`), each rank has its own share of the
+sockets. From 2.30 on it takes them as they are with NCCL_MULTI_RANK_GPU_ENABLE=1, and sends as it
+does between GPUs. All else is as it would be with a GPU for each rank, but time, energy, and free
+memory. Where NVIDIA's MPS runs (`nvidia-cuda-mps-control -d`), each rank has its own share of the
 multiprocessors and computes beside the others: then times can be compared, too.
 """
 
@@ -19,13 +20,19 @@ from pathlib import Path
 
 
 def sharing(environment: Mapping[str, str], ranks_per_gpu: int) -> dict[str, str]:
-    """What to change in the environment of a rank, by what torchrun has put there."""
-    return {
-        "LOCAL_RANK": str(int(environment["LOCAL_RANK"]) // ranks_per_gpu),
-        "NCCL_HOSTID": f"rank {environment['RANK']}",
+    """What to change in the environment of a rank, by what torchrun has put there.
+
+    Neighbours get different GPUs, where there are several.
+    """
+    gpus = int(environment["LOCAL_WORLD_SIZE"]) // ranks_per_gpu
+    changed = {
+        "LOCAL_RANK": str(int(environment["LOCAL_RANK"]) % gpus),
         "NCCL_SOCKET_IFNAME": "lo",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks_per_gpu),  # nothing without MPS
     }
+    if environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        changed["NCCL_HOSTID"] = f"rank {environment['RANK']}"
+    return changed
 
 
 def partitioned(environment: Mapping[str, str]) -> bool:

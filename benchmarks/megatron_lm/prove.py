@@ -8,7 +8,7 @@ both sides print it; `faults` that must be refused; `lost`, what others do when 
 stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
 jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
 installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times
-(shared_gpu.py); more than --jobs 2 starve each other then.
+(shared_gpu.py); more than --jobs 2 starve each other then, and of eight ranks more than one job.
 What is done already is not done again, so a call that ran out of time is simply repeated. Another
 --channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
 ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none

@@ -69,6 +69,9 @@ LOG_INTERVAL = 10
 _ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
 #: As NVIDIA's performance recipes train. By default the host waits for each microbatch's loss.
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
+#: As they do, too: with 4 MB of masks a sequence, the first forward of eight stages took 18 ms, the
+#: second 4.6.
+_WITHOUT_MASKS = "--no-create-attention-mask-in-dataloader"
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Setting:
     def features(self) -> tuple[str, ...]:
         """What its job sets beyond size and mapping."""
         more = [_ZERO_WEIGHTS] * self.zeros + [_UNCHECKED] * self.unchecked
+        # Only Megatron's own layers take masks from there.
+        more += [_WITHOUT_MASKS] * (TRANSFORMER_ENGINE in self.like.needs)
         return (*self.like.features, *more)
 
     @property
@@ -172,7 +177,7 @@ def setting(
 def _on_gpus(site: Site, like: equality.Setting, size: Size, *, sized: str | None) -> Size:
     """What fits into 80 GB, as many arms as share a GPU's memory; of a size that is named, more."""
     features = " ".join(like.features)
-    layers = size.layers // site.ranks_per_gpu
+    layers = size.layers if sized else size.layers // site.ranks_per_gpu
     # Four wide experts have nearly three times the parameters, and FP8 has more copies of them: all
     # layers of a long one need an H200.
     wide_experts = "--num-experts" in features and "--moe-ffn-hidden-size" not in features

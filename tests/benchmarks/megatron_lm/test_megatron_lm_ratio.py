@@ -156,6 +156,21 @@ def test_every_model_can_be_cut_as_its_setting_says(site, ranks_per_gpu, rests):
             assert size.layers == 8
 
 
+def test_masks_are_loaded_only_for_layers_that_take_them(site, state):
+    has = replace(site, has=frozenset({"transformer_engine"}))
+    without = "--no-create-attention-mask-in-dataloader"
+    for like, loaded in (("gpt-pp2", True), ("te-bf16-pp2", False)):
+        setting = ratio.setting(has, like=like)
+        for job in ratio.jobs(has, state, setting, ratio.Rounds(3, 1, 25, 12)):
+            assert (without not in " ".join(job.arguments)) == loaded
+
+
+def test_a_named_size_keeps_its_layers_where_ranks_share_a_gpu(site):
+    machine = replace(site, num_gpus=4, ranks_per_gpu=2)
+    assert ratio.setting(machine, sized="gpt-2.7b").size.layers == 32
+    assert ratio.setting(machine).size.layers == 12 + 4  # of 24, cut to whole stages of eight
+
+
 def test_a_job_ends_well_when_its_turns_are_over_and_says_so_if_none_was_had():
     returned = entry._asking_to_exit(({"loss": 1.0}, 0, False, False, 0, 1.5, None))
     assert returned == ({}, 0, False, True, 0, 1.5, None)
