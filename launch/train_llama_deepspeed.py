@@ -7,7 +7,6 @@ shortest way.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -18,21 +17,19 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
+from transformers import AutoTokenizer, LlamaConfig
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
-from envpipe_megatron.integrations.deepspeed.models import (
-    PRESETS,
-    TransformerShape,
-    language_model_loss,
-    llama_layers,
-)
 from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
 
-SHAPES = {
-    "tiny": TransformerShape(8, 64, 4, 2, 128, 512, 2048),
-    **{name: preset.shape for name, preset in PRESETS.items() if name.startswith("llama")},
+#: Layers, hidden size, heads, groups of them, inner size, words.
+SIZES = {
+    "tiny": (8, 64, 4, 2, 128, 512),
+    "llama-160m": (12, 768, 12, 12, 3072, 32000),
+    "llama-1b": (22, 2048, 32, 4, 5632, 32000),
 }
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "deepspeed" / "llama.json"
 #: Without a tokenizer, tokens are bytes, and this one ends a text.
@@ -48,7 +45,7 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
-        "--model", choices=SHAPES, default="llama-160m", help="Default: %(default)s."
+        "--model", choices=SIZES, default="llama-160m", help="Default: %(default)s."
     )
     parser.add_argument(
         "--data",
@@ -60,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="A Hugging Face tokenizer, by the package transformers. Default: tokens are bytes.",
+        help="A Hugging Face tokenizer. Default: tokens are bytes.",
     )
     parser.add_argument(
         "--sequence-length", type=int, default=512, metavar="N", help="Tokens. Default: 512."
@@ -139,13 +136,6 @@ def make_tokens(args: argparse.Namespace, vocabulary_size: int) -> tuple[torch.T
 
 def tokenize(texts: list[str], folder: str) -> tuple[list[int], int]:
     """Make numbers of texts by a Hugging Face tokenizer; return how many there can be, too."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise DataError(
-            "--tokenizer needs the package transformers",
-            remedy="pip install transformers, or leave it out: tokens are bytes then.",
-        ) from error
     if not Path(folder).is_dir():
         raise DataError("The folder of --tokenizer is not there", value=folder)
     try:
@@ -175,31 +165,40 @@ def batches(
         yield drawn[:, :-1], drawn[:, 1:]
 
 
+def llama(name: str) -> LlamaConfig:
+    """A model's sizes as transformers takes them."""
+    layers, hidden, heads, groups, inner, words = SIZES[name]
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=inner,
+        vocab_size=words,
+        rms_norm_eps=1e-5,
+    )
+
+
 def train(args: argparse.Namespace) -> None:
     """Train; EnvPipeError where data, options or the machine cannot be trained with."""
-    shape = SHAPES[args.model]
-    tokens, needed = make_tokens(args, shape.vocabulary_size)
+    config = llama(args.model)
+    tokens, needed = make_tokens(args, config.vocab_size)
     # A tokenizer may know more tokens than the model; with fewer, the model keeps its size.
-    shape = dataclasses.replace(shape, vocabulary_size=max(shape.vocabulary_size, needed))
+    config.vocab_size = max(config.vocab_size, needed)
     if os.environ.get("RANK", "0") == "0":
         print("DeepSpeed starts; its first start on CPUs compiles for a minute or more", flush=True)
     deepspeed.init_distributed()
     is_first = dist.get_rank() == 0
     num_stages = dist.get_world_size()
-    if num_stages > shape.num_layers:
+    if num_stages > config.num_hidden_layers:
         raise EnvPipeError(
-            f"{args.model} has {shape.num_layers} layers for {num_stages} stages",
+            f"{args.model} has {config.num_hidden_layers} layers for {num_stages} stages",
             remedy="Take fewer GPUs, or a larger --model.",
         )
     if is_first:
         what = f"{args.data}: {len(tokens):,} tokens" if args.data else "random tokens: no --data"
         print(f"{args.model} on {num_stages} stages; {what}", flush=True)
-    model = PipelineModule(
-        llama_layers(shape, args.seed),
-        num_stages=num_stages,
-        loss_fn=language_model_loss,
-        partition_method="type:LlamaBlock",
-    )
+    model = pipeline_module(split_model(config, seed=args.seed), num_stages)
     names = ("type", "scheduling", "reconfig", "output")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     engine, *_ = initialize(

@@ -22,27 +22,19 @@ import click
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from scipy import stats
 
+from benchmarks.models.configs import NAMES, config_of
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.deepspeed import initialize
-from envpipe_megatron.integrations.deepspeed.layers import TransformerShape
-from envpipe_megatron.integrations.deepspeed.models import (
-    PRESETS,
-    Preset,
-    gpt2_layers,
-    language_model_loss,
-)
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
 
 OWN, ONE_F_ONE_B, OURS = "own", "envpipe, 1f1b", "envpipe, ours"
-#: `tiny` is for CPUs, to try this program.
-MODELS = {
-    "tiny": Preset(gpt2_layers, TransformerShape(4, 16, 2, 2, 32, 64, 16, 0.1)),
-    **{name: preset for name, preset in PRESETS.items() if not name.startswith("bert")},
-}
+#: Those that take token numbers alone.
+MODELS = [name for name in NAMES if name.startswith(("gpt", "llama"))]
 #: Steps of an arm before its first turn: orders change, kernels are loaded.
 _WARMUP_STEPS = 6
 
@@ -53,7 +45,7 @@ class Arm:
     def __init__(
         self,
         name: str,
-        preset: Preset,
+        config: Any,
         sizes: tuple[int, ...],
         precision: str,
         vary: bool,
@@ -61,13 +53,8 @@ class Arm:
     ) -> None:
         microbatch, length, microbatches = sizes
         torch.manual_seed(1)
-        self.module = PipelineModule(
-            preset.layers(preset.shape),
-            num_stages=dist.get_world_size(),
-            loss_fn=language_model_loss,
-            partition_method="parameters",
-            dynamic_shape=vary,
-        )
+        model = split_model(config)
+        self.module = pipeline_module(model, dist.get_world_size(), dynamic_shape=vary)
         settings: dict[str, Any] = {"gpu_control": "dry_run" if torch.cuda.is_available() else None}
         if name == ONE_F_ONE_B:
             settings |= {"type": "baseline"}
@@ -87,7 +74,7 @@ class Arm:
             envpipe=False if name == OWN else settings,
         )
         lengths = [length - length // 8 * (n % 5 if vary else 0) for n in range(microbatches)]
-        self._batches = self._data(preset.shape.vocabulary_size, microbatch, lengths)
+        self._batches = self._data(config.vocab_size, microbatch, lengths)
 
     def _data(self, words: int, microbatch: int, lengths: list[int]) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(2)
@@ -165,7 +152,8 @@ def ratio(times_s: dict[str, list[float]], name: str) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--model", type=click.Choice(list(MODELS)), default="gpt-350m")
+@click.option("--model", type=click.Choice(MODELS), default="gpt-350m")
+@click.option("--tiny", is_flag=True, help="The same kind of model, small enough for a CPU.")
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16")
 @click.option("--microbatch-size", default=4)
 @click.option("--num-microbatches", default=16)
@@ -194,7 +182,7 @@ def main(**options: Any) -> None:
     )
     arms = {
         name: Arm(
-            name, MODELS[options["model"]], sizes, options["precision"],
+            name, config_of(options["model"], options["tiny"]), sizes, options["precision"],
             options["varying_lengths"], profile,
         )
         for name in (OWN, ONE_F_ONE_B, OURS)

@@ -15,26 +15,23 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
+from benchmarks.models.configs import NAMES, config_of
 from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
-from envpipe_megatron.integrations.deepspeed.models import PRESETS, language_model_loss
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
 from envpipe_megatron.policies.partitions.layers import read_layers
 
 
-def num_parameters(layer: LayerSpec) -> int:
-    """As DeepSpeed's `parameters` counts them, tied ones in each place."""
-    return sum(parameter.numel() for parameter in layer.build().parameters())
-
-
 @click.command()
-@click.option("--model", type=click.Choice([n for n in PRESETS if not n.startswith("bert")]))
+@click.option("--model", type=click.Choice([n for n in NAMES if n.startswith(("gpt", "llama"))]))
 @click.option("--num-stages", default=4)
 @click.option("--microbatch-size", default=4)
 @click.option("--sequence-length", default=1024)
@@ -47,16 +44,17 @@ def main(
     gpu = open_gpu(
         GpuAddress("none", uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid)))
     )
-    preset = PRESETS[model]
-    layers = preset.layers(preset.shape)
+    config = config_of(model, tiny=False)
+    split = split_model(config)
+    layers = deepspeed_layers(split)
     size = (microbatch_size, sequence_length)
-    words = torch.randint(preset.shape.vocabulary_size, size, device=device)
+    words = torch.randint(config.vocab_size, size, device=device)
     meter = CudaMeter(gpu)
     torch.set_default_dtype(torch.bfloat16)
     profile_layers(
         layers,
         (words, words),
-        language_model_loss,
+        split.loss,
         max(gpu.supported_frequencies_mhz),
         meter,
         device,
@@ -74,7 +72,7 @@ def main(
             "tied": isinstance(layer, TiedLayerSpec),
             "time_ms": 1e3 * float(time_s[index]),
             "energy_j": float(energy_j[index]),
-            "parameters": num_parameters(layer),
+            "parameters": split.num_parameters[index],
         }
         for index, layer in enumerate(layers)
     ]

@@ -27,35 +27,26 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked_ranks import run_forked
 from preset_profile import preset_profile
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
-from envpipe_megatron.integrations.deepspeed import (
-    EnvPipeEngine,
-    initialize,
-    models,
-)
+from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
+from envpipe_megatron.integrations.huggingface import split_model
+from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
+from envpipe_megatron.integrations.losses import language_model_loss
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}
-SHAPE = models.TransformerShape(
-    num_layers=4,
-    hidden_size=8,
-    num_heads=2,
-    num_kv_heads=1,
-    ffn_hidden_size=16,
-    vocabulary_size=11,
-    max_length=LENGTH + MICROBATCHES,
-    dropout=0.1,
-)
+WORDS, LONGEST = 11, LENGTH + MICROBATCHES
 
 
 class Packed(torch.nn.Module):
@@ -74,15 +65,61 @@ class Unpacked(torch.nn.Module):
 
 def packed_layers() -> list[Any]:
     """GPT-2 in two stages, with a tuple of one between them."""
-    layers = models.gpt2_layers(SHAPE)
+    layers = gpt2_layers()
     return [*layers[:4], LayerSpec(Packed), LayerSpec(Unpacked), *layers[4:]]
 
 
+def gpt2_layers() -> list[Any]:
+    return deepspeed_layers(
+        split_model(
+            GPT2Config(
+                vocab_size=WORDS,
+                n_positions=LONGEST,
+                n_embd=8,
+                n_layer=4,
+                n_head=2,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+    )
+
+
+def llama_layers() -> list[Any]:
+    return deepspeed_layers(
+        split_model(
+            LlamaConfig(
+                vocab_size=WORDS,
+                hidden_size=8,
+                intermediate_size=16,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+            )
+        )
+    )
+
+
+def bert_layers() -> list[Any]:
+    return deepspeed_layers(
+        split_model(
+            BertConfig(
+                vocab_size=WORDS,
+                hidden_size=8,
+                intermediate_size=16,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                max_position_embeddings=LONGEST,
+            )
+        )
+    )
+
+
 MODELS = {
-    "packed": packed_layers(),
-    "gpt2": models.gpt2_layers(SHAPE),
-    "llama": models.llama_layers(SHAPE),
-    "bert": models.bert_layers(SHAPE),
+    "packed": packed_layers,
+    "gpt2": gpt2_layers,
+    "llama": llama_layers,
+    "bert": bert_layers,
 }
 #: What EnvPipe is asked for; `gpipe` runs a plan by file.
 RUNS: dict[str, dict[str, Any]] = {
@@ -165,7 +202,7 @@ def batches(model: str, vary: bool) -> Iterator[Any]:
     while True:
         length = LENGTH + number % MICROBATCHES if vary else LENGTH
         size = (MICROBATCH, length + 1)
-        words = torch.randint(SHAPE.vocabulary_size, size, generator=generator)
+        words = torch.randint(WORDS, size, generator=generator)
         number += 1
         if model != "bert":
             yield words[:, :-1], words[:, 1:]
@@ -185,11 +222,11 @@ def make_engine(case: Case, settings: dict[str, Any] | None) -> Any:
     replicas = dist.get_world_size() // (case.num_stages * case.tensor_parallel)
     torch.manual_seed(1)
     model = PipelineModule(
-        MODELS[case.model],
+        MODELS[case.model](),
         topology=PipeModelDataParallelTopology(
             num_pp=case.num_stages, num_mp=case.tensor_parallel, num_dp=replicas
         ),
-        loss_fn=models.language_model_loss,
+        loss_fn=language_model_loss,
         partition_method=case.partition,
         dynamic_shape=case.vary,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("launch")
 
 RANK = Path(__file__).with_name("engine_rank.py")
