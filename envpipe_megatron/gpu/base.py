@@ -4,6 +4,7 @@ The forbid check refuses to set a real GPU's clock while the environment forbids
 not in the back ends: none can replace `lock_frequency` and `reset_frequency`, so none forgets it.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -201,6 +202,13 @@ class Gpu(ABC):
     @abstractmethod
     def _reset(self) -> None:
         """Remove any lock."""
+
+    def control_ends_s(self) -> float:
+        """When the right to lock and to reset ends, in s since 1970; inf where it does not.
+
+        Raises as `lock_frequency` does.
+        """
+        return math.inf
 
     @property
     def requested_frequency_mhz(self) -> int | None:

@@ -8,12 +8,18 @@ by `choose_control`, `beside_power_profiles` and `open_controlled`, `envpipe doc
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.zeusd import CONTROL_GROUP, Zeusd, zeusd_socket
+from envpipe_megatron.gpu.backends.zeusd import (
+    BEFORE_TOKEN_ENDS_S,
+    CONTROL_GROUP,
+    Zeusd,
+    zeusd_socket,
+)
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     Gpu,
@@ -176,8 +182,11 @@ def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
             f"zeusd at {zeusd.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
             remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
         )
-    if offer.auth_required:
-        zeusd.check_token()
+    if offer.auth_required and zeusd.token_ends_s() < time.time() + BEFORE_TOKEN_ENDS_S:
+        raise GpuError(
+            f"The token for zeusd at {zeusd.path} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
+            remedy="Issue one that outlives the job: nothing could reset a clock behind its end",
+        )
     missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
     if missing:
         raise GpuError(

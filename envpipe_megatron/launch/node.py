@@ -2,23 +2,29 @@
 
 Whatever ends the one ends the other: a signal to this process ends torchrun, which ends its ranks;
 its death does the same; and ranks that outlive a torchrun that was killed are ended here. Guards,
-which ranks start, outlive them all and bring the clocks back.
+which ranks start, outlive them and bring the clocks back. They are waited for: where this is the
+first process of a container, or of a batch system's step, its end kills whatever is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import (
     AGENT_VARIABLE,
     check_socket_path,
     runtime_folder,
 )
+from envpipe_megatron.gpu.guard.process_identity import wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
@@ -34,6 +40,9 @@ _OTHERS_END_S = 30.0
 _LAST_WORDS_S = 5.0
 #: How long the bill still waits after a signal; a second one ends the wait.
 _HURRIED_S = 5.0
+#: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
+#: or without persistence mode seconds.
+_GUARDS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
     report = BillReport(settings.output_dir, tariff, settings.bill_interval)
     with contextlib.ExitStack() as last:
+        last.callback(_wait_for_guards)
         folder = last.enter_context(
             tempfile.TemporaryDirectory(prefix="agent-", dir=runtime_folder())
         )
@@ -99,6 +109,22 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         except OSError:  # training has its own exit status
             logger.exception("There is no bill")
     return code
+
+
+def _wait_for_guards() -> None:
+    """Wait until this user's ranks that have ended have their clocks back."""
+    until_s = time.monotonic() + _GUARDS_S
+    with contextlib.suppress(GpuError, OSError):
+        for lease in list_leases():
+            if lease.rank is None or lease.rank_is_alive() or not lease.live:
+                continue
+            if lease.uid == os.geteuid():
+                guard = os.pidfd_open(lease.guard.pid)
+                try:
+                    if not wait_readable([guard], until_s - time.monotonic()):
+                        logger.warning("%s is not reset yet by its guard", lease.address.uid)
+                finally:
+                    os.close(guard)
 
 
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:

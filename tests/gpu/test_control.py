@@ -1,6 +1,7 @@
 """Which back end may change clocks: every reason for a no, and none of them found by trying."""
 
 import os
+import time
 
 import pytest
 
@@ -103,6 +104,10 @@ def test_every_no_of_zeusd(machine, monkeypatch):
     monkeypatch.setenv("ZEUSD_TOKEN", "poor")
     assert "not gpu-control" in said()
     monkeypatch.setenv("ZEUSD_TOKEN", "good")
+    assert machine.look()["zeusd"].allowed
+    zeusd.tokens_end_s = time.time() + 500.0
+    assert "ends within 10 minutes" in said()
+    zeusd.tokens_end_s = time.time() + 5000.0
     assert machine.look()["zeusd"].allowed
     for bus_id in machine.nvml.pci_bus_ids[1:3]:
         del zeusd.gpus[bus_id]

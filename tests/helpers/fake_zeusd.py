@@ -67,6 +67,7 @@ class FakeZeusd:
         self.gpus = {address: dict(gpu) for address, gpu in GPUS.items()}
         self.groups = ALL_GROUPS
         self.tokens = None
+        self.tokens_end_s = None
         self.fault = None
         self.offer = None
         self.wait_for = threading.Event()
@@ -126,7 +127,8 @@ class FakeZeusd:
         elif self.tokens is not None and needed and needed not in self.tokens[token]:
             request.reply(403, {"error": f"Token does not grant {needed}."})
         elif target.path == "/auth/whoami":
-            request.reply(200, {"sub": "somebody", "scopes": self.tokens[token]})
+            end = {} if self.tokens_end_s is None else {"exp": self.tokens_end_s}
+            request.reply(200, {"sub": "somebody", "scopes": self.tokens[token], **end})
         elif write and request.command == "POST":
             self._write(request, target.path, dict(parse_qsl(target.query)))
         else:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 from agent_ranks import Nodes
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.guard import process_identity
 from envpipe_megatron.gpu.guard.messages import GuardError, send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch import signals as launch_signals
@@ -128,6 +130,46 @@ def test_a_nodes_settings_and_torchruns_environment(
     assert job.get("cost") == (pytest.approx(job["energy_j"]) if wanted else None)
     assert job.get("co2_g") == (pytest.approx(2 * job["energy_j"]) if wanted else None)
     assert ("] 1 iterations: " in capfd.readouterr().err) is wanted
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_node_ends_behind_the_guards_of_its_ranks(
+    nodes, train, output, monkeypatch, caplog, ends
+):
+    """Its end may kill them, where it is the first process of a container."""
+    waited = []
+
+    def lease(gpu: str, **other: Any) -> SimpleNamespace:
+        fields = {"rank": "a rank", "live": True, "uid": os.geteuid(), "rank_is_alive": bool}
+        address = SimpleNamespace(uid=gpu)
+        return SimpleNamespace(**{**fields, "address": address, "guard": guard, **other})
+
+    def wait(descriptors: list[int], time_s: float) -> bool:
+        waited.append(time_s)
+        if ends:
+            guard.process.kill()
+        return ends and process_identity.wait_readable(descriptors, LONG_S)
+
+    process = subprocess.Popen(["sleep", "1000"])
+    guard = SimpleNamespace(pid=process.pid, process=process)
+    monkeypatch.setattr(node, "wait_readable", wait)
+    monkeypatch.setattr(
+        node,
+        "list_leases",
+        lambda: [
+            lease("of a rank that lives", rank_is_alive=lambda: True),
+            lease("of a command", rank=None),
+            lease("without a guard", live=False),
+            lease("of a stranger", uid=os.geteuid() + 1),
+            lease("of ours"),
+        ],
+    )
+    assert train(nodes) == 0
+    process.kill()
+    process.wait()
+    assert len(waited) == 1
+    assert 0 < waited[0] <= node._GUARDS_S
+    assert ("of ours is not reset yet" in caplog.text) is not ends
 
 
 class Ended:

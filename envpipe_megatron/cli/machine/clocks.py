@@ -26,7 +26,7 @@ from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.gpu.visible_devices import visible_gpus
+from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,14 @@ def _table(listed: ListedGpu, all_clocks: bool) -> Table:
     return table
 
 
+def _visible(gpus: Sequence[ListedGpu]) -> Sequence[ListedGpu]:
+    """Those that CUDA_VISIBLE_DEVICES shows, in NVML's order; all, if it is not set."""
+    if VISIBLE_VARIABLE not in os.environ or all(gpu.is_emulated for gpu in gpus):
+        return gpus
+    visible = {device.uid for device in visible_gpus().devices}
+    return [gpu for gpu in gpus if gpu.address.uid in visible]
+
+
 def _range_text(supported: Sequence[int]) -> str:
     """Lowest and highest clock, the steps between, and how many there are."""
     steps = sorted({high - low for high, low in pairwise(supported)})
@@ -150,26 +158,26 @@ def _memory_clocks(gpu: Gpu) -> list[int]:
 
 @clocks.command()
 @_GPU_OPTION
-def reset(wanted: tuple[str, ...]) -> None:
+@click.option("--dead-jobs", is_flag=True, help="Undo only what these left.")
+def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     """Give clocks back: undo what dead jobs left, and reset every GPU that no live job holds.
 
     Without --gpu: all GPUs that CUDA_VISIBLE_DEVICES shows, and every GPU of this node on which a
     dead job left a lease. A GPU that a live job holds is refused, and the job named. Exits 0 only
     if every GPU was reset.
 
+    With --dead-jobs, for the epilogue of a batch system: GPUs of live jobs, and locks that are not
+    EnvPipe's, stay as they are, and it exits 0 if no dead job's lock is left.
+
     Example:
 
       envpipe clocks reset
     """
+    if dead_jobs and wanted:
+        raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
     gpus = listed_gpus()
-    if wanted:
-        chosen = _selected(wanted, gpus)
-    elif not all(gpu.is_emulated for gpu in gpus):
-        visible = {device.uid for device in visible_gpus().devices}
-        chosen = [gpu for gpu in gpus if gpu.address.uid in visible]
-    else:
-        chosen = gpus
+    chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     resetter = Resetter(site)
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.address.uid: gpu.index for gpu in gpus}

@@ -19,7 +19,6 @@ import pynvml
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.backends.nvml_errors import (
-    GpuLostError,
     MigModeError,
     NvmlError,
     NvmlNotSupportedError,
@@ -64,16 +63,20 @@ class NvmlDevice:
 
 
 def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
-    """Return the GPUs that NVML sees, in its order. A lost GPU is left out with a warning.
+    """Return the GPUs that NVML sees, in its order; what cannot be identified is left out.
 
-    Raises NvmlError if NVML is not there or does not work.
+    NVML counts GPUs that this process may not use, too. Raises NvmlError if NVML is not there or
+    does not work.
     """
     devices = []
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
             devices.append(call_library(f"identify GPU {index}", _identify_index, index))
-        except GpuLostError as error:
-            _LOG.warning("GPU %d is left out: %s", index, error)
+        except NvmlError as error:
+            hidden = isinstance(error, NvmlPermissionError)
+            _LOG.log(
+                logging.DEBUG if hidden else logging.WARNING, "GPU %d is left out: %s", index, error
+            )
     return tuple(devices)
 
 

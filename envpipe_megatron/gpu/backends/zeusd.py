@@ -13,6 +13,7 @@ read through NVML.
 import contextlib
 import http.client
 import json
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -34,6 +35,9 @@ TOKEN_VARIABLE = "ZEUSD_TOKEN"
 CONTROL_GROUP = "gpu-control"
 REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
+
+BEFORE_TOKEN_ENDS_S = 600.0
+"""As long as a guard tries to reset."""
 
 PciAddress = tuple[int, int, int, int]
 """Domain, bus, device and function."""
@@ -88,12 +92,16 @@ class Zeusd:
         """Return what the daemon offers."""
         return self._connected(self._discover)
 
-    def check_token(self) -> None:
-        """Ask a daemon that wants a token whether ours allows to change clocks."""
+    def token_ends_s(self) -> float:
+        """Ask a daemon that wants a token whether, and until when, ours allows to change clocks.
+
+        Return the end on the wall clock, s since 1970.
+        """
         answer = self._connected(lambda connection: self._ask(connection, "GET", "/auth/whoami"))
-        scopes = answer.get("scopes")
+        scopes, end_s = answer.get("scopes"), answer.get("exp")
         if not isinstance(scopes, list) or CONTROL_GROUP not in scopes:
             raise self._no_right(f"the token allows {scopes}, not {CONTROL_GROUP}")
+        return float(end_s) if isinstance(end_s, int | float) else math.inf
 
     def post(self, gpu: PciAddress, name: str, **values: int) -> None:
         """Have the daemon change one GPU, and return when it has; it may do so twice."""
@@ -235,6 +243,12 @@ class ZeusdGpu(ReadThroughGpu):
         self._pci_address = pci_address(pci_bus_id)
         self._zeusd = zeusd
         self._reset_range_mhz = reset_range_mhz
+
+    def control_ends_s(self) -> float:
+        """Behind the token's end nothing could be reset, so control ends before."""
+        if not self._zeusd.discover().auth_required:
+            return math.inf
+        return self._zeusd.token_ends_s() - BEFORE_TOKEN_ENDS_S
 
     def _lock(self, frequency_mhz: int) -> None:
         self._set_range(frequency_mhz, frequency_mhz)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 1e-4
 #: How long to wait for the thread or a call of the driver: GPU and driver may hang.
 _JOIN_S = 2.0
+_RETRY_RESET_S = 1.0
 #: How often one who waits for a thread looks whether it is still there.
 _LOOK_S = 0.05
 
@@ -337,11 +338,18 @@ class ClockController:
 
     def _run_resets(self) -> None:
         problem: Exception | None = GpuError("Nothing was reset yet")
+        failed = False
         while problem is not None:  # after a reset, nothing is locked any more
-            answer = self._resets.get()
+            answer: SimpleQueue[Exception | None] | None = None
+            with suppress(Empty):
+                # A driver that refused, or a daemon that restarts, is asked again, whatever the
+                # rank does meanwhile: it trains on at what may be a low clock.
+                answer = self._resets.get(timeout=_RETRY_RESET_S if failed else None)
             with self._driver:
                 problem = self._reset()
-            answer.put(problem)
+            failed = problem is not None
+            if answer is not None:
+                answer.put(problem)
 
     def _reset(self) -> Exception | None:
         try:

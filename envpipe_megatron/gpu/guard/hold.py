@@ -266,17 +266,19 @@ class Hold:
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
 
-    def release(self, timeout_s: float = _RELEASE_S) -> None:
+    def release(self, timeout_s: float = _RELEASE_S, *, late: bool = False) -> None:
         """End clock control: the guard resets the GPU once more and deletes the lease.
 
-        Call it when this process no longer locks the clock and has no request under way. Any thread
-        may call it; in the callback it does not wait. The second call does nothing. Raises
-        GuardError if the guard, or this process in its place, did not finish in time.
+        Call it when this process no longer locks the clock and has no request under way; with
+        `late`, one that failed may still take effect, as a command that could not be stopped, and
+        the guard resets again behind that. Any thread may call it; in the callback it does not
+        wait. The second call does nothing. Raises GuardError if the guard, or this process in its
+        place, did not finish in time.
         """
         if os.getpid() != self._pid or self._settled:
             return
         self._gave_up = True
-        self._say("release")
+        self._say("release", **({"late": True} if late else {}))
         if threading.current_thread() is self._thread:
             return
         # The driver may hang, and must not keep this thread as well.
@@ -290,10 +292,10 @@ class Hold:
                 "on trying: see their logs. `envpipe clocks reset` tries again later",
             )
 
-    def _say(self, operation: str) -> None:
+    def _say(self, operation: str, **more: bool) -> None:
         # A guard that is gone, or does not read, does not answer.
         with suppress(OSError):
-            send(self._connection, {"op": operation})
+            send(self._connection, {"op": operation, **more})
 
     # --- the watching thread --------------------------------------------------------------------
 

@@ -139,6 +139,8 @@ class Guard:
         self._connection = connection
         self._signals = signals
         self._connected = True
+        #: Whether a request that failed may still take effect, as the rank said.
+        self._late = False
         self._gpu: Gpu | None = None
         self._stop_at_s: float | None = None
         # Given back when memory runs out, so that the last reset has some.
@@ -149,11 +151,17 @@ class Guard:
     def run(self) -> None:
         """Take the lease, watch the rank, and bring the clock back."""
         try:
-            # Opened now and not when it is needed: a failure shows before a clock is locked.
+            # Now and not when it is needed: what cannot be undone shows before a clock is locked.
+            # Who may lock need not be allowed to reset, as with a sudo rule for one of the two.
             with _time_limit(self._settings.give_up_s):
                 self._gpu = open_gpu(self._address)
                 late_s = self._gpu.late_request_s
                 lease = Lease.take(self._address, self._job, rank=self._rank, open_gpu=open_gpu)
+                try:
+                    self._gpu.reset_frequency()
+                except BaseException:
+                    lease.release()
+                    raise
         except Exception as error:
             _LOG.warning("%s: not held: %s", self._address.uid, error)
             self._say("refused", error=type(error).__name__, what=str(error))
@@ -262,6 +270,7 @@ class Guard:
                 return "end"
             heard = str(message.get("op"))
             if heard == "release":
+                self._late = bool(message.get("late"))
                 break
             self._say("beat")
         return heard
@@ -304,7 +313,7 @@ class Guard:
             return False
         if not self._reset_surely():
             return False
-        if how == "released" or late_s == 0:
+        if late_s == 0 or (how == "released" and not self._late):
             return True
         time.sleep(late_s)
         return self._reset_surely()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +28,8 @@ class RankClock:
     """The clock of a rank's GPU, which is reset whatever ends the rank.
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
-    that is opened for reading alone is only watched. Where the GPU's streams can count in memory,
+    that is opened for reading alone is only watched. Control ends before the right to it does, as a
+    token for zeusd has an end. Where the GPU's streams can count in memory,
     the guard sets the clock, and else a thread of this process; a dry run does as the GPU would,
     if nobody holds it.
 
@@ -51,6 +55,7 @@ class RankClock:
         self.controller: Clock
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
+        self._ending: threading.Timer | None = None
         as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
         if guarded is None:
             on_agents_node = AGENT_VARIABLE in os.environ
@@ -66,6 +71,10 @@ class RankClock:
         try:
             if guarded and self._hold is None:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
+            if guarded and (end_s := gpu.control_ends_s()) < math.inf:
+                self._ending = threading.Timer(max(0.0, end_s - time.time()), self._end)
+                self._ending.daemon = True
+                self._ending.start()
             if gpu.drives_hardware or gpu.read_only:
                 self._watch = ClockWatch(
                     gpu,
@@ -106,6 +115,8 @@ class RankClock:
 
     def close(self) -> None:
         """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""
+        if self._ending is not None:
+            self._ending.cancel()
         self.controller.close()
         try:
             self._release()
@@ -145,7 +156,19 @@ class RankClock:
                 self._gpu.name,
             )
             return
-        self._hold.release()
+        self._hold.release(late=self.controller.error is not None)
+
+    def _end(self) -> None:
+        self.controller.stop(
+            GpuError(
+                "The right to change clocks ends soon",
+                remedy="The clock stays at its default; give a job a token that outlives it",
+            )
+        )
+        try:
+            self._release()
+        except GpuError as error:
+            logger.error("%s", error)
 
     def _hear(self, event: GuardEvent) -> None:
         if event is GuardEvent.WAS_RESET:

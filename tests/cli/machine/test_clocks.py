@@ -140,6 +140,29 @@ def test_reset_leaves_gpus_alone_that_cuda_does_not_show(node, monkeypatch):
     assert {call.uuid for call in node.changes()[before:]} == {node.uuids[0], node.uuids[2]}
 
 
+def test_unlike_gpus_are_all_reset_where_cuda_hides_none(fake_nvml_node):
+    """Their order is CUDA's secret, and does not matter then."""
+    node = fake_nvml_node("a100", "v100")
+    node.use_here()
+    lock(node, 0, 1)
+    run_well("clocks", "reset")
+    assert locked(node) == []
+
+
+def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
+    lock(node, 0, 1, 2)  # GPU 0 is nobody's: its administrator may have locked it
+    held = Lease.take(GpuAddress("nvml", node.uuids[1]), "live", rank=None, open_gpu=open_gpu)
+    path = dead_job_leaves(node.uuids[2])
+    lock(node, 1)
+    shown = run_well("clocks", "reset", "--dead-jobs").stdout
+    assert f"GPU 2 ({node.uuids[2]}): reset" in shown
+    assert locked(node) == [0, 1]
+    assert not path.exists()
+    assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
+    assert run("clocks", "reset", "--dead-jobs", "--gpu", "0").exit_code == 2
+    held.release()
+
+
 def test_a_gpu_that_a_live_job_holds_is_refused_and_the_job_named(node):
     before = lock(node, 0, 1)
     lease = Lease.take(

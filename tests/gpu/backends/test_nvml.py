@@ -47,6 +47,21 @@ def test_a_lost_gpu_does_not_hide_the_others(node, caplog):
     assert "GPU 1 is left out" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["NO_PERMISSION", "UNKNOWN", "IRQ_ISSUE"])
+def test_nor_does_one_that_may_not_be_used_or_is_sick(node, caplog, monkeypatch, name):
+    """NVML counts GPUs of which it then gives no handle."""
+    by_index = pynvml.nvmlDeviceGetHandleByIndex
+
+    def handle(index):
+        if index == 1:
+            raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
+        return by_index(index)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert [device.index for device in list_nvml_gpus()] == [0, 2, 3]
+    assert ("GPU 1 is left out" in caplog.text) == (name != "NO_PERMISSION")
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_clocks_come_from_the_device(fake_nvml_node, name):
     node = fake_nvml_node(name)

@@ -1,6 +1,7 @@
 """Zeusd: which GPU is changed, and every way in which the daemon can fail."""
 
 import json
+import math
 import os
 import socket
 import threading
@@ -206,12 +207,19 @@ def test_tokens(daemon, monkeypatch):
         with pytest.raises(GpuPermissionError, match="ZEUSD_TOKEN"):
             gpu_of(daemon).lock_frequency(1380)
         with pytest.raises(GpuPermissionError):
-            Zeusd(daemon.path).check_token()
+            Zeusd(daemon.path).token_ends_s()
     assert daemon.changes == []
     monkeypatch.setenv("ZEUSD_TOKEN", "good")
-    Zeusd(daemon.path).check_token()
+    assert Zeusd(daemon.path).token_ends_s() == math.inf
     gpu_of(daemon).lock_frequency(1380)
     assert daemon.changes == [locked(1380)]
+
+
+def test_control_ends_before_the_token_does(daemon, monkeypatch):
+    assert gpu_of(daemon).control_ends_s() == math.inf
+    daemon.tokens, daemon.tokens_end_s = {"good": ["gpu-control"]}, 1_900_000_000
+    monkeypatch.setenv("ZEUSD_TOKEN", "good")
+    assert gpu_of(daemon).control_ends_s() == 1_900_000_000 - 600
 
 
 def test_an_answer_that_comes_too_late(daemon):

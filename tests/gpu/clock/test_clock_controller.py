@@ -265,6 +265,20 @@ def test_refused_reset_is_logged_and_hides_no_earlier_error(gpu, clock, caplog, 
     assert gpu.history[-1] is None
 
 
+def test_a_refused_reset_is_tried_again_whatever_the_rank_does(gpu, clock, monkeypatch):
+    """The last clock may be a low one, at which training would go on."""
+    monkeypatch.setattr(clock_controller, "_RETRY_RESET_S", 0.01)
+    ask(clock, 1000)
+    gpu.error = gpu.reset_error = GpuError("the daemon restarts")
+    ask(clock, 1200)
+    assert gpu.history == [1000]
+    gpu.reset_error = None
+    clock._resetter.join(WAIT_S)
+    assert gpu.history == [1000, None]
+    clock.close()
+    assert gpu.history == [1000, None]
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 

@@ -30,15 +30,23 @@ ONE, OTHER = (GpuAddress("emulated", f"/node#{index}") for index in range(2))
 
 
 class Gpu:
-    """Does something at each reset, in order; then nothing. Its requests outlive their process."""
+    """Does something at each reset but the first, in order; then nothing.
+
+    The first is made before the GPU is held. Its requests outlive their process.
+    """
 
     late_request_s = 7.0
 
     def __init__(self):
         self.resets = 0
+        self.at_first = lambda: None
         self.at_reset = []
 
     def reset_frequency(self):
+        if (at_first := self.at_first) is not None:
+            self.at_first = None
+            at_first()
+            return
         self.resets += 1
         if self.at_reset:
             self.at_reset.pop(0)()
@@ -125,6 +133,26 @@ def test_a_gpu_that_is_released_is_reset_once(guarded):
     assert (guarded.gpu.resets, guarded.slept_s, list_leases()) == (1, [], [])
 
 
+def test_a_gpu_that_cannot_be_reset_is_not_held(guarded):
+    """Who may lock need not be allowed to reset, and what was locked would stay so."""
+    there = []
+
+    def fail_with_a_lease():
+        there.extend(list_leases())
+        fail()
+
+    guarded.gpu.at_first = fail_with_a_lease
+    assert guarded.run() == ["refused"]
+    assert len(there) == 1, "another job waits meanwhile"
+    assert (guarded.gpu.resets, list_leases()) == (0, [])
+
+
+def test_a_request_that_failed_may_come_late(guarded):
+    send(guarded.rank, {"op": "release", "late": True})
+    assert guarded.run() == ["held", "released"]
+    assert (guarded.gpu.resets, guarded.slept_s, list_leases()) == (2, [7.0], [])
+
+
 def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(guarded):
     there = []
     guarded.gpu.at_reset = [lambda: there.append(list_leases())] * 2
@@ -155,6 +183,11 @@ class Playing(threading.Thread):
         finally:
             self._release()
 
+    @property
+    def history(self):
+        """Since the GPU is held."""
+        return self.gpu.history[1:]
+
     def ask(self, mhz):
         self.page.count(DUE, self.page.ask(mhz))
 
@@ -177,8 +210,8 @@ class Playing(threading.Thread):
 def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(guarded):
     def play(rank):
         rank.ask(1000)
-        look_until(lambda: rank.gpu.history[:2] == [1000, None])  # silent
-        look_until(lambda: 1000 in rank.gpu.history[2:] or rank.beat())
+        look_until(lambda: rank.history[:2] == [1000, None])  # silent
+        look_until(lambda: 1000 in rank.history[2:] or rank.beat())
 
     Playing(guarded, play).guarded_by(guarded, heartbeat_s=0.05)
 
@@ -187,9 +220,9 @@ def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(g
 def test_a_page_that_is_over_is_reset_once_and_not_taken_up_again(guarded, how):
     def play(rank):
         rank.ask(1000)
-        look_until(lambda: rank.gpu.history == [1000])
+        look_until(lambda: rank.history == [1000])
         rank.page.end() if how == "ended" else rank.page.fail("no right to set a clock")
-        look_until(lambda: None in rank.gpu.history)
+        look_until(lambda: None in rank.history)
         rank.beat()
         opened = len(guarded.opened)
         for _ in range(3):
@@ -197,7 +230,7 @@ def test_a_page_that_is_over_is_reset_once_and_not_taken_up_again(guarded, how):
         assert len(guarded.opened) == opened
         rank.ask(1100)
         rank.beat()
-        assert not {1000, 1100} & set(rank.gpu.history[1:])
+        assert not {1000, 1100} & set(rank.history[1:])
 
     Playing(guarded, play).guarded_by(guarded)
 
@@ -240,12 +273,12 @@ def test_a_call_that_does_not_return_keeps_the_lease_until_it_does(guarded, monk
 def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkeypatch):
     def play(rank):
         rank.ask(1000)
-        look_until(lambda: rank.gpu.history == [1000])
+        look_until(lambda: rank.history == [1000])
         monkeypatch.setattr(ClockPage, "take", lambda *_: 1 / 0)
         monkeypatch.setattr(PageController, "stop", lambda *_: None)
         rank.ask(1100)
         look_until(lambda: rank.page.failure is not None)
-        look_until(lambda: None in rank.gpu.history)
+        look_until(lambda: None in rank.history)
 
     Playing(guarded, play).guarded_by(guarded)
 

@@ -147,7 +147,7 @@ def test_slurm(started):
 
 @pytest.mark.parametrize("clocks", [None, "no", "yes"])
 def test_docker_grants_clocks_only_where_asked(started, clocks):
-    environ = {} if clocks is None else {"CLOCKS": clocks}
+    environ = {"LEASES": str(started.folder)} | ({} if clocks is None else {"CLOCKS": clocks})
     started.run_well("run_docker.sh", *AWKWARD, **environ)
     words = started.words("docker")
     at = words.index("envpipe")
@@ -155,9 +155,19 @@ def test_docker_grants_clocks_only_where_asked(started, clocks):
     assert words[at:] == ["envpipe", "envpipe", "launch", *AWKWARD]
     options = words[:at]
     assert ("SYS_ADMIN" in options) == (clocks == "yes")
-    assert options[options.index("--volume") + 1] == f"{started.folder}:{started.folder}"
+    volumes = [options[i + 1] for i, word in enumerate(options) if word == "--volume"]
+    leases = [f"{started.folder}:/run/envpipe/leases"] * (clocks == "yes")
+    assert volumes == [f"{started.folder}:{started.folder}", *leases]
     assert {"--ipc=host", "--network=host", "--init"} < set(options)
     assert [options[i + 1] for i, word in enumerate(options) if word == "--env"] == list(VARIABLES)
+
+
+def test_docker_grants_no_clocks_whose_leases_would_go_with_the_container(started):
+    missing = str(started.folder / "leases")
+    done = started.run("run_docker.sh", "train.py", CLOCKS="yes", LEASES=missing)
+    assert done.returncode == 2
+    assert f"install -d -m 1777 {missing}" in done.stderr
+    assert not (started.folder / "docker").exists()
 
 
 def test_docker_takes_another_image_and_more_options(started):
@@ -210,6 +220,9 @@ def test_it_is_a_pytorchjob_as_the_operator_wants_it(job):
         assert container["name"] == "pytorch"
         assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == spec["nprocPerNode"]
         assert "SYS_ADMIN" in container["securityContext"]["capabilities"]["add"]
+        (leases,) = (m for m in container["volumeMounts"] if m["name"] == "leases")
+        (folder,) = (v for v in replica["template"]["spec"]["volumes"] if v["name"] == "leases")
+        assert leases["mountPath"] == folder["hostPath"]["path"] == "/run/envpipe/leases"
 
 
 def test_its_pods_are_pods(job):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ class Guard:
     def __init__(self) -> None:
         self.held: list[GpuAddress] = []
         self.released = 0
+        self.is_released = threading.Event()
         self.error: GpuError | None = None
 
     def hold_gpu(self, address, *, on_event):
@@ -33,7 +35,9 @@ class Guard:
         self.tell = on_event
         return SimpleNamespace(release=self._release)
 
-    def _release(self) -> None:
+    def _release(self, *, late: bool) -> None:
+        self.late = late
+        self.is_released.set()
         self.released += 1
         if self.error is not None:
             raise self.error
@@ -133,6 +137,33 @@ def test_what_a_guard_tells(guard, gpu, caplog):
     assert "was told to end the job" in str(other.controller.error)
     assert guard.released == 3
     other.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_guard_is_told_whether_a_request_may_come_late(guard, gpu, fails):
+    clock = RankClock(gpu, guarded=True)
+    gpu.error = GpuError("no answer in time") if fails else None
+    ask(clock, 1000)
+    clock.close()
+    assert guard.late is fails
+
+
+def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
+    """Behind a token's end nothing could be reset; training goes on."""
+    ends_s = [time.time() + 1000.0, time.time()]
+    monkeypatch.setattr(FakeGpu, "control_ends_s", lambda self: ends_s.pop(0))
+    clock = RankClock(gpu, guarded=True)
+    ask(clock, 1000)
+    clock.close()
+    assert clock.controller.error is None
+    assert clock._ending.finished.is_set()
+    guard.is_released.clear()
+    clock = RankClock(gpu, guarded=True)
+    assert guard.is_released.wait(10)
+    ask(clock, 1100)
+    assert "The right to change clocks ends soon" in str(clock.controller.error)
+    assert gpu.history == [1000, None]
+    clock.close()
 
 
 @pytest.mark.parametrize("earlier", [None, GpuError("no lock")])

@@ -255,7 +255,7 @@ def test_a_dry_run_is_served_if_nobody_holds_its_gpu(monkeypatch, held):
         asked.append(page)
         if held:
             raise LeaseHeldError("held")
-        return SimpleNamespace(release=lambda: asked.append("released"))
+        return SimpleNamespace(release=lambda late: asked.append("released"))
 
     monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
     clock = RankClock(DryGpu(), 0.5, relock=True, count_by=lambda page: page.count)
@@ -279,7 +279,7 @@ def test_a_real_gpu_that_is_held_is_refused(monkeypatch):
 def test_the_watch_judges_by_what_the_guard_requested(monkeypatch):
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     monkeypatch.setattr(
-        rank_clock, "hold_gpu", lambda *_, **__: SimpleNamespace(release=lambda: None)
+        rank_clock, "hold_gpu", lambda *_, **__: SimpleNamespace(release=lambda late: None)
     )
     monkeypatch.setattr(served, "_LAST_ANSWER_S", 0.0)
     seen = []
