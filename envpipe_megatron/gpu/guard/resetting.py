@@ -1,4 +1,4 @@
-"""Resets clocks from outside a job, for `envpipe clocks reset`."""
+"""Resets clocks that no guard holds: before a job locks any, and for `envpipe clocks reset`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,49 @@ from functools import partial
 from typing import NamedTuple
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError, GpuPermissionError
-from envpipe_megatron.gpu.control import check_controls, first_allowed
+from envpipe_megatron.gpu.control import (
+    ChosenControl,
+    check_controls,
+    first_allowed,
+    open_controlled,
+)
+from envpipe_megatron.gpu.guard.hold import job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
 
 JOB = "envpipe clocks reset"
+
+
+def that_can_be_undone(
+    chosen: ChosenControl, uid: str, site: SiteConfig, *, require: bool = False
+) -> ChosenControl:
+    """Give control of a GPU up if its clock cannot be reset: who may lock need not be allowed to.
+
+    It is reset, under a lease. Raises LeaseHeldError if a job holds the GPU, GpuPermissionError if
+    control is required, and given up.
+    """
+    if chosen.backend not in HARDWARE_BACKENDS:
+        return chosen
+    try:
+        gpu = open_controlled(uid, chosen, site)
+        lease = Lease.take(gpu.address, job_key(), rank=None, open_gpu=open_gpu)
+        try:
+            gpu.reset_frequency()
+        finally:
+            lease.release()
+    except LeaseHeldError:
+        raise
+    except GpuError as error:
+        why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
+        if require:
+            raise GpuPermissionError(
+                f"Clock control is required, but {why}", remedy=error.remedy
+            ) from error
+        remedies = (f"{error.remedy}.",) if error.remedy else ()
+        return ChosenControl(chosen.wanted, None, why, remedies)
+    return chosen
 
 
 class ResetOutcome(NamedTuple):

@@ -11,6 +11,7 @@ from envpipe_megatron.gpu.control import (
     choose_control,
     open_controlled,
 )
+from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 
@@ -29,7 +30,7 @@ def open_rank_gpu(
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
     rank has no control, every rank opens its GPU for reading alone, and the planner logs why.
-    Nothing is locked, held or reset yet.
+    Nothing is locked or held yet; the clock was reset, to see that it can be.
 
     Args:
         uid: the GPU's UUID (`gpu.visible_devices.uid_of_cuda_device`); of an emulated one its
@@ -46,9 +47,9 @@ def open_rank_gpu(
 
     def choose() -> ChosenControl:
         allowed = choose_control(wanted, site, require=require)
-        if one_clock:
-            return allowed
-        return beside_power_profiles(allowed, uid, site, require=require)
+        if not one_clock:
+            allowed = beside_power_profiles(allowed, uid, site, require=require)
+        return that_can_be_undone(allowed, uid, site, require=require)
 
     chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))

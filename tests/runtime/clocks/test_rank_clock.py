@@ -279,13 +279,21 @@ def test_all_ranks_open_as_the_first_that_has_no_control(
         "beside_power_profiles",
         lambda chosen, uid, site, *, require: told.append((uid, site, require)) or chosen,
     )
+    undone = []
+    monkeypatch.setattr(
+        rank_gpu,
+        "that_can_be_undone",
+        lambda chosen, uid, site, *, require: undone.append((uid, site, require)) or chosen,
+    )
     monkeypatch.setattr(rank_gpu, "open_controlled", lambda *opening: opening)
     opened = opened or first[1]
     found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
     assert found == (("GPU-1", opened, "the site"), opened)
     looked = "GPU-1", "the site", planner
     assert told == [("auto", "the site", planner), looked, None if own.backend else own]
+    assert undone == [looked]
     open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)
+    assert len(undone) == 2
     assert told[3:] == [("auto", "the site", False), told[2]]
     said = []
     if planner and opened.backend:
