@@ -22,7 +22,13 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.job import Job, JobFacts, Placement, check_level_of_files
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobFacts,
+    Placement,
+    check_level_of_files,
+    say_line,
+)
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
@@ -122,7 +128,6 @@ def make_job(
     level: Level,
     model: Sequence[Any],
     pipeline_group: dist.ProcessGroup,
-    say: Callable[[str], None],
 ) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments and the rank's model."""
     check_level_of_files(options, level)
@@ -160,7 +165,7 @@ def make_job(
         {name: getattr(args, name, None) for name in _SAME_JOB},
     )
     one_clock = level is Level.UNIFORM and options.policy != "baseline"
-    return Job(options, placement, facts, say, one_clock=one_clock)
+    return Job(options, placement, facts, say_line, one_clock=one_clock)
 
 
 def make_stand_in(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from envpipe_megatron.integrations.hooks.hooking import check_profiled
-from envpipe_megatron.integrations.job import Job, close_at_exit
+from envpipe_megatron.integrations.job import Job, close_at_exit, say_line
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import (
@@ -70,10 +70,10 @@ class Training:
     def announce(self) -> None:
         """Say what the job does."""
         if self.job.collectives.is_planner:
-            say(f"{self._decision}; {self.job.banner()}")
+            say_line(f"{self._decision}; {self.job.banner()}")
             steps = self._args.train_iters
             if steps is not None and steps <= self.job.options.baseline_steps:
-                say("training ends within its baseline steps, so nothing will be planned")
+                say_line("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of Megatron's forward-backward function.
@@ -158,7 +158,7 @@ class Training:
         limit = stands_against(features, Level.UNITS, why)
         self._decision = self._decide(asked, limit)
         if self._options.plan_file is not None and self.job.collectives.is_planner:
-            say(f"the plan {self._options.plan_file} is not run: it may be of another order")
+            say_line(f"the plan {self._options.plan_file} is not run: it may be of another order")
         self._options = replace(self._options, plan_file=None)
         self.job.close()
         self.job = self._make_job()
@@ -167,7 +167,7 @@ class Training:
 
     def _make_job(self) -> Job:
         level, group = self._decision.level, self._pipeline_group
-        return make_job(self._args, self._options, level, self._model, group, say)
+        return make_job(self._args, self._options, level, self._model, group)
 
     def _make_stand_in(
         self, framework_function: Callable[..., Any]
@@ -185,11 +185,6 @@ class Training:
         """What Megatron calls in each step; what it gets once may stand for another later."""
         assert self._stand_in is not None
         return self._stand_in(**arguments)
-
-
-def say(text: str) -> None:
-    """Print a line of the log; the planning rank alone does."""
-    print(f" [envpipe] {text}", flush=True)
 
 
 def _gathered(value: T) -> list[T]:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooks.hooking import options_of
+from envpipe_megatron.integrations.job import say_line
 from envpipe_megatron.integrations.megatron.limits import check_metered
-from envpipe_megatron.integrations.megatron.training import Training, say
+from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.megatron_bridge.arguments import (
     BRIDGE_LIMITS,
     BRIDGE_REFUSED,
@@ -95,7 +96,7 @@ class EnvPipeCallback:
         if interval and iteration % interval == 0:
             line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
             if line and self._training.job.collectives.is_planner:
-                say(f"iteration {iteration} |{line}")
+                say_line(f"iteration {iteration} |{line}")
 
     def on_train_end(self, context: Any) -> None:
         """Training has ended; evaluations may follow."""
