@@ -118,7 +118,7 @@ def test_few_gpus_are_lines_and_many_are_a_map(count):
 
 def test_bars_of_a_stage_add_up_to_its_energy():
     """What a profile prices too high goes below the axis."""
-    shares = GpuShares(compute_j=90, blocking_j=20, idle_j=-10)
+    shares = GpuShares(1, 1, 1, compute_j=90, blocking_j=20, idle_j=-10)
     figure = shares_figure([StageFacts("steady", 0, 1, 100, shares, None)], "t")
     bars = figure.axes[0].patches
     assert sum(bar.get_height() for bar in bars) == pytest.approx(100)

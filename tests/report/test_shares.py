@@ -29,16 +29,20 @@ def test_a_job_that_runs_as_planned_has_the_plans_shares(conditions):
     for stage in range(3):
         busy_s = planned.timeline.duration_s[stage].sum()
         tail_s = planned.cost.iteration_time_s - planned.timeline.end_s[stage, -1]
-        waited_s = planned.cost.iteration_time_s - busy_s - tail_s
         metered = {
             "energy_j": 10 * planned.energy_by_stage_j[stage],
-            "blocking_s": 10 * waited_s,
+            "duration_s": 10 * planned.cost.iteration_time_s,
+            "compute_s": 10 * busy_s,
+            "blocking_s": 10 * (planned.cost.iteration_time_s - busy_s - tail_s),
             "iterations": 10,
         }
         shares = gpu_shares(planned, stage, metered)
+        assert shares.compute_s == pytest.approx(10 * busy_s)
+        assert shares.idle_s == pytest.approx(10 * tail_s, abs=1e-9)
         assert shares.compute_j == pytest.approx(10 * planned.evaluation.unit_energy_j[stage].sum())
         whole_j = shares.compute_j + shares.blocking_j + shares.idle_j
         assert whole_j == pytest.approx(metered["energy_j"])
         # Waiting for the slowest stage draws what waiting in a receive does.
-        rested_j = shares.blocking_j + shares.idle_j
-        assert shares.blocking_j * (waited_s + tail_s) == pytest.approx(rested_j * waited_s)
+        waited_s = shares.blocking_s + shares.idle_s
+        waited_j = shares.blocking_j + shares.idle_j
+        assert shares.blocking_j * waited_s == pytest.approx(waited_j * shares.blocking_s)

@@ -188,6 +188,8 @@ def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -
         # All GPUs of the stage taken for one that made all of their steps.
         metered = {
             "energy_j": total.energy_j,
+            "duration_s": total.duration_s,
+            "compute_s": shares_s[0],
             "blocking_s": shares_s[1],
             "iterations": float(steps),
         }

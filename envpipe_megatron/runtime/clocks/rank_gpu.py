@@ -47,13 +47,18 @@ def open_rank_gpu(
 
     def choose() -> ChosenControl:
         allowed = choose_control(wanted, site, require=require)
-        if not one_clock:
-            allowed = beside_power_profiles(allowed, uid, site, require=require)
-        return that_can_be_undone(allowed, uid, site, require=require)
+        if one_clock:
+            return allowed
+        return beside_power_profiles(allowed, uid, site, require=require)
 
     chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
+    if first is None:  # all may lock; can all reset?
+        chosen = collectives.everywhere(
+            lambda: that_can_be_undone(chosen, uid, site, require=require)
+        )
+        first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:
         _, chosen = first
         if collectives.is_planner and chosen.warning is not None:

@@ -143,7 +143,11 @@ def test_a_power_profile_on_one_gpu_leaves_the_clocks_of_all_alone(
     node = fake_nvml_node("b200", "b200", "b200")
     node.set_fault(node.uuids[1], "enforced_profiles", 1 << 7)
     arguments = controlled_ranks.choose, str(fake_nvml_library)
-    environment = {**node.environment, "ENVPIPE_SITE_CONFIG": str(tmp_path / "site.toml")}
+    environment = {
+        **node.environment,
+        "ENVPIPE_SITE_CONFIG": str(tmp_path / "site.toml"),
+        "ENVPIPE_LEASE_DIR": str(tmp_path / "leases"),
+    }
     site = 'format = "envpipe-site/1"\n[gpu_control]\nbackends = ["nvml"]\n'
     (tmp_path / "site.toml").write_text(site)
     with RankPool(3) as pool:  # its own: a library stays loaded
@@ -156,15 +160,24 @@ def test_a_power_profile_on_one_gpu_leaves_the_clocks_of_all_alone(
             assert "LLM training" in told
             assert "allow_power_profiles" in told
         assert pool.run(*arguments, environment, "dry_run", -1, False)[1][0] == "dry_run"
+        assert node.changes() == []
         (tmp_path / "site.toml").write_text(f"{site}allow_power_profiles = true\n")
         for told in pool.run(*arguments, environment, "auto", -1, True):
             assert told == ("nvml", "nvml", None)
-    assert node.changes() == []
+    assert resets(node) == sorted(node.uuids), "to see that they can be"
+
+
+def resets(node):
+    """The GPUs that were reset, and nothing else changed."""
+    calls = node.changes()
+    assert {call.function for call in calls} <= {"nvmlDeviceResetGpuLockedClocks"}
+    return sorted(call.uuid for call in calls)
 
 
 @pytest.mark.parametrize("without", [-1, 2])
-def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, without):
-    library, environment = str(fake_nvml_library), fake_nvml.environment
+def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, tmp_path, without):
+    library = str(fake_nvml_library)
+    environment = {**fake_nvml.environment, "ENVPIPE_LEASE_DIR": str(tmp_path / "leases")}
     with RankPool(3) as pool:  # its own: a library stays loaded
         arguments = (controlled_ranks.choose, library, environment, "auto", without)
         for told in pool.run(*arguments, False):
@@ -181,4 +194,17 @@ def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, without)
                 named = "GpuPermissionError" if rank == without else "CollectivesError"
                 assert told.startswith(named)
                 assert "ENVPIPE_FORBID_CLOCK_CONTROL" in told
-    assert fake_nvml.changes() == []
+    assert resets(fake_nvml) == sorted(2 * fake_nvml.uuids[:3] * (without < 0))
+
+
+def test_no_rank_locks_where_one_could_not_reset(fake_nvml_library, fake_nvml, tmp_path):
+    fake_nvml.set_fault(fake_nvml.uuids[1], "no_permission")
+    environment = {**fake_nvml.environment, "ENVPIPE_LEASE_DIR": str(tmp_path / "leases")}
+    with RankPool(3) as pool:  # its own: a library stays loaded
+        arguments = (controlled_ranks.choose, str(fake_nvml_library), environment, "auto", -1)
+        for told in pool.run(*arguments, False):
+            assert told[:2] == ("none", None)
+            assert f"the clock of {fake_nvml.uuids[1]} cannot be reset by nvml" in told[2]
+        for rank, told in enumerate(pool.run(*arguments, True)):
+            assert told.startswith("GpuPermissionError" if rank == 1 else "CollectivesError")
+    assert not list((tmp_path / "leases").iterdir())
