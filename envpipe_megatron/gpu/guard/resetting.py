@@ -16,6 +16,7 @@ from envpipe_megatron.gpu.control import (
 from envpipe_megatron.gpu.guard.hold import job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
 
@@ -34,7 +35,8 @@ def that_can_be_undone(
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
-        lease = Lease.take(gpu.address, job_key(), rank=None, open_gpu=open_gpu)
+        rank = ProcessIdentity.own()
+        lease = Lease.take(gpu.address, job_key(), rank=rank, open_gpu=open_gpu)
         try:
             gpu.reset_frequency()
         finally:
