@@ -19,6 +19,7 @@ from pathlib import Path
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
 from envpipe_megatron.gpu.guard.messages import (
     AGENT_VARIABLE,
     check_socket_path,
@@ -114,17 +115,24 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 def _wait_for_guards() -> None:
     """Wait until this user's ranks that have ended have their clocks back."""
     until_s = time.monotonic() + _GUARDS_S
+    leases: list[LeaseRecord] = []
     with contextlib.suppress(GpuError, OSError):
-        for lease in list_leases():
-            if lease.rank is None or lease.rank_is_alive() or not lease.live:
-                continue
-            if lease.uid == os.geteuid():
-                guard = os.pidfd_open(lease.guard.pid)
-                try:
-                    if not wait_readable([guard], until_s - time.monotonic()):
-                        logger.warning("%s is not reset yet by its guard", lease.address.uid)
-                finally:
-                    os.close(guard)
+        leases = list_leases()
+    for lease in leases:
+        if lease.rank is None or lease.rank_is_alive() or not lease.live:
+            continue
+        # A guard that has just ended has no descriptor; nor has any before Linux 5.3.
+        with contextlib.suppress(OSError, AttributeError):
+            if lease.uid == os.geteuid() and not _ends(lease.guard.pid, until_s):
+                logger.warning("%s is not reset yet by its guard", lease.address.uid)
+
+
+def _ends(pid: int, until_s: float) -> bool:
+    process = os.pidfd_open(pid)
+    try:
+        return wait_readable([process], until_s - time.monotonic())
+    finally:
+        os.close(process)
 
 
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:

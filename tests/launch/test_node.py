@@ -150,6 +150,8 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
             guard.process.kill()
         return ends and process_identity.wait_readable(descriptors, LONG_S)
 
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     process = subprocess.Popen(["sleep", "1000"])
     guard = SimpleNamespace(pid=process.pid, process=process)
     monkeypatch.setattr(node, "wait_readable", wait)
@@ -161,6 +163,7 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
             lease("of a command", rank=None),
             lease("without a guard", live=False),
             lease("of a stranger", uid=os.geteuid() + 1),
+            lease("whose guard has just ended", guard=SimpleNamespace(pid=ended.pid)),
             lease("of ours"),
         ],
     )

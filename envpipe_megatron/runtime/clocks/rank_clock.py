@@ -72,7 +72,8 @@ class RankClock:
             if guarded and self._hold is None:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
             if guarded and (end_s := gpu.control_ends_s()) < math.inf:
-                self._ending = threading.Timer(max(0.0, end_s - time.time()), self._end)
+                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
+                self._ending = threading.Timer(left_s, self._end)
                 self._ending.daemon = True
                 self._ending.start()
             if gpu.drives_hardware or gpu.read_only:
