@@ -7,6 +7,7 @@ beside training, and the new plan is run from the next window on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
@@ -52,12 +53,15 @@ _CALM, _UNDERSTOOD = 10, 2
 _MOST_STRETCHES = 1024
 #: Plans are made faster than what is asked by this share at most.
 _MOST_SLOWER = 0.02
+_LEAST_SLOWER = 0.001
 #: A stage whose units have changed by more than this share is not the one that was looked at: its
 #: clock follows no more, or again. But where all stages changed as much, within the second share,
 #: it is the work that has.
 _UPSETS, _ALIKE = 0.1, 0.05
 #: What meters said counts this much less with each window.
 _FADES = 0.98
+
+logger = logging.getLogger(__name__)
 
 Run: TypeAlias = Generator[Command | None, Window, None]
 
@@ -126,7 +130,7 @@ class Controller:
         self._replan(reorder=True)
         while (plans := self._planner.take()) is None:
             window = yield self._command(Phase.PROFILE, self._top, 1)
-            self._learn(self._top, window)
+            self._learn_own(window)
         self._adopt(plans[0])
         yield from self._correct()
         while True:
@@ -204,22 +208,31 @@ class Controller:
             self._replan(reorder=True)
         elif self._since_baseline >= BASELINE_EVERY:
             yield from self._at_baseline()
-            self._slower /= 2
-            if self._knowledge.upset.any() and not self._planner.busy:
-                yield from self._look_again()
-                self._replan(reorder=True)
+            # Plans were made faster for what may have been a change of the GPUs: it is given back.
+            eased = self._slower > 0
+            self._slower = self._slower / 2 if self._slower > _LEAST_SLOWER else 0.0
+            if not self._planner.busy:
+                if upset := self._knowledge.upset.any():
+                    yield from self._look_again()
+                if upset or eased:
+                    self._replan(reorder=True)
         self._take_plans()
         self._follow()
 
     def _take(self) -> Plans | None:
         """What was planned, if that has ended: nothing if it failed."""
         try:
-            return self._planner.take()
-        except EnvPipeError as error:
-            self._note(f"nothing better is planned: {error}")
+            plans = self._planner.take()
+        except Exception as error:  # of any kind: there is a plan to go on with
+            if not isinstance(error, EnvPipeError):
+                logger.exception("Planning failed")
+            self._note(f"nothing better is planned: {type(error).__name__}: {error}")
             self._failures += 1
             self._again_at = self._windows + 2**self._failures
             return {}
+        if plans is not None:
+            self._failures = 0
+        return plans
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
@@ -264,13 +277,13 @@ class Controller:
             yield from self._plan_anew(drift)
             while (plans := self._take()) is None:
                 window = yield self._command(Phase.BASELINE, self._top, 1)
-                self._learn(self._top, window)
+                self._learn_own(window)
         self._adopt(plans[0])
 
     def _at_baseline(self) -> Run:
         """A few iterations of the framework's order at the highest clocks."""
         window = yield self._command(Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1)
-        self._learn(self._top, window)
+        self._learn_own(window)
         self._measured_baseline(window)
         self._steps = Steps()
 
@@ -295,6 +308,17 @@ class Controller:
             replicas=replicas or self._everyone,
             fades=fades,
         )
+
+    def _learn_own(self, window: Window) -> None:
+        """Take in a window of the framework's order at the highest clocks.
+
+        What drifted there is known from then on, and no later window differs from it: so the plan
+        that runs must answer for it.
+        """
+        drift = self._learn(self._top, window)
+        self._drift = _larger(drift, self._drift)
+        if np.abs(drift).max() > _DRIFT:
+            self._knowledge.forget(_upset(drift))
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
@@ -362,6 +386,7 @@ class Controller:
 
     def _plan_anew(self, drift: FloatArray) -> Run:
         """Begin a plan after stages drifted; what was upset is looked at first."""
+        drift = _larger(drift, self._drift)
         self._drift = np.zeros(self._own.num_stages)
         if _upset(drift).any():
             yield from self._look_again()

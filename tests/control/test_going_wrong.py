@@ -9,6 +9,7 @@ import pytest
 from on_request import on_request
 
 from benchmarks.online.runs import Ran, run_job, slower
+from envpipe_megatron.control import controller
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -47,6 +48,38 @@ def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
     assert ran.job[-1].phase == "steady"
     assert ran.saved(90, 110) > ran.saved(35, 45)
     assert ran.slower(55, 110) < 0.005
+
+
+def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
+    """There is a plan to go on with, whatever a solver or the machine has run out of."""
+    inner, begun, failed = online.plan_online, [], []
+
+    def plan_online(*arguments: Any) -> Any:
+        if begun and not failed:
+            failed.append(True)
+            raise MemoryError
+        return inner(*arguments)
+
+    def faults(iteration: int) -> Any:
+        if iteration >= 45:
+            begun.append(iteration)
+        return {(0, 1): slower(1.05)} if iteration >= 45 else {}
+
+    monkeypatch.setattr(online, "plan_online", plan_online)
+    ran = run(80, faults)
+    assert any("nothing better is planned: MemoryError" in text for _, text in ran.said)
+    assert ran.job[-1].phase == "steady"
+    assert ran.saved(70, 80) > ran.saved(35, 45)
+
+
+def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
+    """No later window differs from what the baseline has shown."""
+    monkeypatch.setattr(controller, "BASELINE_EVERY", 24)
+    calm = run(70, lambda iteration: {})
+    (at, *_) = (i for i, each in enumerate(calm.job) if i > 40 and each.phase == "baseline")
+    ran = run(90, lambda iteration: {(0, 1): slower(1.08)} if iteration > at else {})
+    assert any("stage 1's units take +8.0 %: planning again" in text for _, text in ran.said)
+    assert ran.saved(80, 90) > calm.saved(30, 40) + 0.02
 
 
 @on_request("CONTROL")

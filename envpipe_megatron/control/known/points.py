@@ -37,14 +37,26 @@ _ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
 
 @dataclass(frozen=True)
 class Point:
-    """A time in s, and how many units it stands for."""
+    """A time in s, and how many units it stands for.
+
+    `raised` is how many times as long it is as when it was measured, for what others showed since.
+    """
 
     time_s: float
     units: float
+    raised: float = 1.0
 
     def moved(self, ratio: float) -> Point:
         """The same units, all of which take so many times as long."""
-        return Point(ratio * self.time_s, self.units)
+        return Point(ratio * self.time_s, self.units, self.raised)
+
+    def following(self, ratio: float) -> Point:
+        """Unseen, where another takes so many times as long: never less than was measured.
+
+        To take it for faster might cost time.
+        """
+        raised = max(1.0, self.raised * ratio)
+        return Point(self.time_s * raised / self.raised, self.units, raised)
 
     def averaged(self, other: Point) -> Point:
         """Both together."""
@@ -83,6 +95,9 @@ class Times:
             common: standard error, as a share, that all these times have in common.
         """
         new = {}
+        # Where each unit has a clock of its own, a window tells nothing of scatter.
+        if any(len(times_s) > 2 for times_s in measured_s.values()):
+            self._squares, self._degrees = _FADES * self._squares, _FADES * self._degrees
         for clock, times_s in measured_s.items():
             median_s = float(np.median(times_s))
             new[clock] = Point(median_s, float(len(times_s) * iterations))
@@ -91,9 +106,7 @@ class Times:
                 apart = float(np.median(np.abs(times_s / median_s - 1))) * count / (count - 0.8)
                 self._squares += (count - 1) * iterations * (_FROM_MEDIAN * apart) ** 2
                 self._degrees += count - 1
-        change = self._take_in(new, common)
-        self._squares, self._degrees = _FADES * self._squares, _FADES * self._degrees
-        return change
+        return self._take_in(new, common)
 
     def fit(self) -> None:
         """Find times at all clocks from those that were measured."""
@@ -153,8 +166,7 @@ class Times:
             if len(near) == 1:
                 near.append(1.0)  # what was not seen may not have changed
             if len(seen) == 1:
-                # To take it for faster might cost time.
-                points[clock] = points[clock].moved(max(1.0, ratio))
+                points[clock] = points[clock].following(ratio)
             elif alike or max(near) - min(near) <= _ALIKE:
                 points[clock] = points[clock].moved(ratio)
             else:  # a limit came or went: the model tells more than a line

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -20,13 +18,13 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
+from envpipe_megatron.runtime.energy.intervals import Interval, Measured, measure_baseline
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,
     IntervalEnergy,
     PhaseMean,
-    RunningMean,
     StepEnergy,
     compare,
     mean_over_gpus,
@@ -35,64 +33,6 @@ from envpipe_megatron.runtime.energy.steps import (
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 logger = logging.getLogger(__name__)
-
-#: A step of a baseline that takes this much longer than the median loads, compiles or captures.
-_REPRESENTATIVE = 1.2
-
-
-class Interval:
-    """Steps of one GPU that are metered together: the fewer ends, the less is interpolated."""
-
-    def __init__(self) -> None:
-        self._phases: dict[str, int] = {}
-        self._steps_s = RunningMean()
-        #: Begin and end of steps without a pause between them.
-        self.spans: list[tuple[float, float]] = []
-
-    def add(self, step: Window) -> None:
-        """Add one more step, or what lies between steps."""
-        self._phases[step.phase] = self._phases.get(step.phase, 0) + step.iterations
-        if step.iterations:
-            self._steps_s.add(step.duration_s)
-        if self.spans and self.spans[-1][1] == step.begin_s:
-            self.spans[-1] = self.spans[-1][0], step.end_s
-        else:
-            self.spans.append((step.begin_s, step.end_s))
-
-    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
-        """What the steps took, with J to add; neither reads nor waits."""
-        count = self._steps_s.count
-        if not count:
-            return IntervalEnergy(self._phases, None)
-        energy_j = metering_j = None
-        with contextlib.suppress(MeterError):
-            metered = [meter.window(*span) for span in self.spans]
-            energy_j = (corrected_j + math.fsum(window.energy_j for window in metered)) / count
-            metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
-        time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
-        step = StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
-        return IntervalEnergy(self._phases, step)
-
-
-def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
-    """An average step of a warm-up, without the first and all up to the last that lasts longer.
-
-    One in the second half counts, as a hiccup of training; before that, it prepares what follows:
-    Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None
-    if steps are too few, or together shorter than ten refreshes of the counter.
-    """
-    steps = warmup[1:]
-    usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
-    first_half = range((len(steps) + 1) // 2)
-    slow = [i for i in first_half if steps[i].duration_s > _REPRESENTATIVE * usual_s]
-    steps = steps[slow[-1] + 1 :] if slow else steps
-    if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
-        return None
-    interval = Interval()
-    for step in steps:
-        interval.add(step)
-    measured = interval.measure(meter).step
-    return measured if measured is not None and measured.energy_j is not None else None
 
 
 class TrainingEnergy:
@@ -131,7 +71,7 @@ class TrainingEnergy:
         self._warmups: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: What the steps of the present measurement are added to as well.
-        self._measured: Interval | None = None
+        self._measured: Measured | None = None
         self._job_phases: dict[str, PhaseMean] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
@@ -255,14 +195,14 @@ class TrainingEnergy:
         batches = {p if p == FRAMEWORK else split_phase(p)[1] for p in phases if p != PLAN}
         return self.baselines.get(batches.pop()) if len(batches) == 1 else None
 
-    def measure_into(self, interval: Interval | None) -> None:
+    def measure_into(self, interval: Measured | None) -> None:
         """Add each step that ends from now on to an interval, until the next call."""
         self.catch_up()
         self._count()
         self._measured = interval
 
-    def mean_step(self, interval: Interval) -> StepEnergy | None:
-        """An average step of the intervals that all ranks measured; on all ranks together.
+    def mean_step(self, interval: Measured) -> StepEnergy | None:
+        """A usual step of the intervals that all ranks measured; on all ranks together.
 
         It is that of an average GPU of the job; None if a rank has no step in its interval. Waits
         for a look at the counter if there was none since the last step.
@@ -270,7 +210,8 @@ class TrainingEnergy:
         self.catch_up()
         if interval.spans and self._meter.last_refresh_s < interval.spans[-1][1]:
             self._meter.catch_up()
-        return self._over_gpus(interval.measure(self._meter).step)[0]
+        step = interval.usual().measure(self._meter).step if interval.spans else None
+        return self._over_gpus(step)[0]
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; the meter is not waited for.
