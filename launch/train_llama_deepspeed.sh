@@ -99,4 +99,4 @@ OUTPUT="${OUTPUT:-runs/llama-$type-$scheduling-$reconfig-$(date +%Y%m%d-%H%M%S)}
 
 exec envpipe launch --standalone --nproc-per-node "$stages" --output "$OUTPUT" \
     "$root/launch/train_llama_deepspeed.py" --deepspeed_config "$root/configs/deepspeed/llama.json" \
-    --type "$type" --scheduling "$scheduling" --reconfig "$reconfig" --output "$OUTPUT/envpipe" "$@"
+    --type "$type" --scheduling "$scheduling" --reconfig "$reconfig" --output "$OUTPUT" "$@"

@@ -277,7 +277,11 @@ class Job:
         lap = self.session.lap()  # what no log line has covered yet
         self.close()
         self.session.gather(lap)
-        for line in end_of_job(self.session, self.collectives, self.options.output_dir):
+        folder = self.options.output_dir
+        lines = end_of_job(self.session, self.collectives, folder)
+        if lines and folder is not None and not self.options.profile_only:
+            lines.append(f"envpipe report {folder} shows where time and energy went")
+        for line in lines:
             self.say(line)
 
 

@@ -132,10 +132,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    lines = list(_bill(summary, shares=session.only_measures and not whole_iterations))
-    if output_dir is not None:
-        lines.append(f"envpipe report {output_dir} shows where time and energy went")
-    return lines
+    return list(_bill(summary, shares=session.only_measures and not whole_iterations))
 
 
 def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:

@@ -73,6 +73,8 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
     said = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
+    if len(columns) == 1:
+        said = "Nothing to compare: a saving needs a baseline and steps of the steady phase."
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
     alone = facts.changed_nothing and len(columns) == 1

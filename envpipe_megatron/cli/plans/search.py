@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -313,7 +314,10 @@ def _write(
     if best.plan is not None:
         from envpipe_megatron.report.drawing.configurations import plot_configurations
 
-        best.candidate.stage_profile.write(output / _STAGES)
+        stages = best.candidate.stage_profile
+        waiting = ({int(profile.frequency_mhz.max()): blocking_power_w},) * stages.num_stages
+        sidecar = replace(stages.sidecar, wait_power_w=waiting)
+        replace(stages, sidecar=sidecar).write(output / _STAGES)
         best.plan.write(output / _PLAN)
         frontiers = {
             f"{number}: {sizes_words(each)}": [

@@ -36,6 +36,8 @@ JOULES_PER_KWH = 3.6e6
 #: Phases whose time lies between iterations.
 OUTSIDE_STEPS = (BETWEEN, PLAN)
 _UNKNOWN = (math.nan,) * len(SHARES)
+#: Facts of a job by which its steps differ: those of a start that had others are another job's.
+_ASKED = ("level", "type", "scheduling", "reconfigure")
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class Bill:
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, Ranges] = {}
         self.unreadable = 0
+        #: Of starts that asked for something else than the last one.
+        self._other_runs: set[str] = set()
 
     def add(self, line: EnergyWindow | EnergyNote) -> None:
         """Add one line."""
@@ -194,7 +198,10 @@ class Bill:
             node.agent = True
             if line.note == JOB:
                 facts = line.fields.get("facts")
-                self.facts.update(facts if isinstance(facts, dict) else {})
+                new = self.facts | (facts if isinstance(facts, dict) else {})
+                if any(new.get(name) != self.facts.get(name, new.get(name)) for name in _ASKED):
+                    self._other_runs = {run for _, run, _, _ in self.phases}
+                self.facts = new
             elif line.note in (BEGUN, ENDED):
                 node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
@@ -220,6 +227,7 @@ class Bill:
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
         made.unreadable = self.unreadable
+        made._other_runs = set(self._other_runs)
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
 
@@ -269,8 +277,15 @@ class Bill:
         return value if type(value) in (int, float) and 0 < value <= MAX_AMOUNT else None
 
     def steps(self, phase: str) -> StepEnergy | None:
-        """A step of a phase on an average GPU; None if a GPU does not report its steps."""
-        steps = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
+        """A step of a phase on an average GPU; None if a GPU does not report its steps.
+
+        Of starts that asked for what the last one did: one that only measured is no part of it.
+        """
+        steps = [
+            bill.step
+            for (_, run, its_phase, _), bill in self.phases.items()
+            if its_phase == phase and run not in self._other_runs
+        ]
         known = [step for step in steps if step is not None]
         if not known or len(known) < len(steps):
             return None

@@ -142,7 +142,8 @@ class Candidate:
                 clocks, times[chunk].tolist(), energies[chunk].tolist(), strict=True
             )
         ]
-        held = [float(work.held_bytes.mean()) for work in self.works]
+        # A profile of noise alone may have less of two microbatches than of one.
+        held = [max(0.0, float(work.held_bytes.mean())) for work in self.works]
         sidecar = Sidecar(
             gpu=self.profile.gpu,
             num_chunks=chunks,

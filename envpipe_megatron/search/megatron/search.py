@@ -90,7 +90,7 @@ def search(
     quickest = objective.goal == Goal.TIME
     if not quickest and not profile.has_energy:
         raise EnvPipeError(
-            f"{profile.source} has no joules, so nothing can be said of energy",
+            "The layer profile has no joules, so nothing can be said of energy",
             value=str(objective.goal),
             remedy="Measure them, or model them with --power-model.",
         )

@@ -64,7 +64,7 @@ class MegatronSpace:
     def __init__(self, profile: LayerProfile, job: Job, space: Space) -> None:
         if any(len(block.pieces) > 1 for block in profile.blocks):
             raise EnvPipeError(
-                f"{profile.source} lists parts of layers, and Megatron's stages have whole ones",
+                "The layer profile lists parts of layers, and Megatron's stages have whole ones",
                 remedy="Fold each block into one piece first.",
             )
         self.profile, self.job, self.space = profile, job, space
@@ -76,7 +76,7 @@ class MegatronSpace:
         found = tuple(self._shapes())
         if not found:
             raise EnvPipeError(
-                f"No sizes in {self.profile.source} fit {self.job.num_gpus} GPUs and a batch of "
+                f"No sizes in the layer profile fit {self.job.num_gpus} GPUs and a batch of "
                 f"{self.job.global_batch}",
                 value=sorted(self.profile.measures),
                 remedy="The GPUs must be tensor x context x data parallel x stages, and the batch "

@@ -247,6 +247,20 @@ def test_saving_against_the_jobs_own_baseline():
     assert "slower 5.92 +- " in line
 
 
+def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving():
+    """Who looks first and then turns EnvPipe on, in one folder, wants what it saves."""
+    looks, saves = (job(level=level, type="optimal") for level in ("observe", "order"))
+    starts = [
+        [window(0, i, run=f"a {start}", phase="steady", energy_j=energy_j) for i in range(3)]
+        for start, energy_j in zip(STARTS, (40.0, 30.0), strict=True)
+    ]
+    alone = bill(saves, *starts[1]).steps("steady")
+    assert bill(looks, *starts[0], saves, *starts[1]).steps("steady") == alone
+    assert bill(looks, *starts[0], saves, *starts[1]).snapshot().steps("steady") == alone
+    again = bill(saves, *starts[0], job(level="order"), *starts[1])
+    assert again.steps("steady").energy_j == pytest.approx(35.0), "a restart of the same job"
+
+
 def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
     assert bill(*steady(0, 90.0), window(1, 0)).steps("steady").iterations == 4
 
