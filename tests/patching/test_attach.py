@@ -140,7 +140,8 @@ def test_what_apply_refuses_is_refused_alike(start, modules, checkout, files, na
         apply_patch(checkout, modules[0])
     assert named in str(refused.value)
     said = start(checkout / "train.py")
-    assert (said.returncode, said.stderr) == (1, f"Error: {refused.value}\n")
+    where = f"The script would import it from {checkout}"
+    assert (said.returncode, said.stderr) == (1, f"Error: {refused.value}\n{where}\n")
 
 
 def test_more_than_modules_cannot_be_attached(checkout, catalog):

@@ -134,6 +134,8 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
+    elif bill.num_iterations and not bill.unreadable:
+        lines.append("J per iteration are left out: a run began twice, by a restart or as another")
     compared = bill.comparison()
     if compared is not None and compared.saving_percent is not None:
         saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)

@@ -150,6 +150,14 @@ def test_tables_and_sentences_of_a_bill():
     ]
 
 
+def test_what_an_iteration_takes_is_not_left_out_without_a_word():
+    starts = [f"a 2026-01-31T{hour}:00:00.000+00:00" for hour in (12, 13)]
+    again = bill(*(window(0, i, 10.0, run=start) for start in starts for i in range(3)))
+    assert bill_lines(again, Tariff())[1].startswith("J per iteration are left out: a run began")
+    once = bill(*(window(0, i, 10.0, run=starts[0]) for i in range(3)))
+    assert bill_lines(once, Tariff())[1].startswith("3 iterations: 10 J per iteration")
+
+
 def test_a_gpu_that_serves_another_stage_after_a_restart():
     made = bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1))
     stages = bill_facts(made, Tariff())["stages"]
