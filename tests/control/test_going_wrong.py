@@ -72,6 +72,7 @@ def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
     assert ran.saved(70, 80) > ran.saved(35, 45)
 
 
+@on_request("CONTROL")
 def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
     """No later window differs from what the baseline has shown."""
     monkeypatch.setattr(controller, "BASELINE_EVERY", 24)
