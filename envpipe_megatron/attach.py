@@ -31,11 +31,13 @@ def main() -> None:
     if not sys.flags.safe_path:  # else Python puts no folder there
         sys.path[0] = str(options.script.resolve().parent)
     sys.argv = [str(options.script), *options.arguments]
-    checkout = imported_checkout(options.script)
+    where = ""
     try:
+        checkout = imported_checkout(options.script)
+        where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
     except EnvPipeError as error:
-        sys.exit(f"Error: {error}\nThe script would import it from {checkout}")
+        sys.exit(f"Error: {error}{where}")
     # Before 3.13, Python itself shows lines of the files as they are stored.
     sys.excepthook = traceback.print_exception
     runpy.run_path(str(options.script), run_name="__main__")

@@ -32,10 +32,9 @@ from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_reader import EnergyReader
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
+from envpipe_megatron.runtime.energy.meter import POLL_S
 
 _PAUSE_S = 0.005
-#: As `EnergyMeter`.
-_POLL_S = 0.05
 #: A reader's first refresh comes after its process has started.
 _START_S = 20.0
 
@@ -45,7 +44,7 @@ def measure(gpus: list[Gpu], readers: int, seconds: float) -> dict[str, Any]:
     work = Work("host")
     with ExitStack() as stack:
         started = [
-            stack.enter_context(closing(EnergyReader(gpu.address, _POLL_S)))
+            stack.enter_context(closing(EnergyReader(gpu.address, POLL_S)))
             for gpu in itertools.islice(itertools.cycle(gpus), readers)
         ]
         for reader in started:

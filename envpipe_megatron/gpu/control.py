@@ -242,10 +242,8 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
     if wanted in ("dry_run", "emulated"):
         return ChosenControl(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
     chosen = first_allowed(wanted, check_controls(site))
-    if require and chosen.backend is None:
-        raise GpuPermissionError(
-            f"Clock control is required, but {chosen.why}", remedy=" ".join(chosen.remedies)
-        )
+    if chosen.backend is None:
+        return given_up(chosen, chosen.why, chosen.remedies, require=require)
     return chosen
 
 
@@ -269,11 +267,16 @@ def beside_power_profiles(
     if not enforced:
         return chosen
     why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
+    return given_up(chosen, why, (f"{PROFILES_REMEDY}.",), require=require)
+
+
+def given_up(
+    chosen: ChosenControl, why: str, remedies: tuple[str, ...], *, require: bool
+) -> ChosenControl:
+    """No control, for this reason; GpuPermissionError if it is required."""
     if require:
-        raise GpuPermissionError(
-            f"Clock control is required, but {why}", remedy=f"{PROFILES_REMEDY}."
-        )
-    return ChosenControl(chosen.wanted, None, why, (f"{PROFILES_REMEDY}.",))
+        raise GpuPermissionError(f"Clock control is required, but {why}", remedy=" ".join(remedies))
+    return ChosenControl(chosen.wanted, None, why, remedies)
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:

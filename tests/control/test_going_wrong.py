@@ -27,23 +27,30 @@ def run(iterations: int, faults: Any, **asked: Any) -> Ran:
     return run_job(config, preset, forward_s, iterations=iterations, faults=faults)
 
 
-@on_request("CONTROL")
-def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
-    inner, failures = online.plan_online, iter(range(3))
-    begun = []
+def run_where_planning_fails(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception], iterations: int, share: float
+) -> Ran:
+    """From iteration 45 a stage is slower; the plans begun since then fail, one for each error."""
+    inner, begun = online.plan_online, []
 
     def plan_online(*arguments: Any) -> Any:
-        if begun and next(failures, None) is not None:
-            raise LinearProgramError("The solver has failed")
+        if begun and errors:
+            raise errors.pop()
         return inner(*arguments)
 
     def faults(iteration: int) -> Any:
         if iteration >= 45:
             begun.append(iteration)
-        return {(0, 1): slower(1.1)} if iteration >= 45 else {}
+        return {(0, 1): slower(share)} if iteration >= 45 else {}
 
     monkeypatch.setattr(online, "plan_online", plan_online)
-    ran = run(110, faults)
+    return run(iterations, faults)
+
+
+@on_request("CONTROL")
+def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
+    errors: list[Exception] = [LinearProgramError("The solver has failed") for _ in range(3)]
+    ran = run_where_planning_fails(monkeypatch, errors, 110, 1.1)
     assert any("The solver has failed" in text for _, text in ran.said)
     assert ran.job[-1].phase == "steady"
     assert ran.saved(90, 110) > ran.saved(35, 45)
@@ -52,21 +59,7 @@ def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
 
 def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
     """There is a plan to go on with, whatever a solver or the machine has run out of."""
-    inner, begun, failed = online.plan_online, [], []
-
-    def plan_online(*arguments: Any) -> Any:
-        if begun and not failed:
-            failed.append(True)
-            raise MemoryError
-        return inner(*arguments)
-
-    def faults(iteration: int) -> Any:
-        if iteration >= 45:
-            begun.append(iteration)
-        return {(0, 1): slower(1.05)} if iteration >= 45 else {}
-
-    monkeypatch.setattr(online, "plan_online", plan_online)
-    ran = run(80, faults)
+    ran = run_where_planning_fails(monkeypatch, [MemoryError()], 80, 1.05)
     assert any("nothing better is planned: MemoryError" in text for _, text in ran.said)
     assert ran.job[-1].phase == "steady"
     assert ran.saved(70, 80) > ran.saved(35, 45)

@@ -63,64 +63,43 @@ class Unpacked(torch.nn.Module):
         return hidden[0]
 
 
-def packed_layers() -> list[Any]:
-    """GPT-2 in two stages, with a tuple of one between them."""
-    layers = gpt2_layers()
-    return [*layers[:4], LayerSpec(Packed), LayerSpec(Unpacked), *layers[4:]]
-
-
-def gpt2_layers() -> list[Any]:
-    return deepspeed_layers(
-        split_model(
-            GPT2Config(
-                vocab_size=WORDS,
-                n_positions=LONGEST,
-                n_embd=8,
-                n_layer=4,
-                n_head=2,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        )
-    )
-
-
-def llama_layers() -> list[Any]:
-    return deepspeed_layers(
-        split_model(
-            LlamaConfig(
-                vocab_size=WORDS,
-                hidden_size=8,
-                intermediate_size=16,
-                num_hidden_layers=4,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-            )
-        )
-    )
-
-
-def bert_layers() -> list[Any]:
-    return deepspeed_layers(
-        split_model(
-            BertConfig(
-                vocab_size=WORDS,
-                hidden_size=8,
-                intermediate_size=16,
-                num_hidden_layers=4,
-                num_attention_heads=2,
-                max_position_embeddings=LONGEST,
-            )
-        )
-    )
-
-
-MODELS = {
-    "packed": packed_layers,
-    "gpt2": gpt2_layers,
-    "llama": llama_layers,
-    "bert": bert_layers,
+CONFIGS = {
+    "gpt2": GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LONGEST,
+        n_embd=8,
+        n_layer=4,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "llama": LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ),
+    "bert": BertConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+    ),
 }
+
+
+def layers_of(model: str) -> list[Any]:
+    """Of a model; `packed` is GPT-2 in two stages, with a tuple of one between them."""
+    if model == "packed":
+        layers = layers_of("gpt2")
+        return [*layers[:4], LayerSpec(Packed), LayerSpec(Unpacked), *layers[4:]]
+    return deepspeed_layers(split_model(CONFIGS[model]))
+
+
 #: What EnvPipe is asked for; `gpipe` runs a plan by file.
 RUNS: dict[str, dict[str, Any]] = {
     "1f1b baseline": {"type": "baseline"},
@@ -222,7 +201,7 @@ def make_engine(case: Case, settings: dict[str, Any] | None) -> Any:
     replicas = dist.get_world_size() // (case.num_stages * case.tensor_parallel)
     torch.manual_seed(1)
     model = PipelineModule(
-        MODELS[case.model](),
+        layers_of(case.model),
         topology=PipeModelDataParallelTopology(
             num_pp=case.num_stages, num_mp=case.tensor_parallel, num_dp=replicas
         ),

@@ -337,19 +337,19 @@ class ClockController:
         return None
 
     def _run_resets(self) -> None:
-        problem: Exception | None = GpuError("Nothing was reset yet")
-        failed = False
-        while problem is not None:  # after a reset, nothing is locked any more
+        problem: Exception | None = None
+        while True:
             answer: SimpleQueue[Exception | None] | None = None
             with suppress(Empty):
                 # A driver that refused, or a daemon that restarts, is asked again, whatever the
                 # rank does meanwhile: it trains on at what may be a low clock.
-                answer = self._resets.get(timeout=_RETRY_RESET_S if failed else None)
+                answer = self._resets.get(timeout=_RETRY_RESET_S if problem else None)
             with self._driver:
                 problem = self._reset()
-            failed = problem is not None
             if answer is not None:
                 answer.put(problem)
+            if problem is None:  # nothing is locked any more
+                return
 
     def _reset(self) -> Exception | None:
         try:

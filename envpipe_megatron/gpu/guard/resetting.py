@@ -11,10 +11,17 @@ from envpipe_megatron.gpu.control import (
     ChosenControl,
     check_controls,
     first_allowed,
+    given_up,
     open_controlled,
 )
 from envpipe_megatron.gpu.guard.hold import job_key
-from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases, undo_lease
+from envpipe_megatron.gpu.guard.lease import (
+    Lease,
+    LeaseHeldError,
+    OpenGpu,
+    list_leases,
+    undo_lease,
+)
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
@@ -35,22 +42,13 @@ def that_can_be_undone(
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
-        rank = ProcessIdentity.own()
-        lease = Lease.take(gpu.address, job_key(), rank=rank, open_gpu=open_gpu)
-        try:
-            gpu.reset_frequency()
-        finally:
-            lease.release()
+        _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
     except LeaseHeldError:
         raise
     except GpuError as error:
         why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
-        if require:
-            raise GpuPermissionError(
-                f"Clock control is required, but {why}", remedy=error.remedy
-            ) from error
         remedies = (f"{error.remedy}.",) if error.remedy else ()
-        return ChosenControl(chosen.wanted, None, why, remedies)
+        return given_up(chosen, why, remedies, require=require)
     return chosen
 
 
@@ -103,15 +101,11 @@ class Resetter:
     def _reset(self, address: GpuAddress) -> str:
         gpu = self._open(address)
         try:
-            lease = Lease.take(gpu.address, JOB, rank=None, open_gpu=self._open)
+            _reset_leased(gpu, JOB, None, self._open)
         except LeaseFolderError as error:
             _refuse_held(address.uid)
             gpu.reset_frequency()
             return f"reset by {gpu.address.backend}, without a lease: {error.what}"
-        try:
-            gpu.reset_frequency()
-        finally:
-            lease.release()
         return f"reset by {gpu.address.backend}"
 
     def _undo(self, record: LeaseRecord) -> str:
@@ -122,6 +116,15 @@ class Resetter:
             "its rank lives and may lock again",
             remedy="Wait for that job or end it",
         )
+
+
+def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:
+    """Reset a GPU while it has a lease, so that no job takes it at that moment."""
+    lease = Lease.take(gpu.address, job, rank=rank, open_gpu=open_gpu)
+    try:
+        gpu.reset_frequency()
+    finally:
+        lease.release()
 
 
 def _refuse_held(uid: str) -> None:

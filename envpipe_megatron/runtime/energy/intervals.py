@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 
 from envpipe_megatron.runtime.energy.log import Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
@@ -19,11 +20,13 @@ _USUAL = 1.1
 class Interval:
     """Steps of one GPU that are metered together: the fewer ends, the less is interpolated."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Iterable[Window] = ()) -> None:
         self._phases: dict[str, int] = {}
         self._steps_s = RunningMean()
         #: Begin and end of steps without a pause between them.
         self.spans: list[tuple[float, float]] = []
+        for step in steps:
+            self.add(step)
 
     def add(self, step: Window) -> None:
         """Add one more step, or what lies between steps."""
@@ -50,26 +53,10 @@ class Interval:
         return IntervalEnergy(self._phases, step)
 
 
-class Measured(Interval):
-    """Steps at one clock, which keeps them: those that were held up say nothing of the clock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps: list[Window] = []
-
-    def add(self, step: Window) -> None:
-        """Add one more step, or what lies between steps."""
-        super().add(step)
-        self._steps.append(step)
-
-    def usual(self) -> Interval:
-        """Without steps that last so much longer than the median."""
-        median_s = statistics.median([s.duration_s for s in self._steps if s.iterations] or [0.0])
-        kept = Interval()
-        for step in self._steps:
-            if step.duration_s <= _USUAL * median_s:
-                kept.add(step)
-        return kept
+def usual(steps: Sequence[Window]) -> Interval:
+    """Steps at one clock, without those that were held up: they say nothing of the clock."""
+    median_s = statistics.median([step.duration_s for step in steps if step.iterations] or [0.0])
+    return Interval(step for step in steps if step.duration_s <= _USUAL * median_s)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
@@ -86,8 +73,5 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
     steps = steps[slow[-1] + 1 :] if slow else steps
     if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
         return None
-    interval = Interval()
-    for step in steps:
-        interval.add(step)
-    measured = interval.measure(meter).step
+    measured = Interval(steps).measure(meter).step
     return measured if measured is not None and measured.energy_j is not None else None

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 MIN_REFRESHES = 10
 #: A counter that has not refreshed for this many periods stands still: nothing is guessed beyond.
 MAX_SILENT_REFRESHES = 3
+#: From one look at the counter to the next, so that each refresh is seen.
+POLL_S = 0.05
 #: What NVML's counter counts in (mJ).
 RESOLUTION_J = 1e-3
 #: The refresh period until two refreshes have been seen: that of NVML's counter.
@@ -89,7 +91,7 @@ class EnergyMeter:
     def __init__(
         self,
         gpu: Gpu,
-        poll_s: float = 0.05,
+        poll_s: float = POLL_S,
         horizon_s: float = 12 * 3600.0,
         *,
         apart: bool | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.intervals import Interval, Measured, measure_baseline
+from envpipe_megatron.runtime.energy.intervals import Interval, measure_baseline, usual
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.steps import (
@@ -71,7 +71,7 @@ class TrainingEnergy:
         self._warmups: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: What the steps of the present measurement are added to as well.
-        self._measured: Measured | None = None
+        self._measured: list[Window] | None = None
         self._job_phases: dict[str, PhaseMean] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
@@ -195,23 +195,22 @@ class TrainingEnergy:
         batches = {p if p == FRAMEWORK else split_phase(p)[1] for p in phases if p != PLAN}
         return self.baselines.get(batches.pop()) if len(batches) == 1 else None
 
-    def measure_into(self, interval: Measured | None) -> None:
-        """Add each step that ends from now on to an interval, until the next call."""
+    def measure_into(self, steps: list[Window] | None) -> None:
+        """Add each step that ends from now on to these, until the next call."""
         self.catch_up()
         self._count()
-        self._measured = interval
+        self._measured = steps
 
-    def mean_step(self, interval: Measured) -> StepEnergy | None:
-        """A usual step of the intervals that all ranks measured; on all ranks together.
+    def mean_step(self, steps: Sequence[Window]) -> StepEnergy | None:
+        """A usual step of those that all ranks measured; on all ranks together.
 
-        It is that of an average GPU of the job; None if a rank has no step in its interval. Waits
-        for a look at the counter if there was none since the last step.
+        It is that of an average GPU of the job; None if a rank has no step. Waits for a look at the
+        counter if there was none since the last step.
         """
         self.catch_up()
-        if interval.spans and self._meter.last_refresh_s < interval.spans[-1][1]:
+        if steps and self._meter.last_refresh_s < steps[-1].end_s:
             self._meter.catch_up()
-        step = interval.usual().measure(self._meter).step if interval.spans else None
-        return self._over_gpus(step)[0]
+        return self._over_gpus(usual(steps).measure(self._meter).step)[0]
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; the meter is not waited for.
@@ -308,7 +307,7 @@ class TrainingEnergy:
         self.log.add(step)
         self._lap.add(step)
         if self._measured is not None:
-            self._measured.add(step)
+            self._measured.append(step)
         phase, batch = split_phase(step.phase)
         if phase == Phase.BASELINE or (phase == Phase.WARMUP and batch not in self._settled):
             self._warmups.setdefault(batch, []).append(step)

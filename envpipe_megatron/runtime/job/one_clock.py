@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.runtime.energy.intervals import Measured
+from envpipe_megatron.runtime.energy.log import Window
 from envpipe_megatron.runtime.energy.steps import Comparison, StepEnergy, compare, percent
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import by_planner, on_every_rank
@@ -168,12 +168,12 @@ def find_one_clock(job: PhaseParts, schedule: Schedule, swept_mhz: Sequence[int]
     stretches = Stretches(
         job.config.profiler.settle_iterations, job.config.profiler.min_window_s, job.collectives
     )
-    steps: dict[int, Measured] = {}
+    steps: dict[int, list[Window]] = {}
     while (clock := by_planner(job.collectives, search.next_mhz)) is not None:
         job.say(f"one clock: measuring {clock} MHz")
         order = constant_order(Phase.PROFILE, schedule, clock, clock)
         yield from stretches.settle(order)
-        job.energy.measure_into(steps.setdefault(clock, Measured()))
+        job.energy.measure_into(steps.setdefault(clock, []))
         yield from stretches.measure(
             order, max(_LEAST_STEPS, job.config.profiler.measured_iterations)
         )
@@ -200,7 +200,7 @@ def find_one_clock(job: PhaseParts, schedule: Schedule, swept_mhz: Sequence[int]
     return best
 
 
-def _mean_step(job: PhaseParts, steps: Measured) -> StepEnergy:
+def _mean_step(job: PhaseParts, steps: Sequence[Window]) -> StepEnergy:
     """What all GPUs measured in steps at a clock; ProfilerError on all ranks if one could not."""
     mean = job.energy.mean_step(steps)
 

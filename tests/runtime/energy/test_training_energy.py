@@ -19,7 +19,7 @@ from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.runtime.energy.intervals import Measured, measure_baseline
+from envpipe_megatron.runtime.energy.intervals import measure_baseline, usual
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.steps import (
@@ -365,13 +365,14 @@ def test_which_steps_of_a_warm_up_are_its_baseline(rank, steps_s, counted):
 
 def test_a_step_that_was_held_up_says_nothing_of_a_clock(rank):
     """Else the highest clock would look slow, and much lower ones fast enough."""
-    measured = Measured()
-    assert measured.usual().measure(rank().meter).step is None
+    assert usual([]).measure(rank().meter).step is None
     steps_s = [0.5, 0.5, 0.75, 0.5, 0.53125, 0.5]
     ends_s = itertools.accumulate(steps_s)
-    for end_s, duration_s in zip(ends_s, steps_s, strict=True):
-        measured.add(Window("profile", 0, 0, end_s - duration_s, end_s))
-    kept = measured.usual().measure(rank().meter).step
+    steps = [
+        Window("profile", 0, 0, end_s - duration_s, end_s)
+        for end_s, duration_s in zip(ends_s, steps_s, strict=True)
+    ]
+    kept = usual(steps).measure(rank().meter).step
     assert kept.iterations == 5
     assert kept.time_s == pytest.approx(2.53125 / 5)
     assert kept.energy_j == pytest.approx(128 * 2.53125 / 5)
