@@ -12,6 +12,7 @@ multiprocessors and computes beside the others: then times can be compared, too.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import runpy
 import sys
@@ -24,7 +25,7 @@ def sharing(environment: Mapping[str, str], ranks_per_gpu: int) -> dict[str, str
 
     Neighbours get different GPUs, where there are several.
     """
-    gpus = int(environment["LOCAL_WORLD_SIZE"]) // ranks_per_gpu
+    gpus = math.ceil(int(environment["LOCAL_WORLD_SIZE"]) / ranks_per_gpu)
     changed = {
         "LOCAL_RANK": str(int(environment["LOCAL_RANK"]) % gpus),
         "NCCL_SOCKET_IFNAME": "lo",

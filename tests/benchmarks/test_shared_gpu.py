@@ -40,6 +40,11 @@ def test_neighbours_get_different_gpus():
     assert given == ["0", "1", "2", "3", "0", "1", "2", "3"]
 
 
+def test_a_job_of_fewer_ranks_than_share_a_gpu_has_one_gpu():
+    place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}
+    assert shared_gpu.sharing(place, 4)["LOCAL_RANK"] == "0"
+
+
 def test_where_nccl_takes_ranks_of_one_gpu_they_are_of_one_host():
     place = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "RANK": "7"}
     assert "NCCL_HOSTID" in shared_gpu.sharing(place, 2)
