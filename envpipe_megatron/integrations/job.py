@@ -240,7 +240,7 @@ class Job:
             f"EnvPipe {__version__} is active: {asked}",
             f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
             f"in flight: {options.max_in_flight or 'no limit'}; "
-            f"output: {options.output_dir or 'none'}",
+            f"output: {self.session.output_dir or 'none'}",
         ]
         if self.channel.about and not self._keeps_order:
             lines.append(f"messages: {self.channel.about}")
@@ -277,7 +277,7 @@ class Job:
         lap = self.session.lap()  # what no log line has covered yet
         self.close()
         self.session.gather(lap)
-        folder = self.options.output_dir
+        folder = self.session.output_dir
         lines = end_of_job(self.session, self.collectives, folder)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")

@@ -45,6 +45,7 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
         "results.csv", "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
+        ".lock",
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
@@ -115,6 +116,7 @@ class Session:
             self._labels["node"] = self._agent.node  # the agent's lines use this name
         self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
         with contextlib.ExitStack() as half_made:
+            half_made.callback(self._folder.close)
             half_made.callback(self._timeline.close)
             if self._agent is not None:
                 half_made.callback(self._agent.close)
@@ -184,6 +186,11 @@ class Session:
     def pipeline_ranks(self) -> list[int]:
         """Global rank of each stage of this rank's pipeline."""
         return self._channel.ranks
+
+    @property
+    def output_dir(self) -> Path | None:
+        """Where the job's files are: elsewhere than asked for where another live job writes."""
+        return self._folder.path
 
     @property
     def only_measures(self) -> bool:
@@ -405,6 +412,7 @@ class Session:
         with contextlib.ExitStack() as last:
             if not self._closed:
                 self._closed = True
+                last.callback(self._folder.close)
                 last.callback(self._timeline.close)
                 last.callback(self._log_clock_summary)
                 last.callback(self.meter.close)

@@ -8,15 +8,18 @@ training: what is lost is logged.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache, partial
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
@@ -43,6 +46,8 @@ from envpipe_megatron.runtime.job.restarts.job_file import (
 logger = logging.getLogger(__name__)
 
 GRIDS_FILE = "reconfigure.txt"
+#: Locked by the planning rank of the job that writes to the folder.
+_LOCK_FILE = ".lock"
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
@@ -51,10 +56,19 @@ _NOT_OF_PLAN = (
 
 
 class JobFolder:
-    """The files of a job, and what an earlier start left among them; no path, no files."""
+    """The files of a job, and what an earlier start left among them; no path, no files.
+
+    Where another live job writes to the path, this one has `<path>.2` or the next that is free.
+    """
 
     def __init__(self, path: Path | None, collectives: Collectives) -> None:
-        self._path = path
+        #: Its lock ends with the process, however that ends, and is no child's.
+        self._lock: IO[str] | None = None
+        #: Where they are.
+        self.path = collectives.agreed(lambda: self._take(path)) if path else None
+        if self.path and self.path != path:
+            with suppress(OSError):  # what cannot be written is logged
+                self.path.mkdir(exist_ok=True)
         self._collectives = collectives
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
@@ -69,18 +83,23 @@ class JobFolder:
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
 
+    def close(self) -> None:
+        """Let another job write to the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
     @property
     def found_profile(self) -> Path | None:
         """The profile that an earlier start left, and nothing has spoken against; else None."""
-        if self.found is None or self._path is None or not self.found.profile:
+        if self.found is None or self.path is None or not self.found.profile:
             return None
-        return self._path / PROFILE_FILE
+        return self.path / PROFILE_FILE
 
     def found_plan(self, batch: str) -> Path | None:
         """The plan of a batch that an earlier start left; None without one."""
-        if self.found is None or self._path is None or plan_file(batch) not in self.found.plan:
+        if self.found is None or self.path is None or plan_file(batch) not in self.found.plan:
             return None
-        return self._path / plan_file(batch)
+        return self.path / plan_file(batch)
 
     def resume(self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu) -> None:
         """Find what an earlier start left that still holds; every rank calls it.
@@ -90,7 +109,7 @@ class JobFolder:
         be lowered touches nothing until it has something to keep: what is stored may be of the
         lower level.
         """
-        path, replicas = self._path, self._collectives.num_replicas
+        path, replicas = self.path, self._collectives.num_replicas
         if path is None or config.fingerprint is None:
             return
         self.found, self.started = self._collectives.agreed(
@@ -108,9 +127,9 @@ class JobFolder:
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
         """A function that adds to `<name>.jsonl` or `<name>-<node>.jsonl`; None without folder."""
-        if self._path is None:
+        if self.path is None:
             return None
-        return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")
+        return partial(append_line, self.path / f"{name}{self._of_node}.jsonl")
 
     def append(self, name: str, entry: dict[str, Any]) -> None:
         """Append an object to the node's file of this name."""
@@ -124,9 +143,9 @@ class JobFolder:
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-        if self._path is None:
+        if self.path is None:
             return
-        path = self._path / GRIDS_FILE
+        path = self.path / GRIDS_FILE
         try:
             with path.open("a") as file:
                 file.write(text + "\n\n")
@@ -148,7 +167,7 @@ class JobFolder:
 
     def copy_plan(self, plan: Plan, source: Path) -> None:
         """Write a plan that the user gave, unless it is the file that would be written."""
-        if self._path is not None and source != self._path / plan_file(""):
+        if self.path is not None and source != self.path / plan_file(""):
             self._written(plan_file(""), plan)
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
@@ -173,6 +192,29 @@ class JobFolder:
         }
         if new:
             self._store(baselines={**self._job.baselines, **new})
+
+    def _take(self, path: Path) -> Path:
+        """The first folder that no live job writes to; the path where that cannot be known."""
+        others = (path.with_name(f"{path.name}.{number}") for number in count(2))
+        for own in chain([path], others):
+            try:
+                if own != path:
+                    own.mkdir(exist_ok=True)
+                lock = (own / _LOCK_FILE).open("w")
+                try:
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    lock.close()
+                    raise
+            except BlockingIOError:
+                continue
+            except OSError:
+                return path
+            self._lock = lock
+            if own != path:
+                logger.warning("Another job writes to %s: this one writes to %s", path, own)
+            return own
+        raise AssertionError("there is no last number")
 
     def _look(
         self, path: Path, config: SessionConfig, keys: JobKeys
@@ -200,9 +242,9 @@ class JobFolder:
 
     def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
         """Write a result on the planning rank; the digests of its files, none if it failed."""
-        if self._path is None or not self._collectives.is_planner:
+        if self.path is None or not self._collectives.is_planner:
             return {}
-        path = self._path / name
+        path = self.path / name
         try:
             if not self._make_way():
                 return {}
@@ -214,15 +256,15 @@ class JobFolder:
             return {}
 
     def _store(self, **changes: Any) -> None:
-        if self._job is None or self._path is None or not self._make_way():
+        if self._job is None or self.path is None or not self._make_way():
             return
         self._job = replace(self._job, **changes)
         try:
-            write_job(self._path, self._job)
+            write_job(self.path, self._job)
         except Exception as error:  # of a disk, or of facts that JSON has no type for
             logger.error(
                 "%s could not be written. Training goes on, but a restart would begin afresh: %s",
-                self._path / JOB_FILE,
+                self.path / JOB_FILE,
                 error,
             )
             self._job = None

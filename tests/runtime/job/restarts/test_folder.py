@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +37,7 @@ def whole(tmp_path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def resumed(config: SessionConfig, power_limit_w: float | None = None, **gpu: Any) -> JobFolder:
@@ -314,11 +317,38 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     assert caplog.text.count("could not be written") == 2
 
 
+def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):
+    own = tmp_path / "out"
+    own.mkdir()
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, own / ".lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        second = job_folder(own)
+        assert second.path == tmp_path / "out.2"
+        second.append("energy", {"energy_j": 1.0})
+        assert {*files(second.path)} == {"job.json", "energy.jsonl"}
+        assert files(own) == {}
+        assert f"Another job writes to {own}: this one writes to {second.path}" in caplog.text
+        other.kill()
+    second.close()
+    assert job_folder(own).path == own
+
+
 class Nodes:
     """Collectives of ranks on these nodes, one stage each."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
+
+    def agreed(self, make: Callable[[], Path]) -> Path:
+        return make()
 
     def from_planner(self, own: str) -> str:
         assert own in self.names
