@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import plain_stages
 
@@ -13,11 +16,51 @@ from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job import one_clock
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)
+
+
+def step(session: Session) -> None:
+    session.begin_step()
+    run = session.open_iteration(builders.whole_iteration(len(UNSEEN_S)), plain_stages.SPECS)
+    run.begin_unit()
+    run.end_unit()
+    session.end_step()
+
+
+def train_on(rank: int, root: Path, waits_first: float, waits_later: float) -> Any:
+    """Train on, and let the share of a step that waits for memory be another once it is steady.
+
+    Returns phase and clock of each step, and what the planning rank said.
+    """
+    config = SessionConfig(
+        PlanRequest(1, policy="uniform"),
+        warmup_iterations=2,
+        profiler=ProfilerSettings(1, 1, 1),
+        one_clock_slowdown_percent=5.0,
+    )
+    said: list[str] = []
+    session, gpu = plain_stages.session(
+        rank, config, root, time_at_max_s={Kind.FORWARD: UNSEEN_S[rank]}, say=said.append
+    )
+
+    def waits(share: float) -> None:
+        gpu.preset = replace(gpu.preset, forward=replace(gpu.preset.forward, memory_fraction=share))
+
+    waits(waits_first)
+    steps: list[tuple[str, int | None]] = []
+    often = mock.patch.multiple(one_clock, _COMPARED_AFTER=3, _MEASUREMENTS_APART=0)
+    with often, contextlib.closing(session):
+        for _ in range(120):
+            step(session)
+            steps.append((session.state.phase.value, gpu.requested_frequency_mhz))
+            if steps[-1][0] == "steady":
+                waits(waits_later)
+    return steps, said
 
 
 def train_unseen(
@@ -42,15 +85,10 @@ def train_unseen(
     session, gpu = plain_stages.session(
         rank, config, root, time_at_max_s={Kind.FORWARD: UNSEEN_S[rank]}, seen_as=seen_as
     )
-    order = builders.whole_iteration(len(UNSEEN_S))
     requested: dict[str, set[int | None]] = {"warm-up": set(), "profile": set(), "steady": set()}
     try:
         while not requested["steady"]:
-            session.begin_step()
-            run = session.open_iteration(order, plain_stages.SPECS)
-            run.begin_unit()
-            run.end_unit()
-            session.end_step()
+            step(session)
             requested[session.state.phase.value].add(gpu.requested_frequency_mhz)
         state = session.state
         return {

@@ -9,6 +9,7 @@ these are the clocks that a power cap makes free, and those of a job that waits 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -31,6 +32,9 @@ _COARSE = 16
 _RISES_TO_STOP = 2
 #: The highest clock and the best are measured this often.
 _ROUNDS = 2
+#: The kept clock is held against the highest when so many iterations have passed, and so many times
+#: those of a measurement: less than a hundredth of what is saved.
+_COMPARED_AFTER, _MEASUREMENTS_APART = 1000, 100
 #: Two steps are the least whose scatter is known.
 _LEAST_STEPS = 2
 #: Noise may not excuse a slower clock by more, percent.
@@ -54,7 +58,7 @@ class ClockSearch:
     Args:
         clocks_mhz: the highest first; slowdowns and savings are against it.
         slowdown_percent: what the user allows.
-        tried: what was measured at each clock, all energies known.
+        tried: what was measured at each clock; to search, all energies are known.
     """
 
     clocks_mhz: Sequence[int]
@@ -97,6 +101,10 @@ class ClockSearch:
         below = [clock for clock in fast if clock <= least and not self._slower(clock, least)]
         return min(clock for clock in below if not self._takes_more(clock, least))
 
+    def is_right(self, clock: int) -> bool:
+        """Whether a clock saves, and is no slower than allowed, as far as can be told."""
+        return not self._too_slow(clock) and not self._takes_more(clock, self.clocks_mhz[0])
+
     def by_clock(self) -> list[int]:
         """The clocks that were measured, the highest first."""
         return sorted(self.tried, reverse=True)
@@ -106,8 +114,9 @@ class ClockSearch:
         step, compared = self.tried[clock].step, self._compared(clock, self.clocks_mhz[0])
         saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
         slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
+        energy = "unknown energy" if step.energy_j is None else f"{step.energy_j:.1f} J"
         return (
-            f"{clock} MHz: {step.time_s:.4f} s and {step.energy_j:.1f} J a step on an average GPU, "
+            f"{clock} MHz: {step.time_s:.4f} s and {energy} a step on an average GPU, "
             f"saved: {saved}, slower: {slower}"
         )
 
@@ -139,75 +148,120 @@ class ClockSearch:
         return bool(down) and (past_valley or self._too_slow(down[-1]))
 
 
-def find_one_clock(job: PhaseParts, schedule: Schedule, swept_mhz: Sequence[int]) -> PhaseRun[int]:
-    """Measure a few clocks; the one to keep, in MHz, the same on every rank.
+class OneClock:
+    """Finds the clock to keep, in MHz, and looks whether it is still right; the same on every rank.
 
     A measurement takes the profiler's iterations, a second and two steps at least, and those in
-    which clock and counter settle: seven steps or more, by default. There are six to 18. In one to
-    three of them steps last longer than allowed, by what a clock lower by a sixth, a twelfth and a
-    25th costs: about two steps' time in all. What an earlier start of the job found is kept.
+    which clock and counter settle: seven steps or more, by default.
 
     Args:
         job: this rank's parts; its configuration allows a slowdown.
         schedule: the framework's order, in which all iterations run.
         swept_mhz: the clocks to choose from, beside the highest.
-
-    Raises GoesOnError on all ranks if a meter or the control of a clock failed on one.
     """
-    limit_percent = job.config.one_clock_slowdown_percent
-    assert limit_percent is not None
-    found = job.folder.found
-    if found is not None and found.one_clock_mhz is not None:
-        kept = found.one_clock_mhz
-        if job.collectives.on_all(kept in job.gpu.supported_frequencies_mhz):
+
+    def __init__(self, job: PhaseParts, schedule: Schedule, swept_mhz: Sequence[int]) -> None:
+        limit_percent = job.config.one_clock_slowdown_percent
+        assert limit_percent is not None
+        self._job, self._schedule, self._limit_percent = job, schedule, limit_percent
+        self._top = max(job.gpu.supported_frequencies_mhz)
+        self._clocks_mhz = [self._top, *(clock for clock in swept_mhz if clock < self._top)]
+        self._stretches = Stretches(
+            job.config.profiler.settle_iterations, job.config.profiler.min_window_s, job.collectives
+        )
+        #: Iterations after which to ask whether the clock is still right.
+        self.compared_after = _COMPARED_AFTER
+
+    def find_or_keep(self) -> PhaseRun[int]:
+        """What an earlier start of the job found; else as `find`."""
+        job = self._job
+        kept = job.folder.found and job.folder.found.one_clock_mhz
+        if kept and job.collectives.on_all(kept in job.gpu.supported_frequencies_mhz):
             job.state.notes = (f"One clock for the whole job: {kept} MHz, as found before",)
             job.say(job.state.notes[0])
             return kept
-    top = max(job.gpu.supported_frequencies_mhz)
-    search = ClockSearch([top, *(clock for clock in swept_mhz if clock < top)], limit_percent)
-    stretches = Stretches(
-        job.config.profiler.settle_iterations, job.config.profiler.min_window_s, job.collectives
-    )
-    steps: dict[int, list[Window]] = {}
-    while (clock := by_planner(job.collectives, search.next_mhz)) is not None:
-        job.say(f"one clock: measuring {clock} MHz")
-        order = constant_order(Phase.PROFILE, schedule, clock, clock)
-        yield from stretches.settle(order)
-        job.energy.measure_into(steps.setdefault(clock, []))
-        yield from stretches.measure(
-            order, max(_LEAST_STEPS, job.config.profiler.measured_iterations)
+        return (yield from self.find())
+
+    def find(self) -> PhaseRun[int]:
+        """Measure a few clocks; the one to keep.
+
+        There are six to 18 measurements. In one to three of them steps last longer than allowed, by
+        what a clock lower by a sixth, a twelfth and a 25th costs: about two steps' time in all.
+
+        Raises GoesOnError on all ranks if a meter or the control of a clock failed on one.
+        """
+        job = self._job
+        search = ClockSearch(self._clocks_mhz, self._limit_percent)
+        steps: dict[int, list[Window]] = defaultdict(list)
+        while (clock := by_planner(job.collectives, search.next_mhz)) is not None:
+            job.say(f"one clock: measuring {clock} MHz")
+            yield from self._measure(Phase.PROFILE, clock, search, steps)
+        best = by_planner(job.collectives, search.best_mhz)
+        why = f"at most {self._limit_percent:g} % slower was allowed"
+        if not job.collectives.on_all(job.gpu.changes_clock):
+            best = self._top
+            why = "a dry run changes no clock, so what was measured shows the loop alone"
+        choice = f"One clock for the whole job: {best} MHz; {why}"
+        told = by_planner(
+            job.collectives, lambda: [search.told(clock) for clock in search.by_clock()]
         )
+        job.state.notes = (choice, *told)
+        for note in job.state.notes:
+            job.say(note)
+        if job.collectives.is_planner:
+            clocks = [
+                {"frequency_mhz": clock, **asdict(search.tried[clock].step)}
+                for clock in search.by_clock()
+            ]
+            job.folder.append("one_clock", {"chosen_mhz": best, "clocks": clocks})
+        job.folder.keep_one_clock(best)
+        return best
+
+    def is_right(self, kept_mhz: int) -> PhaseRun[bool]:
+        """Measure the kept clock and the highest: whether it still saves and is no slower than may.
+
+        What speaks against it must do so twice. Where a meter has failed, times alone tell. Raises
+        GoesOnError on all ranks if the control of a clock failed on one.
+        """
+        if kept_mhz == self._top:
+            return True
+        job = self._job
+        search = ClockSearch(self._clocks_mhz, self._limit_percent)
+        steps: dict[int, list[Window]] = defaultdict(list)
+        for _ in range(_ROUNDS):
+            yield from self._measure(Phase.BASELINE, self._top, search, steps)
+            yield from self._measure(Phase.STEADY, kept_mhz, search, steps)
+            if by_planner(job.collectives, lambda: search.is_right(kept_mhz)):
+                return True
+        job.say(f"one clock: not right any more, {search.told(kept_mhz)}")
+        return False
+
+    def _measure(
+        self, phase: Phase, clock: int, search: ClockSearch, steps: dict[int, list[Window]]
+    ) -> PhaseRun[None]:
+        """Add a round at a clock to a search, and its steps to those of the rounds before."""
+        job = self._job
+        order = constant_order(phase, self._schedule, clock, clock)
+        yield from self._stretches.settle(order)
+        job.energy.measure_into(steps[clock])
+        at_least = max(_LEAST_STEPS, job.config.profiler.measured_iterations)
+        records = yield from self._stretches.measure(order, at_least)
         job.energy.measure_into(None)
-        yield from stretches.settle(order)  # the counter passes the last step's end
+        self.compared_after = max(_COMPARED_AFTER, _MEASUREMENTS_APART * len(records))
+        yield from self._stretches.settle(order)  # the counter passes the last step's end
         rounds = search.tried[clock].rounds + 1 if clock in search.tried else 1
-        search.tried[clock] = Tried(_mean_step(job, steps[clock]), rounds)
-    best = by_planner(job.collectives, search.best_mhz)
-    why = f"at most {limit_percent:g} % slower was allowed"
-    if not job.collectives.on_all(job.gpu.changes_clock):
-        best, why = top, "a dry run changes no clock, so what was measured shows the loop alone"
-    choice = f"One clock for the whole job: {best} MHz; {why}"
-    told = by_planner(job.collectives, lambda: [search.told(clock) for clock in search.by_clock()])
-    job.state.notes = (choice, *told)
-    for note in job.state.notes:
-        job.say(note)
-    if job.collectives.is_planner:
-        clocks = [
-            {"frequency_mhz": clock, **asdict(search.tried[clock].step)}
-            for clock in search.by_clock()
-        ]
-        job.folder.append("one_clock", {"chosen_mhz": best, "clocks": clocks})
-    job.folder.keep_one_clock(best)
-    return best
+        needs_energy = phase is Phase.PROFILE
+        search.tried[clock] = Tried(_mean_step(job, steps[clock], needs_energy), rounds)
 
 
-def _mean_step(job: PhaseParts, steps: Sequence[Window]) -> StepEnergy:
+def _mean_step(job: PhaseParts, steps: Sequence[Window], needs_energy: bool) -> StepEnergy:
     """What all GPUs measured in steps at a clock; ProfilerError on all ranks if one could not."""
     mean = job.energy.mean_step(steps)
 
     def checked() -> StepEnergy:
         if job.clock.error is not None:
             raise ProfilerError(f"Clock control ended while measuring: {job.clock.error}")
-        if mean is None or mean.energy_j is None:
+        if mean is None or (needs_energy and mean.energy_j is None):
             raise ProfilerError("The energy counter failed while clocks were measured")
         return mean
 

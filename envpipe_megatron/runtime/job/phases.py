@@ -21,7 +21,7 @@ from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
+from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.runtime.job.online import run_online
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import (
@@ -63,8 +63,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     order, own_order = replace(at_top, phase=Phase.STEADY), True
     try:
         if config.one_clock_slowdown_percent is not None:
-            clock = yield from find_one_clock(job, schedule, _swept_clocks(job, ONE_CLOCK_STEP))
-            order = constant_order(Phase.STEADY, schedule, clock, clock)
+            yield from _one_clock(job, schedule)
         elif config.closed_loop:
             yield from _closed_loop(job, schedule, records[1:])
         elif not config.measures_alone(schedule.name):
@@ -78,6 +77,21 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     if own_order:
         _keep_own_order(job, schedule)
     yield from _steady(job, order)
+
+
+def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
+    """Find a clock, and another when it is not right any more, forever. As `_save_energy`."""
+    one = OneClock(job, schedule, _swept_clocks(job, ONE_CLOCK_STEP))
+    clock = yield from one.find_or_keep()
+    _keep_own_order(job, schedule)
+    while True:
+        steady = _steady(job, constant_order(Phase.STEADY, schedule, clock, clock))
+        right = True
+        while right:
+            for _ in range(one.compared_after):
+                yield next(steady)
+            right = yield from one.is_right(clock)
+        clock = yield from one.find()
 
 
 def _closed_loop(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -153,3 +154,28 @@ def test_a_gpu_with_a_single_clock_keeps_it(three_ranks, tmp_path):
     for rank in three_ranks.run(one_clock_ranks.train_unseen, tmp_path, 0.0, False, (1410,)):
         assert rank["requested"] == {"warm-up": {1410}, "profile": set(), "steady": {1410}}
         assert "has a single clock" in rank["notes"][0]
+
+
+def test_a_clock_that_is_right_is_looked_at_again_and_kept(three_ranks, tmp_path):
+    told = three_ranks.run(one_clock_ranks.train_on, tmp_path, 0.7, 0.7)
+    for steps, _ in told:
+        found = next(at for at, (phase, _) in enumerate(steps) if phase == "steady")
+        after = steps[found:]
+        assert {clock for phase, clock in after if phase == "baseline"} == {1410}
+        (kept,) = {clock for phase, clock in after if phase == "steady"}
+        assert kept < 1410
+        assert {phase for phase, _ in after} == {"baseline", "steady"}
+    assert not [text for text in told[0][1] if "not right" in text]
+
+
+def test_a_clock_that_has_become_too_slow_is_looked_for_anew(three_ranks, tmp_path):
+    """Steps that waited for memory compute: a clock that cost 5 % costs more."""
+    gpu = load_preset("a100-sxm")
+    told = three_ranks.run(one_clock_ranks.train_on, tmp_path, 0.9, 0.3)
+    for steps, _ in told:
+        kept = [clock for phase, clock in steps if phase == "steady"]
+        for clock, waits in ((kept[0], 0.9), (kept[-1], 0.3)):
+            model = replace(gpu, forward=replace(gpu.forward, memory_fraction=waits))
+            assert 1.04 < model.unit_time_s("forward", clock, 1.0) <= 1.05
+    (why,) = [text for text in told[0][1] if "not right any more" in text]
+    assert f"{kept[0]} MHz" in why
