@@ -37,6 +37,7 @@ from envpipe_megatron.quickstart.settings import (
 _FILES = (
     "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
     "profile.csv", "profile.json", "plan.json", "loop.jsonl", "results.csv", "summary.json",
+    ".lock",
 )  # fmt: skip
 _EMULATED = "emulated"
 #: Folders that may be beside them: the emulated GPUs, and what `envpipe report` makes.

@@ -230,8 +230,8 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     summary = folder.summary or {}
     runs = summary.get("runs")
     told = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
-    seen = dict.fromkeys(str(note) for entry in told for note in entry.get("notes") or ())
-    yield from seen
+    entries = (entry for entry in told if isinstance(entry, Mapping))
+    yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
     if summary.get("times_trusted") is False:
         yield "The machine was too slow for the emulation: these times are not to be trusted."
     if folder.plan is not None:

@@ -89,9 +89,9 @@ def write_trace(
             file.writelines(_clock_events(pid, gpu, axis, _NOT_SET if dry_run else _REQUESTED))
             file.writelines(_power_events(pid, gpu.windows, axis))
         file.write("\n]}\n")
-    recorded = {_iteration_of(read) for read in timelines.iterations}
+    there = {_iteration_of(read) for gpu in gpus for read in gpu.iterations}
     overlapping = len(timelines.iterations) - sum(len(gpu.iterations) for gpu in gpus)
-    return TraceFacts(units, len(kept), len(recorded), overlapping)
+    return TraceFacts(units, len(kept & there), len(there), overlapping)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.quickstart.run import run_quickstart
+from envpipe_megatron.quickstart.run import _FILES, _FOLDERS, run_quickstart
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -47,6 +47,10 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
         ".lock",
     }  # fmt: skip
+
+
+def test_another_run_may_clear_all_of_them(finished):
+    assert {path.name for path in finished.output.iterdir()} <= {*_FILES, *_FOLDERS}
 
 
 def test_training_was_the_same_to_the_last_bit(finished):

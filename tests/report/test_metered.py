@@ -63,8 +63,16 @@ def test_a_step_that_was_repeated_after_a_restart_counts_once():
     # The rank has another GPU now, and the job still one.
     (series,) = step_series([own[0], replace(own[1], node="n9", gpu_uid="GPU-new")])
     assert series.energy_j.tolist() == [110]
-    (series,) = step_series([*own, window(1, 5, 5, energy_j=50, run=STARTS[1])])
-    assert series.energy_j.tolist() == [pytest.approx(180)]
+    killed = window(1, 4, 4, energy_j=10, run=STARTS[0])
+    (series,) = step_series([*own, killed, window(1, 5, 5, energy_j=50, run=STARTS[1])])
+    assert series.energy_j.tolist() == pytest.approx([20, 180])
+
+
+def test_each_start_has_the_gpus_that_it_had():
+    both = [window(rank, 0, 0, energy_j=100, run=STARTS[0]) for rank in range(2)]
+    four = [window(rank, 1, 1, energy_j=100, run=STARTS[1]) for rank in range(4)]
+    (series,) = step_series([*both, *four])
+    assert series.energy_j.tolist() == [200, 400]
 
 
 def test_what_lies_between_steps_is_none_of_them():
@@ -87,6 +95,19 @@ def test_power_is_that_of_the_windows_and_gaps_are_none():
     assert np.isnan(power_w[(middle > 1.01) & (middle < 2.99)]).all()
     # All of it: what is drawn has the energy that was metered.
     assert np.nansum(power_w * np.diff(series.edges_s)) == pytest.approx(400)
+
+
+def test_a_start_behind_a_reboot_comes_behind_the_one_before():
+    """The node's clock begins anew."""
+    starts = [
+        window(0, i, i, energy_j=300, begin_s=begin_s, run=run)
+        for begin_s, run in ((100.0, STARTS[0]), (90.5, STARTS[1]))
+        for i in range(2)
+    ]
+    own = [replace(one, begin_s=one.begin_s + at % 2) for at, one in enumerate(starts)]
+    series = power_series(own, {})
+    assert series.edges_s[-1] == pytest.approx(4)
+    assert np.nanmax(series.power_w) == pytest.approx(300)
 
 
 def test_power_keeps_the_energy_of_windows_that_overlap():

@@ -245,3 +245,8 @@ def test_what_held_clocks_back_has_a_row_for_each_gpu(page):
         "return drawn.map((one) => Array.from(one.data_source.data.end))"
     )
     assert page.ask(boxes) == [[0.5] * 6, [1.0] * 6]
+    told = (
+        "return Bokeh.documents[0].get_model_by_name('held back').toolbar.tools"
+        ".filter((tool) => tool.tooltips).map((tool) => tool.tooltips[1][1])"
+    )
+    assert set(page.ask(told)) == {"@why"}, "a tip's own text would be taken for HTML"

@@ -114,6 +114,9 @@ def test_an_iteration_that_overlaps_another_is_left_out(tmp_path, made):
     facts, events = traced(tmp_path / "t.json.gz", TimelineLogs((*made, *again)))
     check_format(events)
     assert facts.overlapping == len(again)
+    later = [replace(one, iteration=one.iteration + 100) for one in again]
+    facts, _ = traced(tmp_path / "t.json.gz", TimelineLogs((*made, *later)))
+    assert facts.iterations == facts.recorded == len({one.iteration for one in made})
 
 
 def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,10 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         return ReportFacts()
     if not folder.windows:
         return ReportFacts(notes=tuple(_incomplete([bill_of(folder.energy.lines)])))
-    bills = _bill_by_run(folder.energy.lines)
+    others = bill_of(folder.energy.lines).other_runs
+    if all(window.run in others for window in folder.windows):  # starts that have one name
+        others = frozenset()
+    bills = _bill_by_run(folder.energy.lines, others)
     phases = tuple(
         _step_facts(f"{run} {phase}".strip(), step, _num_gpus(bill, phase))
         for run, bill in bills.items()
@@ -61,6 +64,9 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         if (step := bill.steps(phase)) is not None
     )
     notes = _incomplete(bills.values())
+    if others:
+        named = ", ".join(sorted(others))
+        notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
     first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
     run = [name for name in bills if name != first or len(bills) == 1][-1]
     bill = bills[run]
@@ -103,8 +109,10 @@ def _incomplete(bills: Iterable[Bill]) -> list[str]:
     return [f"The bill is incomplete: {reason}" for bill in bills for reason in bill.missing()]
 
 
-def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
-    """A bill a run, over all of its starts, in the order in which they turned up.
+def _bill_by_run(
+    lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
+) -> dict[str, Bill]:
+    """A bill a run, over all of its starts but others, in the order in which they turned up.
 
     A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
     """
@@ -113,7 +121,7 @@ def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
     for line in lines:
         if isinstance(line, EnergyNote):
             notes.append(line)
-        else:
+        elif line.run not in others:
             run = name_of_run(line.run)
             node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
             own = replace(line, run=run, node=node, gpu_uid=gpu_uid)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -37,7 +38,9 @@ JOULES_PER_KWH = 3.6e6
 OUTSIDE_STEPS = (BETWEEN, PLAN)
 _UNKNOWN = (math.nan,) * len(SHARES)
 #: Facts of a job by which its steps differ: those of a start that had others are another job's.
-_ASKED = ("level", "type", "scheduling", "reconfigure")
+_ASKED = ("level", "type", "scheduling", "reconfigure", "num_gpus")
+#: Facts by which an iteration's tokens and samples differ.
+_OF_ITERATION = ("tokens_per_iteration", "samples_per_iteration")
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,11 @@ class Bill:
         self.iterations: dict[str, Ranges] = {}
         self.unreadable = 0
         #: Of starts that asked for something else than the last one.
-        self._other_runs: set[str] = set()
+        self.other_runs: frozenset[str] = frozenset()
+        #: The node that told of the last one.
+        self._told_by = ""
+        #: Whether all iterations had as many tokens.
+        self._one_batch = True
 
     def add(self, line: EnergyWindow | EnergyNote) -> None:
         """Add one line."""
@@ -199,14 +206,19 @@ class Bill:
             if line.note == JOB:
                 facts = line.fields.get("facts")
                 new = self.facts | (facts if isinstance(facts, dict) else {})
-                if any(new.get(name) != self.facts.get(name, new.get(name)) for name in _ASKED):
-                    self._other_runs = {run for _, run, _, _ in self.phases}
+                changed = {name for name in self.facts if new[name] != self.facts[name]}
+                if not changed.isdisjoint(_ASKED):
+                    self.other_runs = frozenset(run for _, run, _, _ in self.phases)
+                    self._told_by = line.node
+                self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
                 self.facts = new
             elif line.note in (BEGUN, ENDED):
                 node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
                 node.exit_code = line.fields.get("exit_code")
             return
+        if line.node == self._told_by and line.run != name_of_run(line.run):
+            self.other_runs -= {line.run}  # this start's, of which other nodes' lines came first
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
@@ -227,7 +239,8 @@ class Bill:
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
         made.unreadable = self.unreadable
-        made._other_runs = set(self._other_runs)
+        made.other_runs, made._told_by = self.other_runs, self._told_by
+        made._one_batch = self._one_batch
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
 
@@ -280,25 +293,36 @@ class Bill:
         """A step of a phase on an average GPU; None if a GPU does not report its steps.
 
         Of starts that asked for what the last one did: one that only measured is no part of it.
+        Starts and GPUs count by their steps: some came late, or had few.
         """
-        steps = [
-            bill.step
-            for (_, run, its_phase, _), bill in self.phases.items()
-            if its_phase == phase and run not in self._other_runs
-        ]
-        known = [step for step in steps if step is not None]
-        if not known or len(known) < len(steps):
+        by_run: dict[str, list[StepEnergy]] = {}
+        for (_, run, its_phase, _), bill in self.phases.items():
+            if its_phase == phase and run not in self.other_runs:
+                if (step := bill.step) is None:
+                    return None
+                by_run.setdefault(run, []).append(step)
+        known = [step for own in by_run.values() for step in own]
+        if not known:
             return None
-        count = len(known)
-        errors_j = [m for s in known if (m := s.metering_uncertainty_j) is not None]
-        errors_s = [s.time_uncertainty_s for s in known if s.time_uncertainty_s is not None]
+        count = sum(step.iterations for step in known)
+        errors_j = [
+            step.iterations * step.metering_uncertainty_j
+            for step in known
+            if step.metering_uncertainty_j is not None
+        ]
+        ran = {run: max(step.iterations for step in own) for run, own in by_run.items()}
+        # GPUs of a start step together: their times scatter together, too.
+        errors_s = []
+        for run, own in by_run.items():
+            known_s = [s.time_uncertainty_s for s in own if s.time_uncertainty_s is not None]
+            errors_s += [ran[run] * max(known_s)] if known_s else []
+        total = sum(ran.values())
         return StepEnergy(
-            max(step.iterations for step in known),
-            math.fsum(step.time_s for step in known) / count,
-            # GPUs of a job step together: their times scatter together, too.
-            max(errors_s, default=None),
-            math.fsum(step.energy_j or 0.0 for step in known) / count,
-            math.hypot(*sorted(errors_j)) / count if len(errors_j) == count else None,
+            total,
+            math.fsum(step.iterations * step.time_s for step in known) / count,
+            math.hypot(*sorted(errors_s)) / total if errors_s else None,
+            math.fsum(step.iterations * (step.energy_j or 0.0) for step in known) / count,
+            math.hypot(*sorted(errors_j)) / count if len(errors_j) == len(known) else None,
         )
 
     def comparison(self) -> Comparison | None:
@@ -326,23 +350,27 @@ class Bill:
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        one_run = len(self.iterations) == 1
-        if one_run and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
+        one_batch = self._one_batch and len(self.iterations) == 1
+        if one_batch and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
     def _began_twice(self) -> bool:
         """Whether the lowest iteration of a run is in two starts, or twice in one."""
-        begun: dict[str, list[tuple[int, str, int]]] = {}
+        lowest: dict[str, int] = {}
         for (_, run, _, _), phase in self.phases.items():
             if phase.first is not None:
-                begun.setdefault(name_of_run(run), []).append((phase.first, run, phase.begun))
-        firsts = [[one for one in own if one[0] == min(own)[0]] for own in begun.values()]
-        return any(
-            len({run for _, run, _ in own}) > 1 or any(times > 1 for *_, times in own)
-            for own in firsts
-        )
+                job = name_of_run(run)
+                lowest[job] = min(phase.first, lowest.get(job, phase.first))
+        starts: set[tuple[str, str]] = set()
+        times: Counter[tuple[Hashable, ...]] = Counter()
+        for (gpu, run, name, _), phase in self.phases.items():
+            job = name_of_run(run)
+            if phase.first is not None and phase.first == lowest[job]:
+                starts.add((job, run))
+                times[job, gpu, name] += phase.begun  # its stage may be on another GPU by now
+        return len(starts) > len(lowest) or max(times.values(), default=0) > 1
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:

@@ -12,7 +12,14 @@ from pathlib import Path
 from rich.console import Console
 
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.energy import BETWEEN, append_line
+from envpipe_megatron.formats.energy import (
+    BETWEEN,
+    EnergyFileError,
+    EnergyWindow,
+    append_line,
+    name_of_run,
+    read_energy_logs,
+)
 from envpipe_megatron.launch.agent.node_log import log_path
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.tables import Tariff, bill_csv, bill_facts, show_bill
@@ -89,6 +96,7 @@ class BillReport:
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
+        self._add_other_nodes(bill)
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
         self._try("bill.json", lambda path: replace_files({path: [as_json]}))
@@ -97,8 +105,6 @@ class BillReport:
         self._try("bill.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
-        for log in self._logs_without(bill):
-            logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
         say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
@@ -109,7 +115,15 @@ class BillReport:
         except OSError as error:
             logger.error("%s is not written: %s", name, error)
 
-    def _logs_without(self, bill: Bill) -> list[Path]:
-        """Logs in the folder of nodes that have not sent theirs: of an earlier start, say."""
+    def _add_other_nodes(self, bill: Bill) -> None:
+        """Add what is left of starts that the bill has, by nodes that the last start was not on."""
+        starts = {run for _, run, _, _ in bill.phases if run != name_of_run(run)}
         known = {log_path(self._folder, node) for node in bill.nodes}
-        return sorted(set(self._folder.glob("energy-*.jsonl")) - known)
+        for log in sorted(set(self._folder.glob("energy-*.jsonl")) - known):
+            windows: list[EnergyWindow] = []
+            with contextlib.suppress(OSError, EnergyFileError):
+                windows = [w for w in read_energy_logs([log]).windows if w.run in starts]
+            for window in windows:
+                bill.add(window)
+            if not windows:
+                logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)

@@ -156,7 +156,6 @@ def bill_csv(bill: Bill) -> str:
     """A row for the baseline's steps and one for the steady ones, summed over nodes."""
     facts = bill.facts
     samples = bill.fact("samples_per_iteration")
-    by_phase = bill.total_by(lambda w: w.phase)
     text = io.StringIO()
     rows = csv.writer(text)
     rows.writerow(CSV_COLUMNS)
@@ -164,7 +163,11 @@ def bill_csv(bill: Bill) -> str:
         step = bill.steps(phase)
         if step is None or step.energy_j is None:
             continue
-        total = by_phase[phase]
+        total = total_of(
+            own
+            for (_, run, name, _), own in bill.phases.items()
+            if name == phase and run not in bill.other_runs
+        )
         own = ("baseline", "1f1b", "default")
         if phase == Phase.STEADY:
             own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -109,8 +110,11 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     count = np.rint(covering(np.ones(len(windows))))
     seen = count > 0
     times_s = covering(np.array([window.duration_s for window in windows]) / steps)
-    energies_j = covering(np.array([window.energy_j for window in windows]) / steps)
-    num_gpus = len({_member(window) for window in windows})
+    members: dict[str, set[Hashable]] = {}
+    for window in windows:
+        members.setdefault(window.run, set()).add(_member(window))  # a start may have had others
+    of_all_j = np.array([len(members[window.run]) * window.energy_j for window in windows])
+    energies_j = covering(of_all_j / steps)
     begin = corners[:-1][seen]
     iteration = np.unique(np.concatenate([begin, corners[1:][seen] - 1]))
     at = np.flatnonzero(seen)[np.searchsorted(begin, iteration, "right") - 1]
@@ -118,7 +122,7 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
         run,
         iteration,
         times_s[at] / count[at],
-        num_gpus * energies_j[at] / count[at],
+        energies_j[at] / count[at],
         _phase_spans(windows),
     )
 
@@ -218,12 +222,20 @@ def power_series(
 def _spans(
     own: Sequence[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Begin, length and energy of windows."""
-    rows = [
-        (w.begin_s - offsets_s.get((w.run, w.node), 0.0), w.duration_s, w.energy_j)
-        for w in own
-        if w.begin_s is not None
-    ]
+    """Begin, length and energy of windows; a start is behind the one before it.
+
+    The clock of a node that was rebooted begins anew.
+    """
+    rows: list[tuple[float, float, float]] = []
+    run, end_s, shift_s = "", -math.inf, 0.0
+    for window in own:
+        if window.begin_s is None:
+            continue
+        begin_s = window.begin_s - offsets_s.get((window.run, window.node), 0.0)
+        if window.run != run:
+            run, shift_s = window.run, max(0.0, end_s - begin_s)
+        rows.append((begin_s + shift_s, window.duration_s, window.energy_j))
+        end_s = max(end_s, begin_s + shift_s + window.duration_s)
     begin, length, energy_j = np.array(rows).T
     return begin, length, energy_j
 

@@ -138,12 +138,14 @@ def _held_back(looks: Sequence[_Looks], first_s: float, shared: Range1d) -> figu
     for number, reasons in enumerate(most):
         rows, begins, ends = (list(column) for column in zip(*boxes[reasons], strict=True))
         ranks = [looks[int(row)].gpu.rank for row in rows]
-        source = ColumnDataSource({"row": rows, "begin": begins, "end": ends, "rank": ranks})
+        source = ColumnDataSource(
+            {"row": rows, "begin": begins, "end": ends, "rank": ranks, "why": [reasons] * len(rows)}
+        )
         colour = SERIES[number] if number < _MOST_REASONS else GREY
         drawn = plot.hbar(
             y="row", left="begin", right="end", height=0.8, color=colour, source=source
         )
         items.append((reasons, drawn))
-        add_tips(plot, drawn, ("rank", "@rank"), ("held back by", reasons), ("s", "$x{0.00}"))
+        add_tips(plot, drawn, ("rank", "@rank"), ("held back by", "@why"), ("s", "$x{0.00}"))
     add_legend(plot, items)
     return plot

@@ -157,12 +157,13 @@ def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
     series = step_series(folder.windows)
     if series:
         names, predicted = ("time", "energy"), predictions_of(folder, facts)
+        shaded = "The phases of the job are shaded. " if len(series) == 1 else ""
         yield View(
             "steps",
             "Iterations of the job",
             "Time and energy of each iteration; a metered window of several stands for their mean. "
-            "The phases of the job are shaded; the dashed lines are what each plan that ran "
-            "predicted, without what lies outside of its units.",
+            f"{shaded}The dashed lines are what each plan that ran predicted, without what lies "
+            "outside of its units.",
             [
                 Part(_called(plot, f"steps {name}"), name)
                 for name, plot in zip(names, steps_figures(series, predicted), strict=True)

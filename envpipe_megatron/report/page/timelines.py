@@ -40,6 +40,8 @@ _KIND_COLOURS = {
     Kind.WEIGHT_GRADIENT: VERMILION,
 }
 _PATH = "#d1116b"
+#: Without its darkest quarter, which the page's dark mode has for a background.
+_PALETTE = Cividis256[64:]
 #: The outlines of more units would be all that is seen.
 _MOST_OUTLINED = 1_000
 #: What the page's script finds the two plots by.
@@ -105,7 +107,7 @@ def colourings(table: UnitTable) -> list[Colouring]:
 def _scale(values: NDArray[Any]) -> LinearColorMapper:
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
-    return LinearColorMapper(palette=Cividis256, low=low, high=high, nan_color="#999999")
+    return LinearColorMapper(palette=_PALETTE, low=low, high=high, nan_color="#999999")
 
 
 def _figure(
@@ -123,7 +125,7 @@ def _figure(
     units = plot.hbar(
         y="gpu", left="begin_ms", right="end_ms", height="height", source=source,
         view=_view(of_iteration), name=f"{name} units",
-        fill_color=fill, line_color="#202020" if few else None, line_alpha=0.6, line_width=0.6,
+        fill_color=fill, line_color="#7f7f7f" if few else None, line_alpha=0.6, line_width=0.6,
     )  # fmt: skip
     plot.hbar(
         y="gpu", left="begin_ms", right="end_ms", height=0.96, source=source,

@@ -70,6 +70,18 @@ def test_a_step_of_a_restarted_job_is_that_of_all_its_starts(moved):
     assert [stage.energy_j for stage in own] == pytest.approx([175, 175])
 
 
+def test_a_start_that_asked_for_something_else_is_in_no_figure():
+    looks, saves = (
+        EnergyNote("n1", "job", {"facts": {"level": level}}) for level in ("observe", "order")
+    )
+    first, second = window(0, 0, 9, energy_j=3000), window(0, 10, 19, energy_j=2000, run=SECOND)
+    facts = report_facts(folder(looks, first, saves, second))
+    assert (facts.steady.iterations, facts.steady.energy_j) == (10, 200.0)
+    assert FIRST in facts.notes[0]
+    facts = report_facts(folder(looks, first, saves, replace(second, run=FIRST)))
+    assert facts.steady.iterations == 20, "starts without names cannot be told apart"
+
+
 def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
     new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import io
 import math
@@ -209,6 +210,20 @@ def test_a_run_that_begins_twice_may_be_another_job(runs, gpus):
     assert made.snapshot().per_unit() == made.per_unit()
 
 
+def test_a_run_that_begins_twice_with_its_stages_on_other_gpus_is_noticed():
+    placed = [window(gpu, i, stage=stage) for gpu, stage in ((0, 0), (1, 1)) for i in (0, 1)]
+    moved = [window(gpu, i, stage=stage) for gpu, stage in ((0, 1), (1, 0)) for i in (0, 1)]
+    assert bill(*placed).per_unit() == {"iteration": 200}
+    assert bill(*placed, *moved).per_unit() == {}
+
+
+def test_iterations_of_other_batches_have_no_number_of_tokens():
+    small, large = job(tokens_per_iteration=1000), job(tokens_per_iteration=4000)
+    made = bill(small, window(0, 0), large, window(0, 1))
+    assert made.per_unit() == made.snapshot().per_unit() == {"iteration": 100}
+    assert bill(small, large, window(0, 0)).per_unit() == {"iteration": 100, "token": 0.025}
+
+
 def error_of(values) -> float | None:
     mean = RunningMean()
     for value in values:
@@ -257,8 +272,21 @@ def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving(
     alone = bill(saves, *starts[1]).steps("steady")
     assert bill(looks, *starts[0], saves, *starts[1]).steps("steady") == alone
     assert bill(looks, *starts[0], saves, *starts[1]).snapshot().steps("steady") == alone
+    other_node = [{**one, "node": "n1", "gpu_uid": "GPU-n1"} for own in starts for one in own]
+    both = bill(*other_node, looks, *starts[0], saves, *starts[1])
+    assert both.steps("steady").energy_j == 30.0, "notes that come last say the same"
+    (row,) = csv.DictReader(io.StringIO(bill_csv(both)))
+    assert (row["Energy (mJ)"], row["Average power (W)"]) == ("180000.0", "15.0")
     again = bill(saves, *starts[0], job(level="order"), *starts[1])
     assert again.steps("steady").energy_j == pytest.approx(35.0), "a restart of the same job"
+
+
+def test_starts_count_by_their_steps():
+    long = [window(0, 10 * i, 1000.0, last_iteration=10 * i + 9, run=STARTS[0]) for i in range(9)]
+    made = bill(*long, *(window(0, 90 + i, 200.0, run=STARTS[1]) for i in range(10)))
+    step = made.steps("steady")
+    assert (step.iterations, step.energy_j) == (100, pytest.approx(110.0))
+    assert step.time_s == pytest.approx((9 * 2.0 + 10 * 2.0) / 100)
 
 
 def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
