@@ -17,7 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.nodes.hostfile import read_hostfile
 from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
 from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
-from envpipe_megatron.launch.torchrun.command_line import CommandLine, read, split
+from envpipe_megatron.launch.torchrun.command_line import TORCHRUN, CommandLine, read, split
 from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.options import (
     TorchrunOptions,
@@ -202,8 +202,7 @@ def launch(
     if hostfile is None:
         plan = options_here(line, os.environ)
         if dry_run:
-            torchrun = (sys.executable, "-m", "torch.distributed.run", *plan.arguments)
-            _show("this node", torchrun, plan)
+            _show("this node", (*TORCHRUN, *plan.arguments), plan)
         found = look(read(plan.arguments))
         if dry_run:
             click.echo("".join(f"  {line}\n" for line in found), nl=False)

@@ -7,6 +7,7 @@ a second, for torch; so a line of EnvPipe's options alone, such as `--help`, doe
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 from envpipe_megatron.errors import EnvPipeError
 
+#: Starts torchrun. Without -P, Python would look for its modules in this folder first.
+TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 #: Stands for the script when options are read alone.
 _SCRIPT = "SCRIPT"
 _SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."

@@ -18,6 +18,7 @@ from envpipe_megatron.gpu.child import TORCHRUN_MARK
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import child
+from envpipe_megatron.launch.torchrun.command_line import TORCHRUN
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,9 @@ def run_torchrun(
         environment: added to this process's.
         signals: to this process.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *arguments]
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, child.__file__, str(os.getpid()), *torchrun],
+        [sys.executable, child.__file__, str(os.getpid()), *TORCHRUN, *arguments],
         env={**os.environ, **environment, TORCHRUN_MARK: mark},
         stdin=subprocess.DEVNULL if signals.until_stdin_ends else None,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once

@@ -17,6 +17,7 @@ import envpipe_megatron.launch.node as node
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.launch.node import NodeSettings
 from envpipe_megatron.launch.nodes.ssh import CARRIED_NAMES, CARRIED_PREFIXES
+from envpipe_megatron.launch.torchrun.command_line import TORCHRUN
 
 # `envpipe_megatron.cli` has the command under the name of its module.
 launch_module = sys.modules["envpipe_megatron.cli.jobs.launch"]
@@ -154,8 +155,8 @@ def test_a_dry_run_tells_the_command_and_where_values_come_from(started, monkeyp
     where, command, *settings = told.splitlines()
     assert where == "this node:"
     assert shlex.split(command) == [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--nnodes=2",
-        "--node-rank=1", "--", "train.py", "--name", "it's a b",
+        sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "4",
+        "--nnodes=2", "--node-rank=1", "--", "train.py", "--name", "it's a b",
     ]  # fmt: skip
     assert [line.strip() for line in settings] == [
         "--nnodes 2: NNODES",
@@ -349,27 +350,25 @@ def test_what_does_not_go_with_a_hostfile(started, hosts, words, message):
 
 
 def test_torchrun_gets_the_scripts_arguments_untouched(monkeypatch, tmp_path):
+    """And no modules from this folder, where the script finds its own before all others."""
+    (tmp_path / "torch.py").write_text("NAME = 'not torch'")
     script = tmp_path / "train.py"
     script.write_text(
-        "import json, os, sys\n"
+        "import json, os, sys, torch\n"
         "from pathlib import Path\n"
         "names = ('RANK', 'WORLD_SIZE', 'GROUP_RANK')\n"
-        "facts = [sys.argv[1:], [os.environ[name] for name in names]]\n"
+        "facts = [sys.argv[1:], [os.environ[name] for name in names], torch.NAME]\n"
         "Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(facts))\n"
     )
     monkeypatch.setattr(
         node,
         "run_node",
         lambda arguments, settings: (
-            subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", *arguments],
-                timeout=120,
-                check=False,
-            ).returncode
+            subprocess.run([*TORCHRUN, *arguments], timeout=120, check=False).returncode
         ),
     )
     arguments = ["--output", "mine", "--max", "3", "--", "--nnodes", "it's"]
     run_well("--standalone", "--output", "out", "--nproc_per_node", 2, script, *arguments)
     for rank in ("0", "1"):
         facts = json.loads((tmp_path / rank).read_text())
-        assert facts == [arguments, [rank, "2", "0"]]
+        assert facts == [arguments, [rank, "2", "0"], "not torch"]

@@ -72,7 +72,7 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
     assert told == code
     assert command == [
         sys.executable, child.__file__, str(os.getpid()), sys.executable,
-        "-m", "torch.distributed.run", "--nnodes", "1", "a.py",
+        "-P", "-m", "torch.distributed.run", "--nnodes", "1", "a.py",
     ]  # fmt: skip
     mark = how["env"].pop("ENVPIPE_TORCHRUN")
     assert how == {
