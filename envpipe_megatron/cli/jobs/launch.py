@@ -15,9 +15,15 @@ import click
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.nodes.hostfile import read_hostfile
-from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
+from envpipe_megatron.launch.nodes.processes import STOP_GRACE_S, NodeProcess, run_nodes
 from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
-from envpipe_megatron.launch.torchrun.command_line import TORCHRUN, CommandLine, read, split
+from envpipe_megatron.launch.torchrun.command_line import (
+    TORCHRUN,
+    CommandLine,
+    read,
+    shutdown_s,
+    split,
+)
 from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.options import (
     TorchrunOptions,
@@ -235,7 +241,7 @@ def launch(
         for node, plan in zip(nodes, plans, strict=True):
             _show(node.host, node.command, plan)
         return
-    ctx.exit(run_nodes(nodes))
+    ctx.exit(run_nodes(nodes, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
 
 
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:

@@ -20,8 +20,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import handled
 
-#: torchrun gives its processes 30 s to end; then the energy bill waits for other nodes.
-STOP_GRACE_S = 120.0
+#: For a node to end, beside twice what torchrun gives its ranks, which may have to be ended once
+#: more: then the energy bill waits for other nodes.
+STOP_GRACE_S = 90.0
 #: From the request to the client to end until it is killed, and for output that is still to come.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255

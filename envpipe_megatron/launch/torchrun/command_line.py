@@ -7,6 +7,7 @@ a second, for torch; so a line of EnvPipe's options alone, such as `--help`, doe
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,19 @@ def ranks_of_node(options: argparse.Namespace) -> int:
     import torch
 
     return max(torch.cuda.device_count(), 1)
+
+
+def shutdown_s(arguments: Sequence[str]) -> int:
+    """How long torchrun, with these arguments, gives its ranks from a signal to their end."""
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    # Older torchruns have no such option.
+    given: int | None = getattr(read(arguments), "shutdown_timeout", None)
+    try:
+        return int(os.environ.get(variable, "30")) if given is None else given
+    except ValueError as error:
+        raise EnvPipeError(
+            f"{variable} is not a whole number of seconds", value=os.environ[variable]
+        ) from error
 
 
 def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:

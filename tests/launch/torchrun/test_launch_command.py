@@ -35,8 +35,8 @@ def started(monkeypatch, tmp_path):
         calls.append((list(arguments), settings))
         return 0
 
-    def run_nodes(nodes):
-        calls.append(list(nodes))
+    def run_nodes(nodes, stop_grace_s):
+        calls.append([list(nodes), stop_grace_s])
         return 0
 
     monkeypatch.setattr(node, "run_node", run_node)
@@ -294,10 +294,11 @@ def test_ports_are_torchruns_own(monkeypatch):
 def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path, hosts):
     monkeypatch.chdir(tmp_path)
     run_well(
-        "--hostfile", hosts, "--output", "out", "--max-restarts", 1, "--ssh", "ssh -p 22",
+        "--hostfile", hosts, "--output", "out", "--shutdown-timeout", 50, "--ssh", "ssh -p 22",
         "--python", "py", "--price", 2, "--master-port", 7, "train.py", "--output", "a b",
     )  # fmt: skip
-    (nodes,) = started
+    ((nodes, stop_grace_s),) = started
+    assert stop_grace_s == 90 + 2 * 50
     assert [node.host for node in nodes] == ["one", "two"]
     for rank, (node_process, target) in enumerate(zip(nodes, ["one", "me@two"], strict=True)):
         *ssh, given_target, there = node_process.command
@@ -310,7 +311,7 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
         assert words == [
             "py", "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends",
             f"--node-name={node_process.host}", "--output=out", "--price=2",
-            "--max-restarts", "1", "--master-port", "7", "--nnodes=2",
+            "--shutdown-timeout", "50", "--master-port", "7", "--nnodes=2",
             f"--nproc-per-node={rank + 2}", f"--node-rank={rank}", "--master-addr=one",
             "--", "train.py", "--output", "a b",
         ]  # fmt: skip
@@ -318,7 +319,7 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
 
 def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts):
     run_well("--hostfile", hosts, "--bill-interval", 7, "--", "train.py", "--max", 3)
-    (nodes,) = started
+    ((nodes, _),) = started
     words = shlex.split(nodes[1].command[-1])
     started.clear()
     run_well(*words[words.index("launch") + 1 :])

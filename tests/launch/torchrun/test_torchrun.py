@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import child
 from envpipe_megatron.launch.torchrun import run as torchrun
@@ -49,7 +50,7 @@ class Process:
 def run(monkeypatch):
     """Runs a torchrun; returns what it gave, how it was started, and the marks that were ended."""
 
-    def run_it(process, signals):
+    def run_it(process, signals, *options):
         started, ended = [], []
 
         def start(command, **how):
@@ -57,8 +58,8 @@ def run(monkeypatch):
             return process
 
         monkeypatch.setattr(subprocess, "Popen", start)
-        monkeypatch.setattr(torchrun, "_end_marked", ended.append)
-        code = torchrun.run_torchrun(["--nnodes", "1", "a.py"], {"A": "b"}, signals)
+        monkeypatch.setattr(torchrun, "_end_marked", lambda *how: ended.append(how))
+        code = torchrun.run_torchrun([*options, "--nnodes", "1", "a.py"], {"A": "b"}, signals)
         return code, *started, ended
 
     return run_it
@@ -80,7 +81,7 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
         "stdin": subprocess.DEVNULL if stdin else None,
         "start_new_session": True,
     }
-    assert ended == ([mark] if status < 0 else [])
+    assert ended == ([(mark, 30)] if status < 0 else [])
 
 
 def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
@@ -92,7 +93,9 @@ def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
     with Signals() as signals:
         _, (_, how), ended = run(process, signals)
     assert process.told == ["terminate", "kill"]
-    assert ended == [how["env"]["ENVPIPE_TORCHRUN"]]  # it may have left some while it started them
+    assert ended == [
+        (how["env"]["ENVPIPE_TORCHRUN"], 30)
+    ]  # it may have left some while it started them
     assert "ending the ranks (once more: kill them)" in capfd.readouterr().err
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
@@ -126,13 +129,47 @@ def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
 
     process = Process(-9, interrupt)
     with Signals() as signals:
-        run(process, signals)
+        run(process, signals, "--shutdown-timeout=0")
     assert process.told == ["terminate", "kill"]
 
 
-def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch, caplog):
-    monkeypatch.setattr(torchrun, "_RANKS_END_S", 0.2)
+@pytest.mark.parametrize(
+    ("options", "variable", "patience_s", "grace_s"),
+    [
+        ([], None, 40, 30),
+        ([], "100", 110, 100),
+        (["--shutdown-timeout", "200"], "100", 210, 200),
+        (["--shutdown-timeout=5"], None, 15, 15),
+    ],
+)
+def test_ranks_have_the_time_that_torchrun_gives_them(
+    run, monkeypatch, options, variable, patience_s, grace_s
+):
+    """Or a checkpoint that they save is cut off."""
 
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        waiting.extend(
+            thread.interval
+            for thread in threading.enumerate()
+            if isinstance(thread, threading.Timer) and not thread.finished.is_set()
+        )
+
+    if variable is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    waiting: list[float] = []
+    with Signals() as signals:
+        *_, ((_, grace),) = run(Process(0, interrupt), signals, *options)
+    assert (waiting, grace) == ([patience_s], grace_s)
+
+
+def test_torchruns_time_is_a_number(run, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1m")
+    with pytest.raises(EnvPipeError, match=r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not.*'1m'"):
+        run(Process(0), Signals())
+
+
+def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):
     def start(mark, *command):
         environment = {**os.environ, torchrun.TORCHRUN_MARK: mark}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -144,7 +181,7 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch,
     ):
         try:
             assert deaf.stdout.readline() == "ready\n"
-            torchrun._end_marked("its own")
+            torchrun._end_marked("its own", 0.2)
             assert rank.wait(30) == -signal.SIGTERM
             assert deaf.wait(30) == -signal.SIGKILL
             assert stranger.poll() is None
