@@ -31,6 +31,7 @@ from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun.command_line import handled_signals
 from envpipe_megatron.launch.torchrun.run import run_torchrun
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         last.callback(agent.close)
         if agent.log.goes_on:
             say(f"{agent.log.path} is continued; a new job needs another --output")
-        signals = last.enter_context(Signals(until_stdin_ends=settings.until_stdin_ends))
+        also = handled_signals(torchrun_arguments)
+        signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))
         try:
             if settings.prometheus_port is not None:
                 from envpipe_megatron.launch.agent.prometheus import serve_metrics

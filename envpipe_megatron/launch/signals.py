@@ -1,4 +1,7 @@
-"""What ends a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input."""
+"""What ends a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input.
+
+And what torchrun is told to handle besides, such as a batch system's signal before a time limit.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from types import TracebackType
@@ -18,11 +21,13 @@ _AGAIN_S = 1.0
 
 
 @contextmanager
-def handled(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+def handled(
+    handler: Callable[[signal.Signals], None], also: Collection[signal.Signals] = ()
+) -> Iterator[None]:
     """Call `handler` in the main thread for each signal; one that `nohup` ignores stays so."""
     before = {
         number: signal.signal(number, lambda number, _: handler(signal.Signals(number)))
-        for number in _NUMBERS
+        for number in {*_NUMBERS, *also}
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
@@ -37,10 +42,18 @@ class Signals:
 
     They end the process as usual, by SystemExit, until `call` says what else they do. With
     `until_stdin_ends`, the end of standard input counts as a SIGTERM.
+
+    Attributes:
+        to_pass_on: the last signal if it is of `also`; SIGTERM for those that every launcher takes,
+            since ranks that wait in a library do not end by a SIGINT.
     """
 
-    def __init__(self, *, until_stdin_ends: bool = False) -> None:
+    def __init__(
+        self, also: Collection[signal.Signals] = (), *, until_stdin_ends: bool = False
+    ) -> None:
         self.until_stdin_ends = until_stdin_ends
+        self.to_pass_on = signal.SIGTERM
+        self._also = also
         self._actions: Iterator[Callable[[], None] | None] = repeat(None)
         self._over = threading.Lock()
         self._is_over = self._is_taken = False
@@ -51,7 +64,7 @@ class Signals:
         self._actions = chain([first], repeat(again))
 
     def __enter__(self) -> Signals:
-        self._handled.enter_context(handled(self._take))
+        self._handled.enter_context(handled(self._take, self._also))
         if self.until_stdin_ends:
             threading.Thread(target=self._watch_stdin, daemon=True).start()
         return self
@@ -68,6 +81,7 @@ class Signals:
 
     def _take(self, number: signal.Signals) -> None:
         self._is_taken = True
+        self.to_pass_on = signal.SIGTERM if number in _NUMBERS else number
         action = next(self._actions)
         if action is None:
             raise SystemExit(128 + number)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
         *,
         others: bool = False,
         code: int = 0,
+        options: Sequence[str] = (),
         meanwhile: Callable[..., None] = lambda *given: None,
         **settings: Any,
     ) -> int:
@@ -73,7 +74,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
             return code
 
         monkeypatch.setattr(node, "run_torchrun", torchrun)
-        return run_node(["--", "train.py"], NodeSettings(output, "n0", **settings))
+        return run_node([*options, "--", "train.py"], NodeSettings(output, "n0", **settings))
 
     return run
 
@@ -287,6 +288,18 @@ def test_a_folder_too_deep_for_sockets_is_refused(nodes, train, output, monkeypa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     with pytest.raises(GuardError, match="shorter path"):
         train(nodes)
+
+
+def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train, output):
+    def meanwhile(arguments: object, environment: object, signals: Signals) -> None:
+        signals.call(lambda: passed_on.append(signals.to_pass_on), lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    passed_on: list[signal.Signals] = []
+    options = ["--signals-to-handle", "SIGTERM,SIGUSR1"]
+    assert train(nodes, options=options, meanwhile=meanwhile, code=1) == 1
+    assert passed_on == [signal.SIGUSR1]
+    assert bill_of(output)["complete"]
 
 
 # Signals -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,13 @@ def ranks_of_node(options: argparse.Namespace) -> int:
     import torch
 
     return max(torch.cuda.device_count(), 1)
+
+
+def handled_signals(arguments: Sequence[str]) -> set[signal.Signals]:
+    """What `--signals-to-handle` names: such a signal torchrun passes on to its ranks, and ends."""
+    names = {name.strip() for name in read(arguments).signals_to_handle.split(",")}
+    never = {signal.SIGKILL, signal.SIGSTOP}
+    return {number for number in signal.Signals if number.name in names} - never
 
 
 def shutdown_s(arguments: Sequence[str]) -> int:

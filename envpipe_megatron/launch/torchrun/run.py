@@ -41,7 +41,7 @@ def run_torchrun(
 ) -> int:
     """Run torchrun to its end; return its exit status, 128 plus the signal if it was killed.
 
-    The first signal ends it, which ends its ranks; a second one, or 10 s more than torchrun's
+    The first signal is passed on and ends it with its ranks; a second one, or 10 s more than its
     `--shutdown-timeout`, kills it. On Linux the death of this process ends it, too. Ranks that
     outlive a torchrun that was signalled or killed are ended here: one that is interrupted while it
     starts them leaves them behind.
@@ -64,7 +64,7 @@ def run_torchrun(
     def end() -> None:
         nonlocal asked
         asked = True
-        process.terminate()
+        process.send_signal(signals.to_pass_on)
         patience.start()
         say("ending the ranks (once more: kill them)")
 

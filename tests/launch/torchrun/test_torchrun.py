@@ -12,6 +12,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import child
 from envpipe_megatron.launch.torchrun import run as torchrun
+from envpipe_megatron.launch.torchrun.command_line import handled_signals
 
 DEAF = """
 import signal
@@ -38,8 +39,8 @@ class Process:
         self._meanwhile()
         return self.code
 
-    def terminate(self) -> None:
-        self.told.append("terminate")
+    def send_signal(self, number: signal.Signals) -> None:
+        self.told.append(number.name)
 
     def kill(self) -> None:
         self.told.append("kill")
@@ -92,7 +93,7 @@ def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
     process = Process(0, interrupt)
     with Signals() as signals:
         _, (_, how), ended = run(process, signals)
-    assert process.told == ["terminate", "kill"]
+    assert process.told == ["SIGTERM", "kill"]
     assert ended == [
         (how["env"]["ENVPIPE_TORCHRUN"], 30)
     ]  # it may have left some while it started them
@@ -130,7 +131,23 @@ def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
     process = Process(-9, interrupt)
     with Signals() as signals:
         run(process, signals, "--shutdown-timeout=0")
-    assert process.told == ["terminate", "kill"]
+    assert process.told == ["SIGTERM", "kill"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGTERM")]
+)
+def test_a_signal_that_torchrun_handles_reaches_it_as_it_is(run, number, name):
+    """As one of a batch system before a time limit; but ranks may hang on at a SIGINT."""
+    process = Process(1, lambda: os.kill(os.getpid(), number))
+    with Signals([signal.SIGUSR1, signal.SIGINT]) as signals:
+        assert run(process, signals)[0] == 1
+    assert process.told == [name]
+
+
+def test_what_torchrun_is_told_to_handle():
+    named = handled_signals(["--signals-to-handle", "SIGUSR1, SIGTERM,SIGKILL,SIGNOT", "a.py"])
+    assert named == {signal.SIGUSR1, signal.SIGTERM}
 
 
 @pytest.mark.parametrize(
