@@ -109,7 +109,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         agent.wait_until_none_is_connected(_LAST_WORDS_S)
         try:
             _bill(agent, code, report)
-        except OSError:  # training has its own exit status
+        except Exception:  # training has its own exit status
             logger.exception("There is no bill")
     return code
 

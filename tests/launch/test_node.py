@@ -245,7 +245,10 @@ def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
     assert notes(output) == ["begun", "ended"]
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), BrokenPipeError("closed")])
+NOT_ASCII = UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), BrokenPipeError("closed"), NOT_ASCII])
 def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     def show(*arguments: object) -> None:
         raise error

@@ -183,11 +183,12 @@ def bill_csv(bill: Bill) -> str:
 
 
 def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:
+    # No column is cut short: the sign for that is none of ASCII, which may be all that is taken.
     table = Table(title=f"By {' and '.join(names)}" if names != ("job",) else "The job")
     for name in names:
         table.add_column(name, overflow="fold")
     for name in ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for values, total in totals.items():
         known = total.energy_uncertainty_j
         shares = [
@@ -208,4 +209,4 @@ def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]
 
 def _short(name: str) -> str:
     """A UUID or folder that leaves room for figures; the JSON has the whole."""
-    return escape(name if len(name) <= _LONGEST_NAME else f"{name[:9]}…{name[-6:]}")
+    return escape(name if len(name) <= _LONGEST_NAME else f"{name[:8]}...{name[-5:]}")

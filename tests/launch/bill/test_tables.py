@@ -126,7 +126,7 @@ def test_tables_and_sentences_of_a_bill():
         ["node", "GPU", *figures],
         ["n1", "GPU-1", *other],
         ["n0", "GPU-0", *first],
-        ["0123456789abcdef", "012345678…bcdefg", *odd],
+        ["0123456789abcdef", "01234567...cdefg", *odd],
         ["stage", *figures],
         ["1", *other],
         ["", *checkpoint],
@@ -139,6 +139,7 @@ def test_tables_and_sentences_of_a_bill():
         ["job", *figures],
         ["all", "327.2", "", "12.0", "27.3", ""],
     ]
+    show_bill(made, tariff, Console(file=io.TextIOWrapper(io.BytesIO(), "ascii", "strict")))
     assert lines[-6:] == bill_lines(made, tariff)
     assert lines[-6:] == [
         "327.2 J on 3 GPUs, 27.3 W each on average",
