@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from envpipe_megatron.errors import EnvPipeError
 
@@ -66,6 +67,23 @@ def _write_beside(path: Path, parts: Iterable[str], places: dict[Path, Path]) ->
         os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
     if place.exists():
         shutil.copymode(place, new)
+
+
+def lock_file(path: Path) -> IO[str]:
+    """Lock a file, which is made if it is not there, until it is closed or this process ends.
+
+    No child inherits the lock, and NFS has it for all hosts. BlockingIOError if another process has
+    it, another OSError where that cannot be known.
+    """
+    import fcntl  # no Windows has it, where plans are made too
+
+    lock = path.open("w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock
 
 
 def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:

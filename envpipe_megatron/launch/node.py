@@ -77,7 +77,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     place for sockets, OSError if the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
-    report = BillReport(settings.output_dir, tariff, settings.bill_interval)
+    report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
         folder = last.enter_context(

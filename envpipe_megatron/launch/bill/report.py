@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from envpipe_megatron.files import replace_files
+from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
     EnergyFileError,
@@ -32,11 +32,14 @@ logger = logging.getLogger(__name__)
 class BillReport:
     """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
 
-    `interval` iterations lie between lines while the job trains; with 0 there are none.
+    `interval` iterations lie between lines while the job trains; with 0 there are none. Where
+    another live job has its bill in the folder, `node` is in the names of these files.
     """
 
-    def __init__(self, folder: Path, tariff: Tariff, interval: int = 0) -> None:
+    def __init__(self, folder: Path, tariff: Tariff, interval: int = 0, node: str = "") -> None:
         self._folder = folder
+        self._node = node
+        self._stem = ""
         self._tariff = tariff
         self._interval = interval
         #: Iterations at the last line; and for each GPU, its steps and J in training then.
@@ -45,8 +48,24 @@ class BillReport:
         self._writer = ThreadPoolExecutor(1, "envpipe-bill")
         self._writing: Future[None] | None = None
 
+    def _claim(self) -> str:
+        """How the names of this job's files begin; settled at once, as other jobs may end first."""
+        if self._stem:
+            return self._stem
+        self._stem = "bill"
+        try:
+            self._lock = lock_file(self._folder / ".bill.lock")
+        except BlockingIOError:
+            self._stem = log_path(self._folder, self._node).stem.replace("energy", "bill", 1)
+            why = "Another live job has its bill in %s: this job's is %s.json"
+            logger.warning(why, self._folder, self._stem)
+        except OSError:  # a file system without locks, or whose files cannot be written
+            pass
+        return self._stem
+
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
+        self._claim()
         if not self._interval:
             return
         now: dict[tuple[str, str], tuple[int, float]] = {}
@@ -90,7 +109,7 @@ class BillReport:
         try:
             say(line)
             facts = bill_facts(bill, self._tariff, over=False)
-            append_line(self._folder / "bill.jsonl", facts)
+            append_line(self._folder / f"{self._claim()}.jsonl", facts)
         except OSError as error:  # a full disk or a closed terminal: the sums go on
             logger.error("A line of the bill could not be written: %s", error)
 
@@ -99,15 +118,17 @@ class BillReport:
         self._add_other_nodes(bill)
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
-        self._try("bill.json", lambda path: replace_files({path: [as_json]}))
-        self._try("bill.csv", lambda path: replace_files({path: [bill_csv(bill)]}))
+        stem = self._claim()
+        self._try(f"{stem}.json", lambda path: replace_files({path: [as_json]}))
+        self._try(f"{stem}.csv", lambda path: replace_files({path: [bill_csv(bill)]}))
         self._writer.shutdown()
-        self._try("bill.jsonl", lambda path: append_line(path, facts))
+        self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
-        say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
+        files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
+        say(f"the bill is in {self._folder}: {files}")
 
     def _try(self, name: str, write: Callable[[Path], object]) -> None:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -62,6 +64,32 @@ def test_what_a_node_that_is_gone_left_of_the_same_start_is_added(tmp_path, capl
     assert [record.getMessage().split()[0] for record in caplog.records] == [
         f"{tmp_path}/energy-n2.jsonl"
     ]
+
+
+def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capfd, caplog):
+    """The second one's is under its node's name, even if the first job has ended by then."""
+    script = (
+        "import sys; from pathlib import Path; from envpipe_megatron.files import lock_file; "
+        "lock = lock_file(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    report = BillReport(tmp_path, Tariff(), 1, "n/1.a")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / ".bill.lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == b"locked\n"
+        report.look(bill)
+        other.communicate()
+    (tmp_path / "bill.json").write_text("the first job's")
+    report.end(bill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill-n_1.a.jsonl", "bill.json",
+    ]  # fmt: skip
+    assert (tmp_path / "bill.json").read_text() == "the first job's"
+    assert caplog.text.count(f"has its bill in {tmp_path}: this job's is bill-n_1.a.json") == 1
+    assert f"{tmp_path}: bill-n_1.a.json, bill-n_1.a.csv, " in capfd.readouterr().err
 
 
 def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch):

@@ -17,7 +17,7 @@ class Live:
     def __init__(self, interval: int) -> None:
         self.bill = Bill()
         self.told: list[str] = []
-        self._report = BillReport(Path(), Tariff(), interval)
+        self._report = BillReport(Path("nowhere"), Tariff(), interval)
         self._report.tell = self._tell  # type: ignore[method-assign]
 
     def _tell(self, line: str, bill: Bill) -> None:

@@ -8,7 +8,6 @@ training: what is lost is logged.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import re
 import socket
@@ -24,6 +23,7 @@ from typing import IO, Any
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.files import lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.policies.reconfigure import Ended
@@ -200,17 +200,11 @@ class JobFolder:
             try:
                 if own != path:
                     own.mkdir(exist_ok=True)
-                lock = (own / _LOCK_FILE).open("w")
-                try:
-                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    lock.close()
-                    raise
+                self._lock = lock_file(own / _LOCK_FILE)
             except BlockingIOError:
                 continue
             except OSError:
                 return path
-            self._lock = lock
             if own != path:
                 logger.warning("Another job writes to %s: this one writes to %s", path, own)
             return own
