@@ -20,11 +20,7 @@ from pathlib import Path
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
-from envpipe_megatron.gpu.guard.messages import (
-    AGENT_VARIABLE,
-    check_socket_path,
-    runtime_folder,
-)
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, runtime_folder
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport
@@ -80,13 +76,13 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
-        folder = last.enter_context(
-            tempfile.TemporaryDirectory(prefix="agent-", dir=runtime_folder())
-        )
+        # Its user may log out while a job goes on, and ranks that start again look for the socket.
+        place = runtime_folder(lasting=True)
+        folder = last.enter_context(tempfile.TemporaryDirectory(prefix="agent-", dir=place))
         agent = NodeAgent(
             settings.output_dir,
             settings.node_name,
-            check_socket_path(Path(folder) / "socket"),
+            Path(folder) / "socket",
             report.look,
         )
         last.callback(agent.close)

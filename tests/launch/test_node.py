@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from agent_ranks import Nodes
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard import process_identity
-from envpipe_megatron.gpu.guard.messages import GuardError, send
+from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch import signals as launch_signals
 from envpipe_megatron.launch.agent import prometheus
@@ -34,13 +33,9 @@ LONG_S = 1000.0
 
 
 @pytest.fixture
-def output(monkeypatch) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="node-", dir="/tmp"))  # a socket's path must be short
-    (folder / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+def output(monkeypatch, tmp_path) -> Path:
     monkeypatch.setattr(node, "_OTHERS_END_S", LONG_S)
-    yield folder / "output"
-    shutil.rmtree(folder)
+    return tmp_path / "output"
 
 
 @pytest.fixture
@@ -285,12 +280,16 @@ def test_an_output_that_has_lines_is_told_of(nodes, train, output, capfd, caplog
     assert "energy-n7.jsonl is not in this bill" in caplog.text
 
 
-def test_a_folder_too_deep_for_sockets_is_refused(nodes, train, output, monkeypatch):
-    deep = output.parent / ("x" * 90)
-    deep.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    with pytest.raises(GuardError, match="shorter path"):
-        train(nodes)
+def test_a_rank_finds_its_agent_when_its_users_last_login_has_ended(
+    nodes, train, output, monkeypatch, tmp_path
+):
+    def log_out(*given: object) -> None:
+        shutil.rmtree(tmp_path / "run")
+
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    assert train(nodes, meanwhile=log_out) == 0
+    assert bill_of(output)["complete"]
 
 
 def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train, output):

@@ -30,7 +30,6 @@ AGENT_VARIABLE = "ENVPIPE_AGENT_SOCKET"
 """Names the socket of the node's agent; see `runtime.energy.agent_link`."""
 
 _MAX_MESSAGE_BYTES = 16 * 1024
-_MAX_SOCKET_PATH = 107
 
 
 class GuardError(GpuError):
@@ -86,16 +85,19 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     return message
 
 
-def runtime_folder() -> Path:
+def runtime_folder(*, lasting: bool = False) -> Path:
     """Return the folder of this user's sockets and guards' logs; make it if it is missing.
+
+    A `lasting` one is never in XDG_RUNTIME_DIR, which goes with its user's last login.
 
     Raises GuardError if somebody else could enter it, or it cannot be made.
     """
     path = Path(f"/tmp/envpipe-{os.geteuid()}")
-    given = os.environ.get("XDG_RUNTIME_DIR")
+    given = "" if lasting else os.environ.get("XDG_RUNTIME_DIR")
     with contextlib.suppress(OSError):  # it may have gone with the login that it was made for
         if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
             path = Path(given) / "envpipe"
+    other = "" if lasting else ", or set XDG_RUNTIME_DIR to a folder of your own on this machine"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -104,24 +106,13 @@ def runtime_folder() -> Path:
         raise GuardError(
             f"The folder for sockets and logs cannot be made: {error.strerror}",
             value=str(path),
-            remedy="Set XDG_RUNTIME_DIR to a folder of your own on this machine",
+            remedy=f"Make it, with mode 700{other}",
         ) from error
     private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not private or status.st_uid != os.geteuid():
         raise GuardError(
             "The folder for sockets and logs is not this user's alone",
             value=f"{path}, {stat.filemode(status.st_mode)}, uid {status.st_uid}",
-            remedy="Delete it or give it mode 700, or set XDG_RUNTIME_DIR to a folder of your own",
-        )
-    return path
-
-
-def check_socket_path(path: Path) -> Path:
-    """Return a new socket's path; GuardError if it is too long for a socket."""
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise GuardError(
-            "The path is too long for a socket",
-            value=str(path),
-            remedy="Set XDG_RUNTIME_DIR to a folder with a shorter path",
+            remedy=f"Delete it or give it mode 700{other}",
         )
     return path

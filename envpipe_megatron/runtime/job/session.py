@@ -17,7 +17,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
-from envpipe_megatron.runtime.energy.agent_link import connect_to_agent
+from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy
@@ -136,7 +136,7 @@ class Session:
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
             half_made.pop_all()
-        append = self._folder.appender("energy") if self._agent is None else self._agent.window
+        append = self._agent.window if self._agent else self._folder.appender(own_log_name())
         self.energy_log = EnergyLog(
             self.meter, append, self._labels, with_counter=self._agent is not None
         )

@@ -10,7 +10,6 @@ import pytest
 from envpipe_megatron.gpu.guard import messages
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
-    check_socket_path,
     receive,
     runtime_folder,
     send,
@@ -50,17 +49,6 @@ def test_what_is_not_a_message_is_an_error(ends, nonsense):
         receive(other)
 
 
-def test_a_path_may_be_as_long_as_a_sockets(ends):
-    for length, known in ((107, errno.ENOENT), (108, None)):
-        path = Path("/" + "x" * (length - 1))
-        if known:
-            assert check_socket_path(path) == path
-            assert ends[0].connect_ex(str(path)) in (known, errno.EISCONN)
-        else:
-            with pytest.raises(GuardError, match=r"too long for a socket.*shorter path"):
-                check_socket_path(path)
-
-
 @pytest.mark.parametrize("given", ["", "gone", "file", "theirs"])
 def test_without_a_runtime_folder_of_the_users_own_it_is_in_tmp(monkeypatch, tmp_path, given):
     (tmp_path / "file").write_text("")
@@ -76,9 +64,14 @@ def test_without_a_runtime_folder_of_the_users_own_it_is_in_tmp(monkeypatch, tmp
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with pytest.raises(
-        GuardError, match=rf"cannot be made: Read-only.*'/tmp/envpipe-{os.geteuid()}'.*Set XDG"
+        GuardError, match=rf"cannot be made: Read-only.*'/tmp/envpipe-{os.geteuid()}'.*set XDG"
     ):
         runtime_folder()
+
+
+def test_a_lasting_folder_does_not_go_with_its_users_login(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_folder(lasting=True) == Path(f"/tmp/envpipe-{os.geteuid()}")
 
 
 def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):

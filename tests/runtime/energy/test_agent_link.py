@@ -211,14 +211,14 @@ def test_an_agent_that_is_gone_is_told_of(monkeypatch, path, caplog):
     ranks = Ranks(None)
     assert link_to(ranks) is None
     assert ranks.gathered == [(None, None)]
-    assert "writes its own energy log" in caplog.text
+    assert "writes its own log, unbilled-energy*.jsonl: " in caplog.text
 
 
 @pytest.mark.parametrize("answers", [(), (b"garbage",), (b"[]",), (None,)])
 def test_an_agent_that_hangs_up_is_told_of(pretend, answers, caplog):
     pretend(*answers)
     assert link_to(Ranks(None)) is None
-    assert "writes its own energy log" in caplog.text
+    assert "writes its own log, unbilled-energy*.jsonl: " in caplog.text
 
 
 def test_an_agent_that_is_silent_is_not_waited_for_long(pretend, monkeypatch, caplog):

@@ -567,8 +567,13 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("with_agent", [False, True])
-def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
+@pytest.mark.parametrize(
+    ("with_agent", "socket", "log"),
+    [(False, "", "energy"), (False, "gone", "unbilled-energy"), (True, "there", None)],
+)
+def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
+    """Of what an agent that is not reached may bill, too, no lines are where they are summed."""
+    world.monkeypatch.setenv("ENVPIPE_AGENT_SOCKET", socket)
     world.monkeypatch.setattr("socket.gethostname", lambda: "own")
     if with_agent:
         world.agent = Noted("agent", world.calls)
@@ -588,7 +593,7 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
     assert told == labels
     (meter, append, told), _ = world.made["EnergyLog"]
     assert (meter, told) == (world.meter, labels)
-    assert append == "window" if with_agent else append.args == (tmp_path / "energy.jsonl",)
+    assert append == "window" if with_agent else append.args == (tmp_path / f"{log}.jsonl",)
 
 
 CLOSING = [
