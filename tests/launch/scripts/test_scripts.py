@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launch_helpers import LONG_S, run_well
 
+from envpipe_megatron.launch.nodes.ssh import CARRIED_PREFIXES
+
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch")]
@@ -160,6 +162,20 @@ def test_docker_grants_clocks_only_where_asked(started, clocks):
     assert volumes == [f"{started.folder}:{started.folder}", *leases]
     assert {"--ipc=host", "--network=host", "--init"} < set(options)
     assert [options[i + 1] for i, word in enumerate(options) if word == "--env"] == list(VARIABLES)
+    assert options[options.index("--stop-timeout") + 1] == "120"
+
+
+def test_docker_gets_what_nodes_of_a_hostfile_get(started):
+    """ENVPIPE_FORBID_CLOCK_CONTROL above all; but no paths of the machine."""
+    passed = {"ENVPIPE_FORBID_CLOCK_CONTROL": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    passed |= {f"{prefix}X": "a b" for prefix in CARRIED_PREFIXES}
+    own = {"ENVPIPE_AGENT_SOCKET": "x", "CUDA_HOME": "x", "HOME": "x", "MY_NCCL_X": "x"}
+    leases = {"CLOCKS": "yes", "ENVPIPE_LEASE_DIR": str(started.folder)}
+    started.run_well("run_docker.sh", "train.py", **passed, **own, **leases)
+    words = started.words("docker")
+    variables = [words[i + 1] for i, word in enumerate(words) if word == "--env"]
+    assert sorted(variables) == sorted([*VARIABLES, *passed])
+    assert f"{started.folder}:/run/envpipe/leases" in words
 
 
 def test_docker_grants_no_clocks_whose_leases_would_go_with_the_container(started):
