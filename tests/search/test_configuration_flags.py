@@ -1,6 +1,7 @@
 """A configuration as Megatron's flags and as a file."""
 
 import json
+from dataclasses import replace
 
 from whole_layers import whole_layers
 
@@ -8,7 +9,7 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.megatron.cuts import Recomputed, Shape
-from envpipe_megatron.search.megatron.flags import megatron_flags
+from envpipe_megatron.search.megatron.flags import megatron_flags, recomputed_layers
 from envpipe_megatron.search.megatron.space import MegatronSpace, Space
 
 PROFILE = whole_layers(0, ("layer",) * 7)
@@ -36,25 +37,42 @@ def test_layers_embedding_and_loss_are_laid_out_by_chunk_and_stage() -> None:
 
 def test_recomputation_is_megatrons_own_where_stages_are_alike() -> None:
     full = ["--recompute-granularity full --recompute-method block", "--recompute-num-layers 2"]
-    assert _flags([0, 4, 9], [("full", 3), ("full", 2)])[-2:] == full  # the embedding is none
+    assert _flags([0, 4, 9], [("full", 2), ("full", 2)])[-2:] == full  # the embedding is none
     # A stage with fewer layers recomputes all that it has.
     assert _flags([0, 2, 9], [("full", 2), ("full", 2)])[-1] == "--recompute-num-layers 2"
+    # So does each virtual stage, the one with the embedding too.
+    chunks = _flags([0, 4, 5, 6, 9], [("full", 2), ("full", 2)], chunks=2)
+    assert chunks[-2:] == full
     assert _flags([0, 1, 9], [(None, 0), ("full", 3)])[-2:] == [full[0], "--recompute-num-layers 3"]
     assert _flags([0, 4, 9], [("selective", 9)] * 2)[-1] == "--recompute-granularity selective"
 
 
 def test_recomputation_by_stage_is_envpipes() -> None:
     assert (
-        _flags([0, 4, 9], [("full", 3), (None, 0)])[-1]
+        _flags([0, 4, 9], [("full", 2), (None, 0)])[-1]
         == "--envpipe --envpipe-recompute full:2,none"
     )
-    mixed = _flags([0, 4, 9], [("full", 3), ("selective", 1)])
+    mixed = _flags([0, 4, 9], [("full", 2), ("selective", 1)])
     assert mixed[-1] == "--envpipe --envpipe-recompute full:2,selective:1"
+
+
+def test_what_is_printed_is_what_was_ranked() -> None:
+    recomputing = set()
+    for memory_bytes in (270.0, 300.0):
+        job = replace(JOB, memory_bytes=memory_bytes)
+        megatron = MegatronSpace(PROFILE, job, Space(max_chunks=2))
+        for shape in megatron.shapes:
+            if cut := megatron.best_cut(shape):
+                stages, printed = cut.configuration.stages, recomputed_layers(cut.configuration)
+                edges = {edge for stage in stages for chunk in stage.chunks for edge in chunk}
+                assert megatron.configuration(shape, sorted(edges), printed) == cut.configuration
+                recomputing |= {(shape.num_chunks, name) for name, _ in printed}
+    assert {(1, "selective"), (2, "selective")} <= recomputing
 
 
 def test_the_file_says_all_that_a_script_needs() -> None:
     shape = Shape(Sizes(2, 1), 2, 1, 1, 8)
-    configuration = MEGATRON.configuration(shape, [0, 4, 9], [("full", 2), (None, 0)])
+    configuration = MEGATRON.configuration(shape, [0, 4, 9], [("full", 1), (None, 0)])
     text = configuration_text(
         PROFILE, configuration, JOB, flags=["--x 1"], predicted={"iteration_time_s": 0.5}
     )

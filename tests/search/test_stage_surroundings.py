@@ -9,7 +9,14 @@ from whole_layers import whole_layers
 
 from envpipe_megatron.policies.objectives.objective import Objective
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import Curve, LayerProfile, Links, Sizes
+from envpipe_megatron.search.layer_profile import (
+    Curve,
+    LayerProfile,
+    Links,
+    Measure,
+    Recomputation,
+    Sizes,
+)
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.cuts import Shape
 from envpipe_megatron.search.megatron.energy import estimate_j
@@ -121,6 +128,29 @@ def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
             replace(profile, measures=measures), job, Space(same_recomputation=same), fastest
         )
         assert free.ranked[0].iteration_time_s <= slow
+
+
+def test_a_recomputation_that_saves_nothing_is_not_used() -> None:
+    profile = whole_layers(1, ("layer",) * 6)
+    useless, none = (
+        replace(
+            profile,
+            measures={
+                sizes: {name: replace(each, recomputation=ways(each)) for name, each in of.items()}
+                for sizes, of in profile.measures.items()
+            },
+        )
+        for ways in (_saving_nothing, lambda _: ())
+    )
+    job = Job(4, 2, 8, memory_bytes=400.0)
+    with_it, without = (MegatronSpace(each, job, Space()) for each in (useless, none))
+    for shape in without.shapes:
+        assert with_it.best_cut(shape) == without.best_cut(shape)
+
+
+def _saving_nothing(measure: Measure) -> tuple[Recomputation, ...]:
+    ways = measure.recomputation
+    return tuple(replace(way, activation_bytes=measure.activation_bytes) for way in ways)
 
 
 def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:

@@ -133,7 +133,8 @@ class StageRuns:
         least: Recomputed = (None, 0)
         for name, until, way_s in self.ways:
             if way_s[run] == self.time_s[run] and way_s[run] > self.runs.time_s[run]:
-                least = name, int(until[run] - self.runs.nodes[node])
+                known = self.runs.pieces.ways[name].known
+                least = name, int(known[until[run]] - known[self.runs.nodes[node]])
         return least
 
 

@@ -169,7 +169,8 @@ class Runs:
             excess = self.excess_bytes(limit_bytes, in_flight, of_parameters_bytes, working_bytes)
             if layers is None:
                 wanted = saved[self.first] + np.maximum(excess, 0.0) / in_flight
-                until = np.searchsorted(saved, wanted * BETTER, side="left")
+                found = np.searchsorted(saved, wanted * BETTER, side="left")
+                until = np.maximum(found, self.first)  # where pieces ahead save nothing
             else:
                 until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
                 until = np.maximum(np.minimum(until, self.end), self.first)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -127,7 +128,7 @@ class MegatronSpace:
         Args:
             slots: the first piece of each slot, and the number of pieces; slot i is of stage i mod
                 p.
-            recomputed: by each stage of each of its chunks.
+            recomputed: by each stage, of the pieces of each of its chunks that know it.
         """
         stages = tuple(
             self._layout(shape, slots, stage, each) for stage, each in enumerate(recomputed)
@@ -144,9 +145,9 @@ class MegatronSpace:
         chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
         ways: list[str | None] = []
         for first, end in chunks:
-            again = pieces[first : min(first + count, end)]
-            ways += [name if piece in can else None for piece in again]
-            ways += [None] * (end - first - len(again))
+            able = [piece in can for piece in pieces[first:end]]
+            numbers = accumulate(able)
+            ways += [name if x and n <= count else None for x, n in zip(able, numbers, strict=True)]
         return StageLayout(chunks, shape.sizes, shape.data_parallel, tuple(ways))
 
     def _plain(self, shape: Shape, within_s: float) -> Cut | None:
