@@ -10,7 +10,7 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Objective
 from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.cuts import Shape, best_cut
 from envpipe_megatron.search.megatron.search import search
@@ -51,9 +51,28 @@ def _forced_s(configuration: Configuration, works: list[StageWork]) -> list[floa
                 sum(plain_s[:stage]) + count * (forward_s[stage] + backward_s[stage]),
                 sum(plain_s) + (count - 1) * backward_s[stage] + steady * forward_s[stage],
                 sum(plain_s) + (count - 1) * forward_s[stage] + steady * backward_s[stage],
+                (steady > 0) * (sum(plain_s) + sum(plain_s[stage + 1 :]))
+                + steady * (forward_s[stage] + backward_s[stage]),
             )
         )
     return forced
+
+
+def test_no_stage_forces_more_than_1f1b_takes() -> None:
+    random = np.random.default_rng(0)
+    for seed in range(60):
+        stages, microbatches = int(random.integers(2, 5)), int(random.integers(1, 13))
+        profile = replace(whole_layers(seed), links=Links(), optimizer_s=0.0)
+        job, pieces = Job(stages, stages, microbatches), len(profile.pieces)
+        inner = random.permutation(np.arange(1, pieces))[: stages - 1]
+        found = MegatronSpace(profile, job, Space()).configuration(
+            Shape(Sizes(), stages, 1, 1, microbatches),
+            [0, *sorted(inner), pieces],
+            [("full", int(random.integers(3))) if seed % 2 else (None, 0)] * stages,
+        )
+        candidate = Candidate(found, profile, job)
+        forced_s = max(_forced_s(found, list(candidate.works)))
+        assert forced_s <= candidate.iteration_time_s * (1 + 1e-9)
 
 
 def test_no_cut_of_a_shape_takes_less() -> None:

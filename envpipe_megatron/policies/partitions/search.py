@@ -153,17 +153,22 @@ class SplitSpace:
 
         All microbatches on the stage between the first forward's way there and the last backward's
         way back; or one of the two ways goes on to the last stage, past what 1F1B puts before the
-        stage's first backward or after its last forward.
+        stage's first backward or after its last forward; or both do, with what is between
+        these two units.
         """
         microbatches = self.num_microbatches
-        all_s = self._layer_time_s().sum()
+        layers_s = self._layer_time_s()
+        all_s, passed_s = layers_s.sum(), self._running_sums(layers_s)[1][:, None, :]
         steady = (microbatches - in_flight_1f1b(self.num_stages, microbatches))[:, None, None]
         forward_s, backward_s = self.forward_s, self.backward_s
+        # Without a unit between, the last forward is ahead of the first backward.
+        both_s = np.where(steady > 0, all_s + all_s - passed_s + steady * self.stage_time_s, 0.0)
         bound_s: FloatArray = np.maximum.reduce(
             [
                 self.before_s() + microbatches * self.stage_time_s,
                 all_s + (microbatches - 1) * backward_s + steady * forward_s,
                 all_s + (microbatches - 1) * forward_s + steady * backward_s,
+                both_s,
             ]
         )
         return bound_s

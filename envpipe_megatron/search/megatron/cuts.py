@@ -181,7 +181,7 @@ def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) 
     `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
     microbatches between the way of the first forward there and of the last backward back;
     or one of these ways goes on to the last stage, past what 1F1B puts ahead of the stage's first
-    backward, or behind its last forward.
+    backward, or behind its last forward; or both do, with what is between these two units.
     """
     runs, microbatches = stage.runs, shape.num_microbatches
     steady = microbatches - min(microbatches, shape.num_stages - number)
@@ -189,14 +189,15 @@ def forced_s(stage: StageRuns, number: int, shape: Shape, passed_s: FloatArray) 
     can_be = np.isfinite(stage.time_s)
     backward_s = np.where(can_be, stage.time_s - forward_s, 0.0)
     all_s = passed_s[-1]
-    forced = np.maximum.reduce(
-        [
-            passed_s[runs.first] + microbatches * (forward_s + backward_s),
-            all_s + (microbatches - 1) * backward_s + steady * forward_s,
-            all_s + (microbatches - 1) * forward_s + steady * backward_s,
-        ]
-    )
-    return np.where(can_be, forced, np.inf)
+    terms = [
+        passed_s[runs.first] + microbatches * (forward_s + backward_s),
+        all_s + (microbatches - 1) * backward_s + steady * forward_s,
+        all_s + (microbatches - 1) * forward_s + steady * backward_s,
+    ]
+    if steady:  # else the last forward is ahead of the first backward
+        behind_s = all_s - passed_s[runs.end]
+        terms.append(all_s + behind_s + steady * (forward_s + backward_s))
+    return np.where(can_be, np.maximum.reduce(terms), np.inf)
 
 
 def _best(

@@ -28,6 +28,18 @@ def test_a_split_needs_two_stages_and_a_microbatch(sizes):
     assert fastest(space, space.allowed).split == (2, 2)
 
 
+def test_a_stage_that_waits_at_both_ends_bounds_the_iteration():
+    """The middle one, a little longer, waits for its first backward and for its last one."""
+    forward_s = np.array([1.0, 1.2, 1.0])
+    space = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 8)
+    time_s = float(space.iteration_times_s(np.array([[1, 1, 1]]))[0])
+    assert time_s == pytest.approx(9.6 + 3.0 + 6 * 3.6)
+    assert space.bound_s[1, 1, 2] == pytest.approx(time_s)
+    # With fewer microbatches the last forward is ahead of the first backward.
+    few = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 2)
+    assert few.bound_s[1, 1, 2] <= few.iteration_times_s(np.array([[1, 1, 1]]))[0] * (1 + 1e-9)
+
+
 def test_no_plan_is_below_the_estimate():
     """For every split: the estimate, and what all stages take by waiting as long as it lasts."""
     space = SplitSpace(UNLIKE, 3, 4)
