@@ -6,6 +6,7 @@ import logging
 import math
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,16 @@ def warn_of_free_waiting() -> None:
         "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
         "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
     )
+
+
+def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -> None:
+    """Write a profile of stages, with the power of waiting in its sidecar if that is known."""
+    sidecar = profile.sidecar
+    if blocking_power_w is not None:
+        stages = range(profile.num_stages)
+        curves = tuple({max(profile.clocks_mhz(stage)): blocking_power_w} for stage in stages)
+        sidecar = replace(sidecar, wait_power_w=curves)
+    replace(profile, sidecar=sidecar).write(path)
 
 
 def numbers(values: Iterable[float]) -> str:

@@ -17,6 +17,7 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     warn_of_free_waiting,
+    write_stages,
 )
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.kinds import WHOLE
@@ -106,7 +107,7 @@ def partition(
         found = least_energy(job.space, job.blocking_power_w, time_tolerance / 100)
     else:
         found = least_bottleneck(job.space)
-    stage_profile(table, found.split, memory_limit).write(output)
+    write_stages(stage_profile(table, found.split, memory_limit), blocking_power, output)
     console.print(_stage_table(table, found.split, num_microbatches))
     even, even_flags = megatron_even_split(table.num_transformer_layers, num_stages) or (None, ())
     console.print(_comparison(job, found, even))
@@ -143,8 +144,8 @@ class _Job:
         held = stage_memory_bytes(self.space.table, split, self.space.num_microbatches)
         return limit is None or float(held.max()) <= limit
 
-    def cost(self, split: Split) -> Cost | None:
-        """Cost of a plan no slower than the split's own 1F1B at the highest clocks."""
+    def cost(self, split: Split, deadline_s: float = 0.0) -> Cost | None:
+        """Cost of a plan in time, or if the split is late at the highest clocks, no later."""
         if not self.space.table.has_energy:
             return None
         limit = self.space.memory_limit_bytes if self.fits(split) else None
@@ -153,7 +154,7 @@ class _Job:
             profile,
             self.space.num_microbatches,
             self.blocking_power_w,
-            self.iteration_time_s(split),
+            max(self.iteration_time_s(split), deadline_s),
         )
 
 
@@ -210,7 +211,7 @@ def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
     columns = ("", "this split", *(("even split", "change (%)") if even else ()))
     rows = []
     cost = found.cost if isinstance(found, FoundEnergy) else job.cost(found.split)
-    theirs = _figures(job, even, job.cost(even)) if even else {}
+    theirs = _figures(job, even, job.cost(even, _deadline_s(found))) if even else {}
     for name, (value, digits) in _figures(job, found.split, cost).items():
         cells = [name, f"{value:.{digits}f}"]
         if name in theirs:
@@ -227,9 +228,14 @@ def _about_even_split(job: _Job, found: Found, even: Split | None, flags: tuple[
     text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
     if not job.fits(even):
         text += " It does not keep the memory limit."
-    if job.space.table.has_energy and job.iteration_time_s(even) > found.iteration_time_s:
+    if job.space.table.has_energy and job.iteration_time_s(even) > _deadline_s(found):
         text += " It is slower, and planned within its own time: energies are not at equal time."
     return text
+
+
+def _deadline_s(found: Found) -> float:
+    """Within which the split was planned."""
+    return found.deadline_s if isinstance(found, FoundEnergy) else found.iteration_time_s
 
 
 def _how_sure(found: Found, time_tolerance: float) -> str:

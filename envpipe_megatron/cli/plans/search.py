@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FOLDER,
     Finite,
     warn_of_free_waiting,
+    write_stages,
 )
 from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
@@ -303,7 +303,7 @@ def _write(
         "iteration_time_s": best.iteration_time_s,
         "energy_j": None if best.cost is None else best.cost.energy_j,
         "own_order_iteration_time_s": best.candidate.iteration_time_s,
-        "peak_bytes": best.candidate.peak_bytes.tolist(),
+        "peak_bytes": best.peak_bytes.tolist(),
     }
     text = configuration_text(
         profile, best.candidate.configuration, job, flags=flags, predicted=predicted
@@ -314,10 +314,7 @@ def _write(
     if best.plan is not None:
         from envpipe_megatron.report.drawing.configurations import plot_configurations
 
-        stages = best.candidate.stage_profile
-        waiting = ({int(profile.frequency_mhz.max()): blocking_power_w},) * stages.num_stages
-        sidecar = replace(stages.sidecar, wait_power_w=waiting)
-        replace(stages, sidecar=sidecar).write(output / _STAGES)
+        write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)
         frontiers = {
             f"{number}: {sizes_words(each)}": [

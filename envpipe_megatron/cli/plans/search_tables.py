@@ -32,13 +32,12 @@ class Shown:
         """The best configurations."""
         rows = []
         for number, each in enumerate(self.found.ranked, start=1):
-            candidate = each.candidate
             cells = [
                 str(number),
                 sizes_words(each),
                 recomputation_words(each),
                 f"{each.iteration_time_s:.4f}",
-                f"{candidate.peak_bytes.max() / _GIB:.1f}",
+                f"{each.peak_bytes.max() / _GIB:.1f}",
             ]
             if each.cost is not None:
                 cells[4:4] = [f"{each.cost.energy_j:.0f}"]
@@ -80,7 +79,8 @@ class Shown:
 
     def stages(self) -> Table:
         """The stages of the best."""
-        candidate = self.found.ranked[0].candidate
+        best = self.found.ranked[0]
+        candidate, peak_bytes = best.candidate, best.peak_bytes
         layouts, works = candidate.configuration.stages, candidate.works
         recomputed = recomputed_layers(candidate.configuration)
         rows = [
@@ -93,7 +93,7 @@ class Shown:
                 f"{peak / _GIB:.2f}",
             )
             for stage, (layout, work, peak, (name, count)) in enumerate(
-                zip(layouts, works, candidate.peak_bytes, recomputed, strict=True)
+                zip(layouts, works, peak_bytes, recomputed, strict=True)
             )
         ]
         columns = ("stage", "layers", "sizes", "recomputed", "time (ms)", "peak (GiB)")

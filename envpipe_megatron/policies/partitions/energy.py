@@ -33,9 +33,10 @@ _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 
 @dataclass(frozen=True)
 class FoundEnergy(Found):
-    """A split with the cost of its plan."""
+    """A split with the cost of its plan, no slower than the deadline."""
 
     cost: Cost
+    deadline_s: float
     num_planned: int
 
 
@@ -122,6 +123,7 @@ def least_energy(
         num_considered=quickest.num_considered + len(splits),
         exact=quickest.exact and complete and len(within) <= max_planned,
         cost=costs[best],
+        deadline_s=limit_s,
         num_planned=len(candidates),
     )
 

@@ -148,6 +148,7 @@ class Candidate:
             gpu=self.profile.gpu,
             num_chunks=chunks,
             p2p_latency_s=tuple(self.hops_s.tolist()),
+            tail_time_s=tuple(self.tails_s.tolist()),
             activation_bytes=tuple(held),
             free_bytes=self._free_bytes(held),
         )

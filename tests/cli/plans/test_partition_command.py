@@ -71,6 +71,7 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     assert "7, loss" in text
     assert "2, 3, 3, with --account-for-embedding-in-pipeline-split." in text
     profile = read_profile(output)
+    assert profile.sidecar.blocking_power_w == (80, 80, 80)
     times = [kinds["forward"][0].time_s for kinds in profile.rows]
     assert times == pytest.approx([0.035, 0.04, 0.03])
     plan_for(output, tmp_path / "plan.json", "--schedule", "envpipe", "--policy", "envelope")
@@ -91,6 +92,16 @@ def test_against_the_even_split(tmp_path):
     assert "planned energy (J)" in rows
     # An uneven middle has one form only.
     assert "no form as --decoder-first-pipeline-num-layers" in text
+
+
+def test_a_split_saves_nothing_beside_itself(tmp_path):
+    """Both may take as long as splits may be slower than the fastest."""
+    layers = write_layers(tmp_path / "layers.csv", loss=0.5)
+    options = ("--objective", "energy", "--blocking-power", 80, "--time-tolerance", 5)
+    text = partition(layers, tmp_path / "profile.csv", *options, stages=2).stdout
+    assert flag(text, "--pipeline-model-parallel-layout") == "Et*4|t*4L"
+    changes = [line.split("│")[4].strip() for line in text.splitlines() if line.count("│") == 5]
+    assert changes == ["+0.00"] * 4
 
 
 def test_where_megatron_has_no_even_split(tmp_path):
@@ -114,6 +125,7 @@ def test_times_alone_are_enough_for_the_bottleneck(tmp_path):
 def test_a_warning_without_blocking_power(layers_path, tmp_path, caplog):
     partition(layers_path, tmp_path / "profile.csv")
     assert "--blocking-power" in caplog.text
+    assert read_profile(tmp_path / "profile.csv").sidecar.wait_power_w is None
 
 
 def test_memory_limit(tmp_path):

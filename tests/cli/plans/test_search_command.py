@@ -5,13 +5,19 @@ import json
 import re
 
 import pytest
-from cli_helpers import run_badly, run_well
+from cli_helpers import plan_for, run_badly, run_well
 from on_request import on_request
 from whole_layers import whole_layers
 
+from envpipe_megatron.cli.plans import search as command
+from envpipe_megatron.cli.plans import search_tables
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.search.layer_file import layers_text
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.layer_file import layers_text, read_layers
+from envpipe_megatron.search.megatron.candidates import Candidate
+from envpipe_megatron.search.megatron.search import Found, Ranked
+from envpipe_megatron.search.megatron.space import MegatronSpace, Space
 
 JOB = ("--gpus", 4, "--gpus-per-node", 2, "--global-batch", 8)
 ENERGY = ("--objective", "energy", "--max-slowdown", 20, "--blocking-power", 60)
@@ -57,6 +63,31 @@ def test_the_best_is_written_and_printed_with_why_others_lost(layers_path, tmp_p
     assert "from elsewhere" in run_badly(
         "search", "--profile", layers_path, *JOB, "--output", output
     )
+
+
+def test_memory_is_that_of_the_order_whose_energy_is_shown(layers_path, tmp_path, monkeypatch):
+    job = Job(num_gpus=3, gpus_per_node=3, global_batch=8)
+    megatron = MegatronSpace(read_layers(layers_path), job, Space())
+    shape = next(each for each in megatron.shapes if each.num_stages == 3)
+    best = Candidate(megatron.best_cut(shape).configuration, megatron.profile, job)
+    ranked = Ranked(best, best.plan(60.0))
+    planned = best.peak_bytes_of(ranked.plan.schedule)
+    assert planned.max() > 1.1 * best.peak_bytes.max()
+    monkeypatch.setattr(command, "search", lambda *_, **__: Found((ranked,), 1, 1))
+    monkeypatch.setattr(command, "_FRONTIER_POINTS", 2)
+    monkeypatch.setattr(search_tables, "_GIB", 1.0)
+    output = tmp_path / "best"
+    arguments = ("--gpus", 3, "--global-batch", 8, "--blocking-power", 60, "--output", output)
+    shown = run_well("search", "--profile", layers_path, *arguments).stdout
+    assert f"{planned.max():.1f} │" in shown
+    for peak in planned:
+        assert f"{peak:.2f} │" in shown
+    predicted = json.loads((output / "configuration.json").read_text())["predicted"]
+    assert predicted["peak_bytes"] == planned.tolist()
+    # And with its tails the profile of the stages takes the search's time.
+    plan_for(output / "profile.csv", output / "again.json", "--policy", "baseline", "--use", "tail")
+    again = read_plan(output / "again.json", read_profile(output / "profile.csv"))
+    assert again.cost.iteration_time_s == pytest.approx(predicted["own_order_iteration_time_s"])
 
 
 def test_a_profile_of_stages_is_told_from_one_of_layers(profile_path):
