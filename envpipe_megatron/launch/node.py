@@ -20,7 +20,7 @@ from pathlib import Path
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, runtime_folder
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport
@@ -69,16 +69,16 @@ class NodeSettings:
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
-    Raises EnvPipeError if another agent writes this node's energy log, GuardError if there is no
-    place for sockets, OSError if the output folder cannot be written.
+    Raises EnvPipeError if another agent writes this node's energy log, OSError if the output folder
+    or /tmp cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
     report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
-        # Its user may log out while a job goes on, and ranks that start again look for the socket.
-        place = runtime_folder(lasting=True)
-        folder = last.enter_context(tempfile.TemporaryDirectory(prefix="agent-", dir=place))
+        # Not in XDG_RUNTIME_DIR: its user may log out while a job goes on, and ranks that start
+        # again look for the socket. Nor in TMPDIR, which may be too long for one.
+        folder = last.enter_context(tempfile.TemporaryDirectory(prefix="envpipe-", dir="/tmp"))
         agent = NodeAgent(
             settings.output_dir,
             settings.node_name,

@@ -85,19 +85,16 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     return message
 
 
-def runtime_folder(*, lasting: bool = False) -> Path:
+def runtime_folder() -> Path:
     """Return the folder of this user's sockets and guards' logs; make it if it is missing.
-
-    A `lasting` one is never in XDG_RUNTIME_DIR, which goes with its user's last login.
 
     Raises GuardError if somebody else could enter it, or it cannot be made.
     """
     path = Path(f"/tmp/envpipe-{os.geteuid()}")
-    given = "" if lasting else os.environ.get("XDG_RUNTIME_DIR")
+    given = os.environ.get("XDG_RUNTIME_DIR")
     with contextlib.suppress(OSError):  # it may have gone with the login that it was made for
         if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
             path = Path(given) / "envpipe"
-    other = "" if lasting else ", or set XDG_RUNTIME_DIR to a folder of your own on this machine"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -106,13 +103,13 @@ def runtime_folder(*, lasting: bool = False) -> Path:
         raise GuardError(
             f"The folder for sockets and logs cannot be made: {error.strerror}",
             value=str(path),
-            remedy=f"Make it, with mode 700{other}",
+            remedy="Set XDG_RUNTIME_DIR to a folder of your own on this machine",
         ) from error
     private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not private or status.st_uid != os.geteuid():
         raise GuardError(
             "The folder for sockets and logs is not this user's alone",
             value=f"{path}, {stat.filemode(status.st_mode)}, uid {status.st_uid}",
-            remedy=f"Delete it or give it mode 700{other}",
+            remedy="Delete it or give it mode 700, or set XDG_RUNTIME_DIR to a folder of your own",
         )
     return path
