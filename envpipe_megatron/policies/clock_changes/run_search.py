@@ -44,6 +44,9 @@ _PATHS = 20
 _MAX_PROGRAM_UNITS = 6_000
 #: The best plans that are improved.
 _IMPROVED = 4
+#: Shares of the dwell time that runs are searched to last by their units alone: the rest may be
+#: waits, and the last run of an iteration may go on in the first. What is found keeps the whole.
+_UNITS_OF_DWELL = (1.0, 0.5, 0.25)
 #: Units of all plans that improving one may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 150_000, 20
 
@@ -66,7 +69,13 @@ def fewer_changes(
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """
-    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
+    shares = _UNITS_OF_DWELL if min_dwell_s else (1.0,)
+    searches = (
+        _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s, share)
+        for share in shares
+    )
+    found = [best for best in (search.search() for search in searches) if best is not None]
+    return min(found, key=lambda plan: plan.cost.energy_j, default=None)
 
 
 class _RunSearch:
@@ -77,6 +86,7 @@ class _RunSearch:
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
+        units_of_dwell: float,
     ) -> None:
         conditions = plan.conditions
         self._start, self._relaxed = plan, relaxed
@@ -86,7 +96,8 @@ class _RunSearch:
         # A late first unit is faster than planned if the old clock was higher.
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
-        self._run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
+        run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
+        self._run_s = units_of_dwell * run_s
         gpus = conditions.gpus_by_stage.astype(np.float64)
         self._change_j = gpus * conditions.change_energy_j
         self._finder = RunFinder(self._table, self._change_j, self._run_s)

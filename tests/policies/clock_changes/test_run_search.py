@@ -1,14 +1,22 @@
 """The search for runs by its pieces: what they cost, what they keep, and where they stop."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from test_optimal_conditions import any_conditions
 
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
 from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Case:
@@ -22,7 +30,7 @@ class Case:
         highest = max_frequencies(optimizer.schedule, optimizer.profile)
         plan = Plan("mine", optimizer.schedule, highest, optimizer.profile, conditions)
         relaxed = optimizer.relaxed(self.deadline_s)
-        self.search = _RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s)
+        self.search = _RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s, 1.0)
         self.table = self.search._table
 
     def any_plan(self):
@@ -46,6 +54,20 @@ def case(request):
 def chosen(values, index):
     """[units_per_stage, num_stages] the values of the chosen clocks."""
     return np.take_along_axis(values, index.T[:, :, None], axis=2)[:, :, 0]
+
+
+def test_a_long_dwell_time_still_saves_by_runs_with_waits_in_them():
+    """Of an iteration of 1.9 s; a plan of a longer dwell time is one of a shorter one, too."""
+    profile = read_profile(ROOT / "configs" / "profiles" / "quickstart.csv")
+    conditions = Conditions(profile.sidecar.blocking_power_w)
+    savings = []
+    for dwell_s in (0.5, 0.75):
+        request = PlanRequest(16, "1f1b", "optimal", conditions=conditions, min_dwell_s=dwell_s)
+        plan = make_plan(profile, request).plan
+        assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9)
+        savings.append(plan.cost.saving_percent(plan.baseline.cost))
+    assert savings == sorted(savings, reverse=True)
+    assert savings[-1] > 9
 
 
 @CASES
