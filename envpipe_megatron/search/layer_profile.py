@@ -239,14 +239,11 @@ class LayerProfile:
 
     @property
     def has_energy(self) -> bool:
-        """Whether all pieces and recomputations have measured joules."""
-        return all(
-            measure.forward_j is not None
-            and measure.backward_j is not None
-            and all(way.energy_j is not None for way in measure.recomputation)
-            for by_piece in self.measures.values()
-            for measure in by_piece.values()
-        )
+        """Whether all pieces and recomputations have measured joules; zeros alone are none."""
+        measures = [each for by_piece in self.measures.values() for each in by_piece.values()]
+        pieces = [x for each in measures for x in (each.forward_j, each.backward_j)]
+        ways = [way.energy_j for each in measures for way in each.recomputation]
+        return all(x is not None for x in pieces + ways) and bool(np.any(pieces))
 
     @cached_property
     def least_rested(self) -> float:

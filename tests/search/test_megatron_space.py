@@ -226,11 +226,32 @@ def test_what_cannot_be_is_said() -> None:
     too_little = r"No configuration keeps the memory limit \(GiB\) \(got 9\.31"
     with pytest.raises(EnvPipeError, match=too_little):
         search(profile, Job(4, 4, 8, 1.0), Space(), FASTEST)
-    with pytest.raises(EnvPipeError, match="fit 7 GPUs and a batch of 8"):
+    with pytest.raises(EnvPipeError, match="fit 7 GPUs and a batch of 8 .*expert parallel"):
         search(profile, Job(7, 7, 8), Space(), FASTEST)
+    with pytest.raises(EnvPipeError, match="more than 1,000,000,000 samples"):
+        MegatronSpace(profile, Job(4, 4, 8 * 10**19), Space())
     timed = {
         sizes: {name: replace(of, forward_j=None) for name, of in by_piece.items()}
         for sizes, by_piece in profile.measures.items()
     }
     with pytest.raises(EnvPipeError, match="has no joules"):
         search(replace(profile, measures=timed), JOB, Space(), Objective())
+
+
+def test_zero_joules_are_none() -> None:
+    profile = whole_layers(0)
+    nothing = {
+        name: replace(each, forward_j=np.zeros(1), backward_j=np.zeros(1))
+        for name, each in profile.at(Sizes()).items()
+    }
+    assert not replace(profile, measures={Sizes(): nothing}).has_energy
+    some = {**nothing, "layer": replace(nothing["layer"], backward_j=np.ones(1))}
+    assert replace(profile, measures={Sizes(): some}).has_energy
+
+
+@pytest.mark.parametrize("kept", [slice(1, None), slice(-1), slice(1, -1), [0, 0, 1, -1]])
+def test_a_model_begins_with_one_embedding_and_ends_with_one_loss(kept: slice | list[int]) -> None:
+    profile = whole_layers(0)
+    blocks = tuple(np.array(profile.blocks, dtype=object)[kept])
+    with pytest.raises(EnvPipeError, match="one 'embedding' and ends with one 'loss'"):
+        MegatronSpace(replace(profile, blocks=blocks), JOB, Space())

@@ -11,6 +11,7 @@ from envpipe_megatron.search.layer_profile import (
     OPERATOR,
     Block,
     BytesPerParameter,
+    Curve,
     LayerProfile,
     Links,
     Measure,
@@ -63,6 +64,18 @@ def test_runs_of_operators_keep_their_last_output(
 @pytest.mark.parametrize(("shared", "tail_s"), [(False, 1000 + 8), (True, 500 + 8)])
 def test_all_data_parallel_ranks_handle_all_their_gradients(shared: bool, tail_s: float) -> None:
     profile = replace(PROFILE, optimizer_s=100.0, gradients_s=0.8)
+    stage = StageLayout(((0, 6),), Sizes(), 2, (None,) * 6)
+    work = replace(stage_work(profile, stage), parameters=10.0)
+    configuration = Configuration((stage,), 1, distributed_optimizer=shared)
+    assert tails_s(profile, configuration, [work], Job(2, 2, 2)) == pytest.approx([tail_s])
+
+
+@pytest.mark.parametrize(("shared", "tail_s"), [(False, 0.0), (True, 1.5 + 5.0)])
+def test_weights_are_gathered_where_no_gradient_is_reduced(shared: bool, tail_s: float) -> None:
+    """Half an all-reduce of their 20 bytes, and as in the other test the optimizer."""
+    links = Links(all_reduce={(2, False): Curve(np.array([10.0, 20.0]), np.array([1.0, 3.0]))})
+    each = BytesPerParameter(weight=2.0, gradient=0.0)
+    profile = replace(PROFILE, bytes_per_parameter=each, links=links, optimizer_s=float(shared))
     stage = StageLayout(((0, 6),), Sizes(), 2, (None,) * 6)
     work = replace(stage_work(profile, stage), parameters=10.0)
     configuration = Configuration((stage,), 1, distributed_optimizer=shared)

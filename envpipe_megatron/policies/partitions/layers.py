@@ -26,6 +26,7 @@ from envpipe_megatron.errors import EnvPipeError
 Split = tuple[int, ...]
 
 EMBEDDING, LOSS = "embedding", "loss"
+_MOST_DIGITS = 9
 LAYER_COLUMNS = ("layer", "instruction", "frequency", "time", "energy")
 _BYTE_COLUMNS = ("memory", "activation")
 
@@ -269,7 +270,7 @@ def _layer(line: Row) -> str:
     layer = line.cells["layer"]
     if layer in (EMBEDDING, LOSS):
         return layer
-    if not (layer.isascii() and layer.isdigit()):
+    if not (layer.isascii() and layer.isdigit() and len(layer) <= _MOST_DIGITS):
         raise EnvPipeError(
             f"{line.where}: unknown layer",
             value=layer,

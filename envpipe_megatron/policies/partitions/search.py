@@ -75,16 +75,16 @@ class SplitSpace:
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
         self.memory_limit_bytes = memory_limit_bytes
         num_layers = table.num_transformer_layers
-        first = np.arange(num_layers + 1)
-        self.allowed: BoolArray = self.sums(np.ones(len(table.names))) > 0.5
-        self.allowed[0] &= (first == 0)[:, None]
-        self.allowed[-1] &= (first == num_layers)[None, :]
-        if not np.isfinite(minimax(np.zeros(self.allowed.shape), self.allowed)[0]):
+        if num_stages > len(table.names):
             raise EnvPipeError(
                 f"{table.source} has too few layers for {num_stages} stages",
                 value=num_layers,
                 remedy="Each stage needs a layer; the embedding and the loss count where profiled.",
             )
+        first = np.arange(num_layers + 1)
+        self.allowed: BoolArray = self.sums(np.ones(len(table.names))) > 0.5
+        self.allowed[0] &= (first == 0)[:, None]
+        self.allowed[-1] &= (first == num_layers)[None, :]
         self.forward_s = self.sums(table.time_s[Kind.FORWARD][:, 0])
         self.backward_s = self.sums(table.time_s[Kind.BACKWARD][:, 0])
         self.stage_time_s = self.forward_s + self.backward_s

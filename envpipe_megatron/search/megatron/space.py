@@ -19,7 +19,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import FULL, LayerProfile, Sizes
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
 from envpipe_megatron.search.megatron.chunks import spread
 from envpipe_megatron.search.megatron.cuts import BestCut, Recomputed, Shape, best_cut
 from envpipe_megatron.search.megatron.runs import Pieces
@@ -30,6 +30,9 @@ from envpipe_megatron.search.megatron.work import (
     stage_peak_bytes,
     stage_work,
 )
+
+#: A larger batch is a mistake, and its microbatches would fill the memory.
+_MOST_SAMPLES = 10**9
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Cut:
 class MegatronSpace:
     """All configurations of a job that Megatron can run, by shape.
 
-    EnvPipeError: a profile whose layers are in parts, or a batch that no shape divides.
+    EnvPipeError: a profile whose layers are in parts, or that does not begin with the embedding and
+    end with the loss; a batch that is too large, or that no shape divides.
     """
 
     def __init__(self, profile: LayerProfile, job: Job, space: Space) -> None:
@@ -67,6 +71,20 @@ class MegatronSpace:
             raise EnvPipeError(
                 "The layer profile lists parts of layers, and Megatron's stages have whole ones",
                 remedy="Fold each block into one piece first.",
+            )
+        ends = profile.pieces[0], profile.pieces[-1]
+        if ends != (EMBEDDING, LOSS) or {*ends} & {*profile.pieces[1:-1]}:
+            raise EnvPipeError(
+                f"{profile.source}: a model of Megatron's begins with one '{EMBEDDING}' and ends "
+                f"with one '{LOSS}', and these pieces do not",
+                value=profile.pieces,
+                remedy="Give these two pieces blocks of their own, and measures.",
+            )
+        if job.global_batch > _MOST_SAMPLES:
+            raise EnvPipeError(
+                f"The batch has more than {_MOST_SAMPLES:,} samples",
+                value=job.global_batch,
+                remedy="Correct --global-batch.",
             )
         self.profile, self.job, self.space = profile, job, space
         self._pieces: dict[tuple[Sizes, bool], Pieces] = {}
@@ -80,8 +98,9 @@ class MegatronSpace:
                 f"No sizes in the layer profile fit {self.job.num_gpus} GPUs and a batch of "
                 f"{self.job.global_batch}",
                 value=sorted(self.profile.measures),
-                remedy="The GPUs must be tensor x context x data parallel x stages, and the batch "
-                "a multiple of data parallel x microbatch size.",
+                remedy="The GPUs must be tensor x context x data parallel x stages, the batch a "
+                "multiple of data parallel x microbatch size, and data x context parallel one of "
+                "expert parallel.",
             )
         return tuple(sorted(found, key=self.bound_s))
 

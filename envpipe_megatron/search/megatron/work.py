@@ -247,7 +247,7 @@ def tails_s(
     """
     each, tails, node = profile.bytes_per_parameter, [], job.gpus_per_node
     shared = configuration.distributed_optimizer
-    gathered = 0.5 * (1 + each.weight / each.gradient) if shared else 1.0
+    halves = each.gradient, each.weight if shared else each.gradient
     for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
         crosses = ranks[0] // node != ranks[-1] // node
         tail_s = work.parameters * profile.gradients_s
@@ -255,7 +255,8 @@ def tails_s(
         for group, part in zip(
             replica_groups(stage.sizes, stage.data_parallel), parts, strict=True
         ):
-            tail_s += gathered * profile.links.all_reduce_s(part * each.gradient, group, crosses)
+            for half in halves:
+                tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
             tail_s += part / (group if shared else 1) * profile.optimizer_s
         tails.append(tail_s)
     return np.array(tails)

@@ -277,7 +277,7 @@ def test_the_tightest_stage_is_named():
         SplitSpace(table_of(np.ones(4), np.ones(4)), 2, 8, 40.0)
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4)])
+@pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4), (2, 10**9)])
 def test_fewer_layers_than_stages(layers, stages):
     with pytest.raises(EnvPipeError, match=f"too few layers for {stages} stages"):
         SplitSpace(table_of(np.ones(layers), np.ones(layers)), stages, 4)
@@ -417,6 +417,12 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
         ("layer,", "stage,", ["line 1", "stage,instruction", "must name the columns layer,"]),
         ("embedding,forward,1200", "head,forward,1200", ["line 2", "'head'", "embedding"]),
         ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
+        pytest.param(
+            "0,forward,1200",
+            "9" * 5000 + ",forward",
+            ["line 6", "unknown layer", "99..."],
+            id="long number",
+        ),
         ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
         (
