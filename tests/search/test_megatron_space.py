@@ -226,7 +226,7 @@ def test_what_cannot_be_is_said() -> None:
     too_little = r"No configuration keeps the memory limit \(GiB\) \(got 9\.31"
     with pytest.raises(EnvPipeError, match=too_little):
         search(profile, Job(4, 4, 8, 1.0), Space(), FASTEST)
-    with pytest.raises(EnvPipeError, match="fit 7 GPUs and a batch of 8 .*expert parallel"):
+    with pytest.raises(EnvPipeError, match=r"fit 7 GPUs and a batch of 8 .*expert parallel"):
         search(profile, Job(7, 7, 8), Space(), FASTEST)
     with pytest.raises(EnvPipeError, match="more than 1,000,000,000 samples"):
         MegatronSpace(profile, Job(4, 4, 8 * 10**19), Space())
