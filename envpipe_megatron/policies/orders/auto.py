@@ -21,7 +21,13 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
 from envpipe_megatron.policies.orders.families import FamilySearch, families
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, best_plan, within
+from envpipe_megatron.policies.orders.judged import (
+    Judged,
+    best_by_family,
+    best_plan,
+    check_own_within,
+    within,
+)
 from envpipe_megatron.policies.request import (
     PlanRequest,
     framework_order,
@@ -83,7 +89,8 @@ class AutoSearch:
     def judge(self, request: PlanRequest) -> list[Judged]:
         """The orders that meet the time, the best first, within the limits of this request.
 
-        It may have other limits than the search, nothing else. LinearProgramError: there is none.
+        It may have other limits than the search, nothing else. LinearProgramError: there is none;
+        the limit of microbatches is blamed if it is below what the framework's own order holds.
         """
         refused: LinearProgramError | None = None
         judged: list[Judged] = []
@@ -96,14 +103,13 @@ class AutoSearch:
             except LinearProgramError as error:
                 refused = refused or error
         if not judged:
-            raise (
-                refused
-                or self._refused
-                or LinearProgramError(
-                    "No order that was found meets the deadline (s)",
-                    value=self._time_s,
-                    remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
-                )
+            if refused := refused or self._refused:
+                raise refused
+            check_own_within(self._own, self._most_in_flight(request), LinearProgramError)
+            raise LinearProgramError(
+                "No order that was found meets the deadline (s)",
+                value=self._time_s,
+                remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
             )
         return sorted(judged, key=lambda order: order.worth_j)
 

@@ -15,7 +15,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.limits import envpipe_counts
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.policies.orders.judged import within
+from envpipe_megatron.policies.orders.judged import check_own_within, within
 from envpipe_megatron.policies.request import (
     PlanRequest,
     framework_order,
@@ -58,12 +58,14 @@ def _in_chunks(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[
     """Megatron's interleaved order with as many more forwards in the warm-up as the rule has.
 
     Fewer on all stages where memory is short, where stages would wait in circles, or where that
-    order would take longer at the highest clocks; a note says so.
+    order would take longer at the highest clocks; a note says so. ScheduleError: Megatron's own
+    order holds more than the limit.
     """
     own = framework_order(profile.num_stages, request)
     conditions = request_conditions(profile, request)
     longest_s = order_at_maximum_s(own, profile, conditions) * (1 + RELATIVE_TOLERANCE)
     most = request_in_flight(profile, request)
+    check_own_within(own, most)
     # More than the forwards that are left would change nothing, and be Megatron's own order.
     left = [own.units_per_stage // 2 - int(first) for first in own.is_backward.argmax(axis=1)]
     rule = list(map(min, _counts_in_chunks(profile), left))

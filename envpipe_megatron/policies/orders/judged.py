@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import le
 
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -90,6 +92,23 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
 def within(schedule: Schedule, max_in_flight: Sequence[int] | None) -> bool:
     """Whether no stage holds more, in microbatches x chunks."""
     return max_in_flight is None or all(map(le, schedule.peak_in_flight, max_in_flight))
+
+
+def check_own_within(
+    own: Schedule,
+    max_in_flight: Sequence[int] | None,
+    error: type[EnvPipeError] = ScheduleError,
+) -> None:
+    """Refuse, by an error of this type, a limit that is below what the framework's order holds."""
+    peaks = own.peak_in_flight
+    for stage, (peak, most) in enumerate(zip(peaks, max_in_flight or peaks, strict=True)):
+        if peak > most:
+            raise error(
+                f"Stage {stage} may hold too few microbatches in flight",
+                value=most / own.num_chunks,
+                remedy=f"The framework's own order holds {peak / own.num_chunks:g} there; allow at "
+                "least that.",
+            )
 
 
 def memory_worth(schedule: Schedule, own: Schedule) -> float:

@@ -8,10 +8,12 @@ from core_cases import for_chunks, profile_of, uniform_profile
 from on_request import on_request
 from planning_cases import random_conditions, random_profile
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders.builders import interleaved
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.envpipe_rule import envpipe_order
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlannerError, PlanRequest
@@ -99,6 +101,22 @@ def test_limits_lower_the_counts_of_all_stages(limits, more, lowered):
     profile = uniform_profile(4, CURVE, backward=3.0)
     order = order_of(profile, 24, lowered=why, group_size=6, **limits)
     assert more_warmup(order, 6) == more
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit", "error"),
+    [
+        ("envpipe", 2, "Stage 0 .*got 2.0.* holds 5.5 there"),
+        ("envpipe", (8, 4, 8, 8), "Stage 1 .*got 4.0.* holds 4.5 there"),
+        ("auto", 2, "Stage 0 .*got 2.0.* holds 5.5 there"),
+    ],
+)
+def test_a_limit_below_what_megatrons_order_holds_is_refused(schedule, limit, error):
+    request = PlanRequest(24, schedule, "optimal", num_chunks=2, max_in_flight=limit, runnable=True)
+    with pytest.raises(EnvPipeError, match=error) as refused:
+        make_plan(uniform_profile(4, CURVE, backward=3.0), request)
+    # The search for an order says so as it says all else that leaves no plan.
+    assert isinstance(refused.value, ScheduleError if schedule == "envpipe" else LinearProgramError)
 
 
 @pytest.mark.parametrize(
