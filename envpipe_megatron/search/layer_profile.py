@@ -243,7 +243,8 @@ class LayerProfile:
         measures = [each for by_piece in self.measures.values() for each in by_piece.values()]
         pieces = [x for each in measures for x in (each.forward_j, each.backward_j)]
         ways = [way.energy_j for each in measures for way in each.recomputation]
-        return all(x is not None for x in pieces + ways) and bool(np.any(pieces))
+        missing = any(x is None for x in pieces + ways)
+        return not missing and any(x is not None and bool(x.any()) for x in pieces)
 
     @cached_property
     def least_rested(self) -> float:
