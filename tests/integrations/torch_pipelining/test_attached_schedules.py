@@ -65,7 +65,7 @@ KEPT = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=on_request("PIPELINE") if name == "ScheduleZBVZeroBubble" else ())
+        pytest.param(name, marks=on_request("PIPELINE") if "ZeroBubble" in name else ())
         for name in KEPT
     ],
 )
