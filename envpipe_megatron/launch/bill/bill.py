@@ -217,7 +217,8 @@ class Bill:
                 node.running = line.note == BEGUN
                 node.exit_code = line.fields.get("exit_code")
             return
-        if line.node == self._told_by and line.run != name_of_run(line.run):
+        again = line.run in self.other_runs and line.node == self._told_by
+        if again and line.run != name_of_run(line.run):
             self.other_runs -= {line.run}  # this start's, of which other nodes' lines came first
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:

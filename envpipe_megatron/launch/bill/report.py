@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -39,7 +40,6 @@ class BillReport:
     def __init__(self, folder: Path, tariff: Tariff, interval: int = 0, node: str = "") -> None:
         self._folder = folder
         self._node = node
-        self._stem = ""
         self._tariff = tariff
         self._interval = interval
         #: Iterations at the last line; and for each GPU, its steps and J in training then.
@@ -48,24 +48,23 @@ class BillReport:
         self._writer = ThreadPoolExecutor(1, "envpipe-bill")
         self._writing: Future[None] | None = None
 
-    def _claim(self) -> str:
-        """How the names of this job's files begin; settled at once, as other jobs may end first."""
-        if self._stem:
-            return self._stem
-        self._stem = "bill"
+    @cached_property
+    def _stem(self) -> str:
+        """How the names of this job's files begin."""
         try:
             self._lock = lock_file(self._folder / ".bill.lock")
         except BlockingIOError:
-            self._stem = log_path(self._folder, self._node).stem.replace("energy", "bill", 1)
+            stem = log_path(self._folder, self._node).stem.replace("energy", "bill", 1)
             why = "Another live job has its bill in %s: this job's is %s.json"
-            logger.warning(why, self._folder, self._stem)
+            logger.warning(why, self._folder, stem)
+            return stem
         except OSError:  # a file system without locks, or whose files cannot be written
             pass
-        return self._stem
+        return "bill"
 
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
-        self._claim()
+        _ = self._stem  # settled before anything is written, as other jobs may end first
         if not self._interval:
             return
         now: dict[tuple[str, str], tuple[int, float]] = {}
@@ -109,7 +108,7 @@ class BillReport:
         try:
             say(line)
             facts = bill_facts(bill, self._tariff, over=False)
-            append_line(self._folder / f"{self._claim()}.jsonl", facts)
+            append_line(self._folder / f"{self._stem}.jsonl", facts)
         except OSError as error:  # a full disk or a closed terminal: the sums go on
             logger.error("A line of the bill could not be written: %s", error)
 
@@ -118,7 +117,7 @@ class BillReport:
         self._add_other_nodes(bill)
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
-        stem = self._claim()
+        stem = self._stem
         self._try(f"{stem}.json", lambda path: replace_files({path: [as_json]}))
         self._try(f"{stem}.csv", lambda path: replace_files({path: [bill_csv(bill)]}))
         self._writer.shutdown()

@@ -69,13 +69,9 @@ def fewer_changes(
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """
-    shares = _UNITS_OF_DWELL if min_dwell_s else (1.0,)
-    searches = (
-        _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s, share)
-        for share in shares
-    )
-    found = [best for best in (search.search() for search in searches) if best is not None]
-    return min(found, key=lambda plan: plan.cost.energy_j, default=None)
+    search = _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s)
+    found = map(search.search, _UNITS_OF_DWELL if min_dwell_s else (1.0,))
+    return min(filter(None, found), key=lambda plan: plan.cost.energy_j, default=None)
 
 
 class _RunSearch:
@@ -86,7 +82,6 @@ class _RunSearch:
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
-        units_of_dwell: float,
     ) -> None:
         conditions = plan.conditions
         self._start, self._relaxed = plan, relaxed
@@ -96,16 +91,16 @@ class _RunSearch:
         # A late first unit is faster than planned if the old clock was higher.
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
-        run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
-        self._run_s = units_of_dwell * run_s
+        self._dwell_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
         gpus = conditions.gpus_by_stage.astype(np.float64)
         self._change_j = gpus * conditions.change_energy_j
-        self._finder = RunFinder(self._table, self._change_j, self._run_s)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
 
-    def search(self) -> Plan | None:
+    def search(self, units_of_dwell: float) -> Plan | None:
+        """The best plan found by runs whose units alone last this share of the dwell time."""
+        self._let_units_last(units_of_dwell)
         start = self._start
         found = (self._runs_in_time(1.0), *self._runs_near_relaxed())
         runs = [index for index in found if index is not None]
@@ -119,6 +114,10 @@ class _RunSearch:
         best = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
         improved = map(self._improve, best[:_IMPROVED])
         return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
+
+    def _let_units_last(self, share: float) -> None:
+        self._run_s = share * self._dwell_s
+        self._finder = RunFinder(self._table, self._change_j, self._run_s)
 
     def _steady(self) -> Iterator[Plan]:
         """One clock per stage for the whole iteration: the fastest that all its units have."""

@@ -75,8 +75,8 @@ class MegatronSpace:
         ends = profile.pieces[0], profile.pieces[-1]
         if ends != (EMBEDDING, LOSS) or {*ends} & {*profile.pieces[1:-1]}:
             raise EnvPipeError(
-                f"{profile.source}: a model of Megatron's begins with one '{EMBEDDING}' and ends "
-                f"with one '{LOSS}', and these pieces do not",
+                f"A model of Megatron's begins with one '{EMBEDDING}' and ends with one '{LOSS}', "
+                "and the pieces of the layer profile do not",
                 value=profile.pieces,
                 remedy="Give these two pieces blocks of their own, and measures.",
             )

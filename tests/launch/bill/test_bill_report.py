@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
 from energy_lines import job, note, parsed, window
+from locked_file import locked_file
 
 from envpipe_megatron.launch import saying
 from envpipe_megatron.launch.bill import report as bill_report
@@ -68,20 +67,9 @@ def test_what_a_node_that_is_gone_left_of_the_same_start_is_added(tmp_path, capl
 
 def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capfd, caplog):
     """The second one's is under its node's name, even if the first job has ended by then."""
-    script = (
-        "import sys; from pathlib import Path; from envpipe_megatron.files import lock_file; "
-        "lock = lock_file(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
-    )
     report = BillReport(tmp_path, Tariff(), 1, "n/1.a")
-    with subprocess.Popen(
-        [sys.executable, "-c", script, tmp_path / ".bill.lock"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout
-        assert other.stdout.readline() == b"locked\n"
+    with locked_file(tmp_path / ".bill.lock"):
         report.look(bill)
-        other.communicate()
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -30,7 +30,8 @@ class Case:
         highest = max_frequencies(optimizer.schedule, optimizer.profile)
         plan = Plan("mine", optimizer.schedule, highest, optimizer.profile, conditions)
         relaxed = optimizer.relaxed(self.deadline_s)
-        self.search = _RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s, 1.0)
+        self.search = _RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s)
+        self.search._let_units_last(1.0)
         self.table = self.search._table
 
     def any_plan(self):

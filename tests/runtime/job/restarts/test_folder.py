@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGpu
 from kept_job import BASELINE, KEYS, OTHER, STEP, Alone, job_folder, kept_job, planned, profiled
+from locked_file import locked_file
 
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.base import GpuError, PowerState
@@ -320,23 +319,13 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):
     own = tmp_path / "out"
     own.mkdir()
-    script = (
-        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('locked', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, own / ".lock"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout.readline() == b"locked\n"
+    with locked_file(own / ".lock"):
         second = job_folder(own)
         assert second.path == tmp_path / "out.2"
         second.append("energy", {"energy_j": 1.0})
         assert {*files(second.path)} == {"job.json", "energy.jsonl"}
         assert files(own) == {}
         assert f"Another job writes to {own}: this one writes to {second.path}" in caplog.text
-        other.kill()
     second.close()
     assert job_folder(own).path == own
 
