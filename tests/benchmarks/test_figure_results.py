@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile
 from rich.console import Console
 
 from envpipe_megatron.core.kinds import Kind

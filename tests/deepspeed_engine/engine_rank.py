@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked_ranks import run_forked
-from preset_profile import preset_profile
+from presets import preset_profile
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from envpipe_megatron.core.kinds import WHOLE, Kind

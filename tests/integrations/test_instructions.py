@@ -10,10 +10,9 @@ from typing import Any
 
 import instruction_ranks
 import pytest
-from changed_preset import write_changed_preset
 from energy_lines import json_lines
 from memory_folder import memory_folder
-from preset_profile import preset_profile
+from presets import preset_profile, write_changed_preset
 from rank_pool import RankPool
 
 from envpipe_megatron.core.kinds import Kind

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from checkouts import BRIDGE_VARIABLE
 from energy_lines import json_lines
-from preset_profile import preset_profile
+from presets import preset_profile
 from torchrun_ranks import Ended, run_ranks
 
 from envpipe_megatron.core.conditions import Conditions

@@ -20,7 +20,7 @@ from mds_runs import (
     llama_args,
     run_script,
 )
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.kinds import Kind
 

@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-from changed_preset import write_changed_preset
 from click.testing import CliRunner
 from memory_folder import memory_folder
 from on_request import asked_for
+from presets import write_changed_preset
 from quickstart_helpers import locks_mhz, processes_of, short_settings, write_text
 from rich.console import Console
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from changed_preset import write_changed_preset
+from presets import write_changed_preset
 
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
 from envpipe_megatron.quickstart.settings import Settings

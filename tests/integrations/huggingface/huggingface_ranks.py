@@ -17,7 +17,7 @@ import deepspeed
 import tiny_models as tiny
 import torch
 from forked_ranks import run_forked
-from preset_profile import preset_profile
+from presets import preset_profile
 from torch.distributed.pipelining import Schedule1F1B
 
 from envpipe_megatron.core.kinds import Kind

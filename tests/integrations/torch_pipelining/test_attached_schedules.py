@@ -10,10 +10,9 @@ from typing import Any
 import attached_ranks
 import pytest
 from attached_ranks import Case
-from changed_preset import write_changed_preset
 from memory_folder import memory_folder
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile, write_changed_preset
 from rank_pool import RankFailedError, RankPool
 
 from envpipe_megatron.core.kinds import Kind, parse_unit

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_preset import write_changed_preset
 from networks import INTERFACE, needs_namespaces, network
+from presets import write_changed_preset
 from whole_nodes import Job, assert_equals_counters, full, new_job, summed
 
 from envpipe_megatron.quickstart.ranks import EVENT_MARK

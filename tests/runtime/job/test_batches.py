@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import step_ranks
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.orders import builders

@@ -11,7 +11,7 @@ import memory_ranks
 import pytest
 from going_on_ranks import Fault
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile
 from rank_pool import RankFailedError
 
 from envpipe_megatron.gpu.emulated.presets import load_preset

@@ -10,7 +10,7 @@ import memory_ranks
 import pytest
 from fake_memory import Sizes
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_stages import SPECS
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind

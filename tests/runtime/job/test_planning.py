@@ -15,7 +15,7 @@ import pytest
 from core_cases import for_chunks
 from on_request import on_request
 from planning_cases import random_profile
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.channel_model import check_message_order, find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import uniform_profile
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind

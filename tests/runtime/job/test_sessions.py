@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import session_ranks
 from on_request import on_request
-from preset_profile import preset_profile
+from presets import preset_profile
 from rank_pool import RankPool
 
 from envpipe_megatron.core.kinds import WHOLE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kept_job import KEYS
 from plain_stages import SPECS
-from preset_profile import preset_profile
+from presets import preset_profile
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
