@@ -332,8 +332,9 @@ def test_a_rank_that_hangs_up_and_lives_may_still_lock(guarded, nonsense):
 def test_a_process_that_runs_another_program_is_no_rank_any_more(guarded):
     """It may hold its GPU anew, as one that starts itself again does."""
     guarded.kill()
-    command = ["sh", "-c", "read go; exec sleep 60"]
-    guarded.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    command = ["sh", "-c", "echo; read go; exec sleep 60"]
+    guarded.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    guarded.process.stdout.readline()  # before, the kernel may not have drawn its stack
     started = []
 
     def start_again():
