@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.choices import make_choices
+
+#: Positions of an iteration that a run is made to begin at, to find those that pass its end.
+_MOST_BEGINS = 8
 
 
 def shortest_dwell_s(plan: Plan) -> float:
@@ -131,27 +135,40 @@ class LateClocks:
 class RunFinder:
     """Finds the cheapest runs of all stages, whatever the units cost.
 
-    Every run lasts at least the dwell time by its units alone, without waits; so do the first and
-    the last run of an iteration, each for itself, though one continues the other if their clocks
-    are the same. A single run that is the whole iteration may be short. `change_j`, [num_stages],
-    is the energy of one change on all GPUs of the stage.
+    Every run lasts at least the dwell time, by its units and the waits before them; the last run of
+    an iteration goes on in the first of the next if their clocks are the same. A single run that is
+    the whole iteration may be short.
+
+    Args:
+        change_j: [num_stages] the energy of one change on all GPUs of the stage.
+        wait_s: [num_stages, units_per_stage] the waits that count; by default none.
     """
 
-    def __init__(self, table: ClockTable, change_j: FloatArray, min_dwell_s: float) -> None:
-        self._table, self._change_j = table, change_j
+    def __init__(
+        self,
+        table: ClockTable,
+        change_j: FloatArray,
+        min_dwell_s: float,
+        wait_s: FloatArray | None = None,
+    ) -> None:
         length, stages, clocks = table.time_s.shape
-        until = np.zeros((length + 1, stages, clocks))
-        np.cumsum(table.time_s, axis=0, out=until[1:])
-        # [i]: the first position at which a run that begins at i may end.
-        self._reach = np.broadcast_to(
-            np.arange(1, length + 1)[:, None, None], table.time_s.shape
-        ).copy()
+        # [i]: how many units a run that begins at i has at least.
+        least = np.ones(table.time_s.shape, dtype=np.int64)
+        self._begins = [0]
         if min_dwell_s > 0:
-            wanted = until[:-1] + min_dwell_s
+            self._begins = list(range(0, length, math.ceil(length / _MOST_BEGINS)))
+            lasts_s = table.time_s if wait_s is None else table.time_s + wait_s.T[:, :, None]
+            until = np.zeros((2 * length + 1, stages, clocks))
+            np.cumsum(np.concatenate([lasts_s, lasts_s]), axis=0, out=until[1:])
+            wanted = until[:length] + min_dwell_s
             for stage in range(stages):
                 for clock in range(clocks):
                     found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
-                    self._reach[:, stage, clock] = found
+                    least[:, stage, clock] = found - np.arange(length)
+        # By the position that a run begins at, the first at which it may end.
+        self._reach = self._turned(least) + np.arange(length)[:, None, None]
+        self._time_s = self._turned(table.time_s)
+        self._change_j = np.tile(change_j, len(self._begins))
 
     def find(
         self, cost_j: FloatArray, allowed: BoolArray, late: LateClocks | None = None
@@ -161,17 +178,40 @@ class RunFinder:
         None if a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
         clocks].
         """
-        stages = np.arange(cost_j.shape[1])
-        free = self._walk(cost_j, allowed, late, None)
-        if free is None:
-            return None
-        index, value_j = free
-        value_j = value_j + self._change_j * (index[:, 0] != index[:, -1])
+        stages = cost_j.shape[1]
+        if late is not None:
+            late = LateClocks(self._turned(late.late_s), self._turned(late.cost_j))
+        costs = self._turned(cost_j), self._turned(allowed), late
+        index, value_j = self._walk(*costs, None)
+        rows = np.arange(len(index))
+        value_j += self._close_j(index[:, 0], late)[rows, index[:, -1]]
         # The first clock costs a change after the last unit: once more, knowing it.
-        closed = self._walk(cost_j, allowed, late, index[:, 0])
-        assert closed is not None  # the runs that were found are closed too
-        better = closed[1] < value_j
-        return np.where(better[stages, None], closed[0], index)
+        closed, closed_j = self._walk(*costs, index[:, 0])
+        index[closed_j < value_j] = closed[closed_j < value_j]
+        value_j = np.minimum(value_j, closed_j).reshape(-1, stages)
+        if not np.isfinite(value_j.min(axis=0)).all():
+            return None
+        best = value_j.argmin(axis=0)
+        turned = index.reshape(-1, stages, index.shape[1])
+        return np.array([np.roll(turned[n, s], self._begins[n]) for s, n in enumerate(best)])
+
+    def _turned(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values by position and stage, once for each position that a run is to begin at.
+
+        Positions are counted from there, and the copies are further stages.
+        """
+        turns = [np.roll(values, -begin, axis=0) for begin in self._begins]
+        return np.concatenate(turns, axis=1)
+
+    def _close_j(self, first: IntArray, late: LateClocks | None) -> FloatArray:
+        """[num_stages, clocks] the cost of going from each clock to that of the first unit."""
+        others = np.arange(self._time_s.shape[2]) != first[:, None]
+        close_j: FloatArray = self._change_j[:, None] * others
+        if late is not None:
+            share = np.minimum(1.0, late.late_s[0][:, None] / self._time_s[0])
+            there_j = np.take_along_axis(late.cost_j[0], first[:, None], axis=1)
+            close_j = close_j + share * (late.cost_j[0] - there_j)
+        return close_j
 
     def _walk(
         self,
@@ -179,7 +219,7 @@ class RunFinder:
         allowed: BoolArray,
         late: LateClocks | None,
         first: IntArray | None,
-    ) -> tuple[IntArray, FloatArray] | None:
+    ) -> tuple[IntArray, FloatArray]:
         """Runs and their cost; with `first`, that clock at the start, and closed to it."""
         length, stages, clocks = cost_j.shape
         unit_j = np.where(allowed, cost_j, np.inf)
@@ -214,15 +254,11 @@ class RunFinder:
             longer_j = best_j + unit_j[position]
             grown[position + 1] = longer_j < pending_j[position + 1]
             best_j = np.minimum(longer_j, pending_j[position + 1])
-        last_j = best_j + np.where(is_first, 0.0, self._change_j[:, None])
-        if first is None:
-            last_j = best_j
+        last_j = best_j if first is None else best_j + self._close_j(first, late)
         whole_j = np.where((refused[-1] == 0) & is_first, total_j[-1], np.inf)
-        index = np.empty((stages, length), dtype=np.int64)
+        index = np.zeros((stages, length), dtype=np.int64)
         value_j = np.minimum(last_j.min(axis=1), whole_j.min(axis=1))
-        if not np.isfinite(value_j).all():
-            return None
-        for stage in range(stages):
+        for stage in np.flatnonzero(np.isfinite(value_j)):
             if whole_j[stage].min() <= last_j[stage].min():
                 index[stage] = whole_j[stage].argmin()
                 continue
@@ -245,7 +281,7 @@ class RunFinder:
             before = best_j.argmin(axis=1)[:, None].repeat(clocks, axis=1)
             begin_j = np.take_along_axis(best_j, before, axis=1)
         else:
-            time_s, cost_j = self._table.time_s[position], late.cost_j[position]
+            time_s, cost_j = self._time_s[position], late.cost_j[position]
             share = np.minimum(1.0, late.late_s[position][:, None] / time_s)
             from_j = (best_j + share * cost_j)[:, :, None] - share[:, :, None] * cost_j[:, None]
             before = from_j.argmin(axis=1)

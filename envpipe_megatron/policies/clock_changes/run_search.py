@@ -44,9 +44,6 @@ _PATHS = 20
 _MAX_PROGRAM_UNITS = 6_000
 #: The best plans that are improved.
 _IMPROVED = 4
-#: Shares of the dwell time that runs are searched to last by their units alone: the rest may be
-#: waits, and the last run of an iteration may go on in the first. What is found keeps the whole.
-_UNITS_OF_DWELL = (1.0, 0.5, 0.25)
 #: Units of all plans that improving one may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 150_000, 20
 
@@ -69,9 +66,7 @@ def fewer_changes(
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """
-    search = _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s)
-    found = map(search.search, _UNITS_OF_DWELL if min_dwell_s else (1.0,))
-    return min(filter(None, found), key=lambda plan: plan.cost.energy_j, default=None)
+    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
 
 
 class _RunSearch:
@@ -91,33 +86,32 @@ class _RunSearch:
         # A late first unit is faster than planned if the old clock was higher.
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
-        self._dwell_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
+        self._run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
         gpus = conditions.gpus_by_stage.astype(np.float64)
         self._change_j = gpus * conditions.change_energy_j
+        highest = max_frequencies(plan.schedule, plan.profile)
+        self._highest = replace(plan, frequency_mhz=highest)
+        # Of the waits that a run has for its dwell time, slower units leave less.
+        self._waiting = (self._highest, plan) if min_dwell_s else (plan,)
+        self._finders = self._finders_for(self._change_j)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
 
-    def search(self, units_of_dwell: float) -> Plan | None:
-        """The best plan found by runs whose units alone last this share of the dwell time."""
-        self._let_units_last(units_of_dwell)
+    def search(self) -> Plan | None:
         start = self._start
-        found = (self._runs_in_time(1.0), *self._runs_near_relaxed())
+        in_time = (self._runs_in_time(1.0, finder) for finder in self._finders)
+        found = (*in_time, *self._runs_near_relaxed())
         runs = [index for index in found if index is not None]
         late = [start]
         if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divide_time(index, self._deadline_s) for index in runs]
             late += [*divided, self._divide_again(min(divided, key=self._rank))]
-        highest = replace(start, frequency_mhz=max_frequencies(start.schedule, start.profile))
-        tried = [highest, start, *map(self._plan, runs), *map(self._in_time, late)]
+        tried = [self._highest, start, *map(self._plan, runs), *map(self._in_time, late)]
         tried += [*self._steady(), *self._slowed_in_part()]
         best = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
         improved = map(self._improve, best[:_IMPROVED])
         return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
-
-    def _let_units_last(self, share: float) -> None:
-        self._run_s = share * self._dwell_s
-        self._finder = RunFinder(self._table, self._change_j, self._run_s)
 
     def _steady(self) -> Iterator[Plan]:
         """One clock per stage for the whole iteration: the fastest that all its units have."""
@@ -142,12 +136,13 @@ class _RunSearch:
             else:
                 most = share
 
-    def _runs_in_time(self, share: float) -> IntArray | None:
+    def _runs_in_time(self, share: float, finder: RunFinder | None = None) -> IntArray | None:
         """The cheapest runs that slow no unit down by more than a share of what the start does."""
         plan = self._start
         duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
         fastest_s = self._table.time_s.min(axis=2).T
-        return self._within(plan, fastest_s + share * (duration_s - fastest_s), self._price_w)
+        longest_s = fastest_s + share * (duration_s - fastest_s)
+        return self._within(plan, longest_s, self._price_w, finder)
 
     def _runs_near_relaxed(self) -> Iterator[IntArray | None]:
         """Runs whose units are as close to the relaxed durations as changes let them be."""
@@ -157,16 +152,29 @@ class _RunSearch:
         priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
         unit_j = float(np.abs(self._table.cost_j).mean())
         change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
-        finder = RunFinder(self._table, change_j, self._run_s)
-        for pull in _PULLS:
-            yield finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
+        for finder in self._finders_for(change_j):
+            for pull in _PULLS:
+                yield finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
 
-    def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
+    def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
+        """Of runs that last the dwell time with the waits of one plan each, the start the last."""
+        return [
+            RunFinder(self._table, change_j, self._run_s, plan.timeline.wait_s)
+            for plan in self._waiting
+        ]
+
+    def _within(
+        self,
+        plan: Plan,
+        duration_s: FloatArray,
+        price_w: FloatArray,
+        finder: RunFinder | None = None,
+    ) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
         times = self._table.time_s
         short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
         cost_j, late = self._costs(plan, price_w)
-        return self._finder.find(cost_j, self._table.profiled & short, late)
+        return (finder or self._finders[-1]).find(cost_j, self._table.profiled & short, late)
 
     def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
         """Costs of units at each clock, with the waits before them as they are in a plan."""

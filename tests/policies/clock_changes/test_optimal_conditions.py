@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from planning_cases import random_job
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.profile import make_profile
+from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
@@ -22,6 +23,7 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
 
 SEEDS = st.integers(0, 2**32)
+QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"
 
 
 def modelled_profile(num_stages=4, clocks=range(600, 1980, 60), slowness=None):
@@ -204,6 +206,17 @@ class TestDwell:
             assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
             assert plan.energy_lower_bound_j <= plan.cost.energy_j
 
+    def test_shorter_saves_no_less(self):
+        # A plan for a longer dwell time keeps a shorter one too.
+        optimizer = optimizer_of(conditions_of(), 16, read_profile(QUICKSTART), (4, 3, 1, 0))
+        deadline_s = deadline_of(optimizer, 1.0)
+        energies_j = [
+            optimizer.plan(deadline_s, min_dwell_s=dwell_s).cost.energy_j
+            for dwell_s in (0.3, 0.4, 0.5, 5.0)
+        ]
+        assert energies_j == sorted(energies_j)
+        assert energies_j[-2] < 0.9 * energies_j[-1]  # of an iteration of 1.9 s
+
     def test_longer_than_the_iteration_leaves_one_clock_a_stage(self):
         optimizer = optimizer_of(conditions_of())
         plan = optimizer.plan(deadline_of(optimizer), min_dwell_s=50.0)
@@ -277,7 +290,7 @@ def test_any_conditions():
         assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9), seed
         assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9), seed
         above.append(100 * (plan.cost.energy_j / plan.energy_lower_bound_j - 1))
-    fewest, most = (59, 7.007) if asked_for("CORE") else (15, 8.417)
+    fewest, most = (59, 6.85) if asked_for("CORE") else (15, 8.09)
     assert len(above) >= fewest
     assert np.mean(above) < most
 
