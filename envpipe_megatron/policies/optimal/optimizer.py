@@ -110,6 +110,11 @@ class Optimizer:
         """
         return self._floor.program.solve(deadline_s)
 
+    def plans_changes(self, min_dwell_s: float) -> bool:
+        """Whether changes of clock, which the relaxed energy leaves out, cost or are limited."""
+        conditions = self.conditions
+        return bool(conditions.change_time_s or conditions.change_energy_j or min_dwell_s)
+
     def plan(
         self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
     ) -> Plan:
@@ -133,7 +138,7 @@ class Optimizer:
             second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
             best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
         plan: Plan | None = best.plan
-        if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
+        if self.plans_changes(min_dwell_s):
             plan = fewer_changes(
                 best.plan, best.relaxed, best.priced.waiting_power_w, deadline_s, min_dwell_s
             )

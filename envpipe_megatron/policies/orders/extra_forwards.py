@@ -81,6 +81,8 @@ class OrderSearch:
         self._solved: dict[Extra, _Solved | None] = {}
         #: What the search before found, perhaps within other limits: the next starts there too.
         self._best: Extra = (0,) * profile.num_stages
+        #: Of EnvPipe's rule, within the limits of the last search.
+        self._by_rule: Extra = self._best
         units = 2 * profile.num_stages * num_microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._most_looks = _LOOK_BUDGET // units
@@ -104,6 +106,7 @@ class OrderSearch:
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         ramps = [[int(fall * s) for s in reversed(range(len(first)))] for fall in _START_RAMPS]
         fitted = [limits.fit(counts) for counts in (*scaled, *ramps, self._best)]
+        self._by_rule = fitted[0]
         # Where memory holds the front back, what the rear may have beyond it often does harm.
         falling = [limits.fit(list(accumulate(counts, min))) for counts in fitted]
         seeds = {first, *fitted, *falling}
@@ -129,11 +132,17 @@ class OrderSearch:
         return found
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
-        """Those of the candidates, the best first, that `judged.best_plan` may plan."""
+        """Those of the last search's candidates that `judged.best_plan` may plan."""
         return [
-            Judged("envpipe", self.optimizer(c.extra_forwards), c.relaxed_energy_j, self._own)
+            Judged(
+                "envpipe",
+                self.optimizer(c.extra_forwards),
+                c.relaxed_energy_j,
+                self._own,
+                by_rule=c.extra_forwards == self._by_rule,
+            )
             for rank, c in enumerate(candidates)
-            if rank < ROUNDED or not any(c.extra_forwards)
+            if rank < ROUNDED or not any(c.extra_forwards) or c.extra_forwards == self._by_rule
         ]
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:

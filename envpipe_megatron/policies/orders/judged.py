@@ -30,12 +30,14 @@ class Judged:
     Args:
         family: what the order is called among others.
         own: the framework's own order of the job.
+        by_rule: whether it has the extra forwards of EnvPipe's rule.
     """
 
     family: str
     optimizer: Optimizer
     relaxed_energy_j: float
     own: Schedule
+    by_rule: bool = False
 
     @property
     def more_in_flight(self) -> int:
@@ -66,14 +68,17 @@ def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
 def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     """The best plan of the first few orders, and of the framework's own if it is among them.
 
-    What is gained must be worth its memory. LinearProgramError: none of them has a plan.
+    Of EnvPipe's rule too where changes of clock count, which orders are not judged by. What is
+    gained must be worth its memory. LinearProgramError: none of them has a plan.
     """
     best: Plan | None = None
     least_j = least = math.inf
     refused: LinearProgramError | None = None
     for rank, order in enumerate(sorted(judged, key=lambda order: order.worth_j)):
-        is_own = order.optimizer.schedule.stages == order.own.stages
-        if (rank >= ROUNDED and not is_own) or order.worth_j >= least_j:
+        always = order.optimizer.schedule.stages == order.own.stages or (
+            order.by_rule and order.optimizer.plans_changes(planner.min_dwell_s)
+        )
+        if (rank >= ROUNDED and not always) or order.worth_j >= least_j:
             continue
         try:
             plan = planner.plan(order.optimizer)

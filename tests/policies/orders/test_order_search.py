@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise, product
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -14,7 +15,8 @@ from planning_cases import Job, random_job
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.policies.limits import envpipe_counts, order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -22,8 +24,10 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
+from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
+QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"
 SEEDS = st.integers(0, 2**32)
 STEPS = (0, 1, 2, 3, None)
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
@@ -211,13 +215,47 @@ def test_large_jobs_are_searched_with_few_linear_programs():
     assert search.orders_tried <= 16
     one_f_one_b = next(c for c in candidates if not any(c.extra_forwards))
     assert candidates[0].relaxed_energy_j < 0.99 * one_f_one_b.relaxed_energy_j
-    # Programs are made again for those alone that may be planned: the best two, and 1F1B.
+    # Programs are made again for those alone that may be planned: the best two, that of EnvPipe's
+    # rule, and 1F1B.
     judged = search.judge(candidates)
-    assert len(candidates) > len(judged) == 3
+    assert len(candidates) > len(judged) == 4
     assert [order.relaxed_energy_j for order in judged[:2]] == [
         candidate.relaxed_energy_j for candidate in candidates[:2]
     ]
-    assert judged[2].optimizer.schedule.stages == own.stages
+    others = {order.optimizer.schedule.stages: order.by_rule for order in judged[2:]}
+    by_rule = builders.envpipe(8, 96, envpipe_counts(profile, 96))
+    assert others == {own.stages: False, by_rule.stages: True}
+
+
+@pytest.mark.parametrize(
+    "counts", [{"min_dwell_s": 0.1}, {"change_time_s": 0.1}, {"change_energy_j": 1.0}, {}]
+)
+def test_the_rules_order_is_planned_too_where_changes_of_clock_count(monkeypatch, counts):
+    """Its relaxed energy, without changes, is the third here, and its plan the best."""
+    dwell_s = counts.pop("min_dwell_s", 0.0)
+    job = Job(uniform_profile(2, CURVE), 4, Conditions((10.0,) * 2, **counts))
+    found = [Candidate((2, 0), 97.0), Candidate((1, 1), 98.0), Candidate((1, 0), 99.0)]
+
+    def planned(optimizer, *_):
+        extra = optimizer.schedule.extra_forwards
+        cost = Namespace(energy_j=101.0 if extra == (1, 0) else 102.0)
+        return Namespace(cost=cost, extra=extra, conditions=job.conditions)
+
+    monkeypatch.setattr(Optimizer, "plan", planned)
+    search, deadline_s = search_of(job)
+    search._by_rule = (1, 0)
+    plan = best_plan(search.judge(found), ObjectivePlanner(LEAST_ENERGY, deadline_s, dwell_s))
+    assert plan.extra == ((1, 0) if counts or dwell_s else (2, 0))
+
+
+def test_auto_saves_no_less_than_the_rules_order_with_a_dwell_time():
+    profile = read_profile(QUICKSTART)
+    saved = {}
+    for schedule in ("envpipe", "auto"):
+        request = PlanRequest(16, schedule, "optimal", blocking_power_w=83.64, min_dwell_s=0.5)
+        plan = make_plan(profile, request).plan
+        saved[schedule] = plan.cost.saving_percent(plan.baseline.cost)
+    assert saved["auto"] >= saved["envpipe"] > 15
 
 
 @pytest.mark.parametrize("slow_stage", [pytest.param(0, marks=on_request("CORE")), 3, 7])
