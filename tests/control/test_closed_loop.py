@@ -133,7 +133,8 @@ def test_what_came_before_a_baseline_is_no_part_of_a_later_change():
     assert "looking at" not in said
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=on_request("CONTROL"))])
+@on_request("CONTROL")
+@pytest.mark.parametrize("replicas", [2, 3])
 def test_replicas_follow_the_slowest_and_come_back(replicas):
     faults = scripted("replica", BEGIN, END, STAGES, replicas)
     ran = run(replicas=replicas, faults=faults)

@@ -211,9 +211,8 @@ def test_split_backwards_are_faster_than_what_no_other_order_can_be():
     assert planned.plan.cost.mean_power_w <= FREE.baseline.cost.mean_power_w
 
 
-@pytest.mark.parametrize(
-    "limit", [pytest.param("max_energy_j", marks=on_request("CORE")), "power_cap_w"]
-)
+@on_request("CORE")
+@pytest.mark.parametrize("limit", ["max_energy_j", "power_cap_w"])
 def test_a_larger_budget_takes_no_more_time(limit):
     """Nearly: rounding to clocks may miss a plan by a few percent in one job of a hundred."""
     later = []
