@@ -54,6 +54,19 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def check_current(device: torch.device) -> None:
+    """Refuse a stage that is on another GPU than this process's current one: a DeviceError.
+
+    What EnvPipe meters, times and clocks is the current one.
+    """
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise DeviceError(
+            f"A stage is on another GPU than this process's, cuda:{torch.cuda.current_device()}",
+            value=str(device),
+            remedy="Call torch.cuda.set_device(device) before the process group is made.",
+        )
+
+
 def open_device(
     collectives: Collectives,
     num_stages: int,

@@ -36,7 +36,7 @@ from envpipe_megatron.runtime.channel.collectives import (
     all_pipelines,
     make_collectives,
 )
-from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -296,7 +296,7 @@ def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.Process
     There, tags alone would tell EnvPipe's messages from the framework's. Every rank of the job
     calls it, at the same point of the program.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend_of(group) != "gloo":
         return group
     own = tuple(dist.get_process_group_ranks(group))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {

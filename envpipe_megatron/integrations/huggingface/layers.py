@@ -68,17 +68,18 @@ class Layer(nn.Module):
         """The layer's work; hidden states are [samples, length, hidden], of images [n, c, h, w]."""
         raise NotImplementedError
 
-    def forward(self, message: Message) -> Message:
+    def forward(self, message: Message, **extras: Tensor | None) -> Message:
         """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
 
         A tuple has the `takes` behind the hidden states, and so has what is returned the `gives`.
+        Beside a tensor the `EXTRAS` come by name.
         """
         if isinstance(message, Tensor):
-            return self.run(message)
+            return self.run(message, **{name: extras.get(name) for name in self.needs})
         hidden, *others = message
-        extras = dict(zip(self.takes, others, strict=True))
-        hidden = self.run(hidden, **{name: extras[name] for name in self.needs})
-        return (hidden, *(extras[name] for name in self.gives)) if self.gives else hidden
+        taken = dict(zip(self.takes, others, strict=True))
+        hidden = self.run(hidden, **{name: taken[name] for name in self.needs})
+        return (hidden, *(taken[name] for name in self.gives)) if self.gives else hidden
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and lasting buffers by their name in the unsplit model."""

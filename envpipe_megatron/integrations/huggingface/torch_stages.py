@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import MASK, Layer, TokenEmbedding
+from envpipe_megatron.integrations.huggingface.layers import MASK, TokenEmbedding
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 
@@ -33,8 +34,9 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.index = index
         self._extras = model.extras(0)
-        #: The weights that another stage has, too; None without.
-        self.tied_weight: nn.Parameter | None = None
+        #: What has the weights that another stage has, too: no second name for them, and new ones
+        #: where FSDP shards them.
+        self._tied: tuple[TokenEmbedding, ...] = ()
         #: The stage of the last layer that has them: BERT's is not the last of all.
         self.tied_head: int | None = None
         tied = [
@@ -45,9 +47,15 @@ class Stage(nn.Module):
         for layer in tied:
             layer.embedding = tied[0].embedding  # one module where one stage has both
         if len(tied) == 1:
-            self.tied_weight = tied[0].embedding.weight
+            self._tied = (tied[0],)
             head = max(each for each in range(len(model.entries)) if model.is_tied(each))
             self.tied_head = bisect_right(parts, head) - 1
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The weights that another stage has, too; None without."""
+        weight: nn.Parameter | None = self._tied[0].embedding.weight if self._tied else None
+        return weight
 
     def forward(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take what the stage before gave, or the model's inputs.
@@ -71,8 +79,7 @@ class Stage(nn.Module):
                 else "Leave them out.",
             )
         for layer in self.layers:
-            assert isinstance(layer, Layer)
-            hidden = layer.run(hidden, **{name: extras.get(name) for name in layer.needs})
+            hidden = layer(hidden, **extras)
         return hidden
 
 
@@ -130,13 +137,21 @@ def reduce_tied_gradients(
     weights it does nothing.
 
     Args:
-        stages: this rank's `Stage`s.
+        stages: this rank's `Stage`s, or what has been wrapped around them.
         group: of the pipeline, whose ranks have the stages in turn, from the first rank on, or in
             a V; None for all ranks.
+
+    Raises EnvPipeError without a `Stage`, and where shared weights have no gradient.
     """
-    ours = [stage for stage in stages if isinstance(stage, Stage)]
+    ours = [each for stage in stages for each in stage.modules() if isinstance(each, Stage)]
+    if not ours:
+        raise EnvPipeError(
+            "There is no stage of a split model among these",
+            value=[type(stage).__name__ for stage in stages],
+            remedy="Hand over the submod of what pipeline_stage gave, wrapped or not.",
+        )
     own = [(stage, stage.tied_weight) for stage in ours if stage.tied_weight is not None]
-    gradients = [weight.grad for _, weight in own if weight.grad is not None]
+    gradients = [_local(weight.grad) for _, weight in own if weight.grad is not None]
     if len(gradients) != len(own):
         raise EnvPipeError(
             "Shared weights have no gradient",
@@ -160,6 +175,11 @@ def reduce_tied_gradients(
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         gradients[0].add_(theirs)  # a + b is b + a: both ranks have the same bits
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's part, where FSDP shards the weights: as many on each stage."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _rank_of(stage: int, of_first: Sequence[int], size: int) -> int:

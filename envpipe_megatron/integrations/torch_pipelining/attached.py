@@ -23,7 +23,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded
 from envpipe_megatron.integrations.job import (
     Job,
@@ -36,7 +36,7 @@ from envpipe_megatron.integrations.job import (
     say_line,
 )
 from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
-from envpipe_megatron.integrations.options import Options, prepare_files
+from envpipe_megatron.integrations.options import OptionError, Options, prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
@@ -114,13 +114,15 @@ class AttachedPipeline:
     ) -> None:
         refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
         if refused:
-            raise AttachError(
+            raise OptionError(
                 "Options that do not go with a schedule of torch's, which sends its own messages",
                 value=refused,
                 remedy="Leave it out.",
             )
         self._schedule, self._say = schedule, say
         self._stages = _checked_stages(schedule)
+        for stage in self._stages:
+            check_current(torch.device(stage.device))
         self._facts = facts
         self._start = time.time_ns()
         group = self._stages[0].group or dist.GroupMember.WORLD
@@ -229,7 +231,7 @@ class AttachedPipeline:
         assert self._own is not None
         return self._told(session.open_iteration(self._own, specs), *args, **kwargs)
 
-    def _told(self, run: StageRun, *args: Any, **kwargs: Any) -> Any:
+    def _told(self, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
         assert self._runner is not None
         try:
             runs = self._runner.turn_to(run.order.schedule)
@@ -253,7 +255,7 @@ class AttachedPipeline:
         followed.complete()
         return result
 
-    def _in_own_order(self, error: Exception, run: StageRun, *args: Any, **kwargs: Any) -> Any:
+    def _in_own_order(self, error: Exception, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
         """A step by torch alone, and the job's level from here on: its runtime refused an order."""
         result = self._torch_step(*args, **kwargs)
         Followed(run, self.job.session.highest_clock).complete()

@@ -140,7 +140,7 @@ class Runner:
                     del self._tables[oldest]
         return self._tables[order.stages]
 
-    def step(self, runs: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A step by what `turn_to` returned, that is not the schedule itself.
 
         The schedule is the user's, who may change it or have it evaluate between two steps; its

@@ -64,7 +64,7 @@ def make_channel(
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
         CollectivesError: a rank is gone or silent.
     """
-    backend = dist.get_backend(pipeline_group)
+    backend = backend_of(pipeline_group)
     # gloo has no communicators to bring up. Nothing is measured from the last stage to the first.
     wraps = (num_chunks > 1 and not between_iterations) or backend == "gloo"
     maker = _Maker(pipeline_group, collectives, timeout, wraps)
@@ -85,6 +85,13 @@ def make_channel(
         value=backend,
         remedy="Make the pipeline's process group with one of them.",
     )
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """What carries tensors of this process's device, where a group has backends for several."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return parts.get(device, dist.get_backend(group))
 
 
 class _Maker:

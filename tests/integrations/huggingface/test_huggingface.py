@@ -15,6 +15,8 @@ import torch.distributed as dist
 import transformers
 from on_request import on_request
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
 
 from envpipe_megatron.errors import EnvPipeError
@@ -390,7 +392,7 @@ def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypa
         for stage in stages:
             if stage.tied_weight is not None:
                 stage.tied_weight.grad = torch.zeros_like(stage.tied_weight)
-        reduce_tied_gradients(stages)
+        reduce_tied_gradients([nn.Sequential(stage) for stage in stages])  # as if wrapped
     assert asked == peers
 
 
@@ -409,6 +411,23 @@ def test_shared_weights_need_their_gradients():
     with pytest.raises(EnvPipeError, match=r"after schedule\.step"):
         reduce_tied_gradients(stages)
     reduce_tied_gradients(stages_of(split_model(tiny.config_of("llama"))))
+    with pytest.raises(EnvPipeError, match="no stage .*got Linear"):
+        reduce_tied_gradients([nn.Linear(1, 1)])
     (one,) = stages_of(split_model(tiny.config_of("gpt2")), 1)
     assert one.tied_weight is None
     assert one.layers[0].embedding is one.layers[-1].embedding
+
+
+def test_what_is_done_around_layers_is_done():
+    """Hooks, as of FSDP, and wrappers, as of activation checkpoints."""
+    stages = stages_of(split_model(tiny.config_of("bert")))
+    inputs, extras, _ = tiny.microbatches("bert")[0]
+    expected = chained([stage.eval() for stage in stages], inputs, **extras)
+    called = []
+    for stage in stages:
+        for number, layer in enumerate(stage.layers):
+            layer.register_forward_pre_hook(lambda layer, _: called.append(layer.index))
+            stage.layers[number] = checkpoint_wrapper(layer)
+    assert torch.equal(chained(stages, inputs, **extras), expected)
+    assert called == list(range(len(called)))
+    assert len(called) == sum(len(stage.layers) for stage in stages)

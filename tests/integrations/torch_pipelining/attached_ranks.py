@@ -49,6 +49,8 @@ class Case:
     draws_in_backward: bool = False
     #: What keeps two replicas of each stage alike, "fsdp" or "ddp"; empty for one.
     replicated: str = ""
+    #: Names of arguments that every stage takes beside its input, and adds to it.
+    named: Sequence[str] = ()
 
     def replica(self, rank: int) -> int:
         """Replicas of a stage are neighbours."""
@@ -61,6 +63,14 @@ class Case:
         if self.schedule in V_SHAPED:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + chunk * ranks for chunk in range(self.chunks)]
+
+
+class Stage(torch.nn.Sequential):
+    """Layers of one stage."""
+
+    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(sum(named.values(), x))
+        return made
 
 
 class DrawsInBackward(torch.nn.Module):
@@ -117,7 +127,7 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
     layers = {at: layer(at, case) for v in mine for at in range(v * each, (v + 1) * each)}
     stages = [
         PipelineStage(
-            replicate(torch.nn.Sequential(*(layers[v * each + n] for n in range(each)))),
+            replicate(Stage(*(layers[v * each + n] for n in range(each)))),
             v, num_virtual, torch.device("cpu"), group=group,
         )
         for v in mine
@@ -195,15 +205,16 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
         data = torch.randn(2, case.microbatches * MICROBATCH, WIDTH, generator=generator)
         inputs = [data[0]] if 0 in mine else []
         target = data[1] if last in mine else None
+        also = dict.fromkeys(case.named, data[0])
         of_microbatches: list[torch.Tensor] = []
         if step in case.evaluated:
-            schedule.eval(*inputs, target=target, losses=of_microbatches)
+            schedule.eval(*inputs, target=target, **also, losses=of_microbatches)
             losses += [bits(loss) for loss in of_microbatches]
         optimizer.zero_grad()
         if step == case.fails:
             with contextlib.suppress(RuntimeError), torch.no_grad():
-                schedule.step(*inputs, target=target)
-        schedule.step(*inputs, target=target, losses=of_microbatches)
+                schedule.step(*inputs, target=target, **also)
+        schedule.step(*inputs, target=target, **also, losses=of_microbatches)
         optimizer.step()
         losses += [bits(loss) for loss in of_microbatches]
         if pipeline is not None and step % 10 == 9:

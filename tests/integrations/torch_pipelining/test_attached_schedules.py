@@ -9,6 +9,7 @@ from typing import Any
 
 import attached_ranks
 import pytest
+import torch
 from attached_ranks import Case
 from memory_folder import memory_folder
 from on_request import on_request
@@ -16,6 +17,7 @@ from presets import preset_profile, write_changed_preset
 from rank_pool import RankFailedError, RankPool
 
 from envpipe_megatron.core.kinds import Kind, parse_unit
+from envpipe_megatron.integrations.device import DeviceError, check_current
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -98,7 +100,8 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
 def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s):
     evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
     settings = {"baseline_steps": 4}
-    case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated)
+    named = ("run", "runs", "error")  # as functions of EnvPipe's have, too
+    case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated, named=named)
     _, ours = trained(case)
     plan = ours[0]["plan"]
     for stage, rank in enumerate(ours):
@@ -230,6 +233,15 @@ def test_what_is_no_schedule_is_refused():
 
     with pytest.raises(Exception, match=r"no schedule of torch\.distributed"):
         attach(object())
+
+
+def test_a_stage_on_another_gpu_than_its_process_s_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_current(torch.device("cpu"))
+    check_current(torch.device("cuda:0"))
+    check_current(torch.device("cuda"))
+    with pytest.raises(DeviceError, match=r"cuda:0 .got 'cuda:1'.*set_device"):
+        check_current(torch.device("cuda:1"))
 
 
 @on_request("PIPELINE")

@@ -66,6 +66,7 @@ class MadeUpJob:
         self.synchronized: list[int] = []
         made_up = {
             "get_backend": lambda group: backend,
+            "get_backend_config": lambda group: f"cpu:{backend},cuda:{backend}",
             "get_process_group_ranks": lambda group: list(group),
             "get_world_size": lambda: self.size,
             "all_gather_object": self._all_gather,
@@ -92,6 +93,7 @@ class MadeUpJob:
         monkeypatch.setattr(puts, "time", self.turns)
         monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
         cuda = SimpleNamespace(
+            is_available=lambda: backend == "nccl",
             current_device=lambda: 7,
             mem_get_info=lambda: (0, 2**30),
             synchronize=lambda: self.synchronized.append(self.turns.rank),
@@ -354,3 +356,21 @@ def test_transfers_that_cannot_work_are_refused(monkeypatch):
             job.channels(**options)
     with pytest.raises(ChannelError, match="'ucc'"):
         MadeUpJob(monkeypatch, 2, backend="ucc").channels()
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_of_several_backends_that_of_this_process_s_device_counts(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert links.backend_of(dist.group.WORLD) == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_for_gpus_alone_is_that_of_any_device(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    assert links.backend_of(None) == "nccl"
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert links.backend_of(None) == "nccl"
