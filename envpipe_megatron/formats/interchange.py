@@ -226,9 +226,9 @@ def _check_writable(plan: Plan, path: Path) -> None:
             value=str(path),
             remedy="Call it as lowtime does: freqs_pipeline_00000.py.",
         )
-    if plan.schedule.num_chunks > 1 or plan.schedule.forward_only:
+    if plan.schedule.num_chunks > 1 or plan.schedule.forward_only or plan.schedule.split:
         raise InterchangeError(
-            "Plan files of Zeus hold forwards and backwards without chunks",
+            "Plan files of Zeus hold whole forwards and backwards without chunks",
             value=plan.schedule.name,
         )
     if plan.park_mhz is not None and plan.park_mhz.any():

@@ -15,9 +15,10 @@ from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, ScheduleError
-from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders import builders, zero_bubble
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.interchange import InterchangeError, read_freqs, write_freqs
 
@@ -105,6 +106,16 @@ def test_any_order_comes_back_or_is_refused_for_its_microbatches(tmp_path_factor
     else:
         with pytest.raises(InterchangeError, match="ascending"):
             write_freqs(plan_on(schedule), path)
+
+
+def test_backwards_in_two_parts_have_no_place_in_a_plan_file(tmp_path):
+    path, order = tmp_path / "freqs_pipeline_00000.py", zero_bubble.zero_bubble(2, 3)
+    profile = uniform_profile(2, CURVE).with_split_backwards(SplitBackward())
+    clocks = np.full(order.is_backward.shape, max(CURVE))
+    plan = Plan("test", order, clocks, profile, Conditions((80.0, 80.0)))
+    with pytest.raises(InterchangeError, match="whole forwards and backwards"):
+        write_freqs(plan, path)
+    assert not path.exists()
 
 
 def test_what_is_written_is_what_zeus_evaluates(tmp_path):

@@ -74,6 +74,21 @@ def test_frontiers_are_made_of_optimal_plans(make):
         make(PROFILE, PlanRequest(8, "envpipe", "envelope"))
 
 
+def test_a_profile_without_a_valley_has_a_frontier():
+    """EnvPipe's rule alone needs a clock that forwards and backwards share."""
+    profile = make_profile(
+        [
+            (stage, kind, ProfileRow(clock - apart, time_s, 100 * time_s * clock / 1400))
+            for stage in range(2)
+            for kind, apart in ((Kind.FORWARD, 0), (Kind.BACKWARD, 15))
+            for clock, time_s in ((1400, 1.0), (1200, 1.1))
+        ],
+        source="made for a test",
+    )
+    plans = make_frontier(profile, request("auto"), 5)
+    assert plans[-1].cost.energy_j < plans[0].baseline.cost.energy_j
+
+
 def test_a_memory_frontier_compares_orders():
     with pytest.raises(PlannerError, match="auto"):
         make_memory_frontier(PROFILE, request("envpipe"))

@@ -52,7 +52,15 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
                 remedy=f"Compare plans for {first.schedule.num_microbatches}.",
             )
     baseline = first.baseline
-    facts = [_facts(replace(plan, conditions=first.conditions), baseline.cost) for plan in read]
+    facts = []
+    for path, plan in zip(plan_paths, read, strict=True):
+        try:
+            facts.append(_facts(replace(plan, conditions=first.conditions), baseline.cost))
+        except PlanError as error:
+            raise PlanError(
+                f"{path} cannot run under the conditions of {plan_paths[0]}: {error}",
+                remedy="Name the plan first that parks in waits.",
+            ) from error
     if as_json:
         listed = [{"plan": str(p), **each} for p, each in zip(plan_paths, facts, strict=True)]
         click.echo(json.dumps(listed, indent=1))

@@ -42,6 +42,8 @@ _ROUNDS = 4
 _PATHS = 20
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
+#: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
+_LONGER = (1.25, 1.0)
 #: The best plans that are improved.
 _IMPROVED = 4
 #: Units of all plans that improving one may evaluate, and the fewest plans.
@@ -159,7 +161,8 @@ class _RunSearch:
     def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
         """Of runs that last the dwell time with the waits of one plan each, the start the last."""
         return [
-            RunFinder(self._table, change_j, self._run_s, plan.timeline.wait_s)
+            RunFinder(self._table, change_j, share * self._run_s, plan.timeline.wait_s)
+            for share in (_LONGER if self._min_dwell_s else (1.0,))
             for plan in self._waiting
         ]
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.limits import envpipe_counts
 from envpipe_megatron.policies.objectives.objective import Goal
@@ -141,8 +142,9 @@ class AutoSearch:
         if self._own.num_chunks == 1:
             stages, microbatches = self._profile.num_stages, self._own.num_microbatches
             limits = request_limits(self._profile, self.request)
-            wanted = limits.fit(envpipe_counts(self._profile, microbatches))
-            orders.append(builders.envpipe(stages, microbatches, wanted))
+            with suppress(ProfileError):  # no valley, which EnvPipe's rule alone needs
+                wanted = limits.fit(envpipe_counts(self._profile, microbatches))
+                orders.append(builders.envpipe(stages, microbatches, wanted))
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
         most = self._most_in_flight(self.request)
         return [

@@ -1,12 +1,15 @@
 """`envpipe compare`: plans of one job, priced by one profile under the same conditions."""
 
 import json
+from pathlib import Path
 
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, simulate_json
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -68,6 +71,17 @@ def test_conditions_of_the_first_are_those_of_all(profile_path, tmp_path, plans)
     assert (first["energy_j"] == second["energy_j"]) == (clocks[0] == clocks[1])
     back = json.loads(run_well("compare", other, plans[0], "--json").stdout)
     assert back[0]["energy_j"] > second["energy_j"]  # waiting is dearer
+
+
+def test_a_plan_that_parks_comes_first(tmp_path):
+    profile = ROOT / "configs" / "profiles" / "quickstart.csv"
+    parked, plain = tmp_path / "parked.json", tmp_path / "plain.json"
+    parks = ("--use", "wait-power", "--park", "--change-time", 0.001)
+    for path, options in ((parked, parks), (plain, ())):
+        plan_for(profile, path, "--schedule", "1f1b", *options, microbatches=6)
+    run_well("compare", parked, plain, "--profile", profile)
+    said = run_badly("compare", plain, parked, "--profile", profile)
+    assert f"{parked} cannot run under the conditions of {plain}: 'park_mhz'" in said
 
 
 def test_what_cannot_be_compared(profile_path, tmp_path, plans):

@@ -411,7 +411,7 @@ def test_shared_weights_need_their_gradients():
     with pytest.raises(EnvPipeError, match=r"after schedule\.step"):
         reduce_tied_gradients(stages)
     reduce_tied_gradients(stages_of(split_model(tiny.config_of("llama"))))
-    with pytest.raises(EnvPipeError, match="no stage .*got Linear"):
+    with pytest.raises(EnvPipeError, match=r"no stage .*got Linear"):
         reduce_tied_gradients([nn.Linear(1, 1)])
     (one,) = stages_of(split_model(tiny.config_of("gpt2")), 1)
     assert one.tied_weight is None

@@ -7,8 +7,10 @@ import pytest
 from test_optimal_conditions import any_conditions
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
@@ -68,6 +70,36 @@ def test_a_long_dwell_time_still_saves_by_runs_with_waits_in_them():
         savings.append(plan.cost.saving_percent(plan.baseline.cost))
     assert savings == sorted(savings, reverse=True)
     assert savings[-1] > 8
+
+
+def test_where_slower_units_leave_shorter_waits_runs_are_still_found():
+    """Clocks are few and what they cost is ragged: one for each stage saves half of that."""
+    times_ms = (
+        ((54, 62, 77, 99, 88), (129, 114, 154, 160, 172)),
+        ((122, 119, 125, 160, 201), (258, 201, 314, 295, 339)),
+        ((165, 188, 228, 245, 255), (403, 373, 482, 584, 565)),
+    )
+    energies_j = (
+        ((20.0, 26.3, 19.4, 17.7, 14.2), (43.0, 46.0, 41.9, 27.6, 26.1)),
+        ((47.9, 51.3, 31.1, 23.2, 30.9), (103.4, 79.5, 81.4, 41.3, 53.6)),
+        ((68.1, 62.2, 47.3, 34.6, 36.4), (166.1, 146.5, 114.1, 86.9, 85.9)),
+    )
+    profile = make_profile(
+        [
+            (stage, kind, ProfileRow(clock, 1e-3 * times_ms[stage][k][n], energies_j[stage][k][n]))
+            for stage in range(3)
+            for k, kind in enumerate(WHOLE)
+            for n, clock in enumerate((1320, 1290, 945, 690, 660))
+        ],
+        source="made for a test",
+    )
+    conditions = Conditions((76.0, 68.0, 99.0), change_energy_j=0.1)
+    savings = []
+    for dwell_s in (0.4, 0.8, 1.6):
+        request = PlanRequest(6, "auto", "optimal", conditions=conditions, min_dwell_s=dwell_s)
+        plan = make_plan(profile, request).plan
+        savings.append(plan.cost.saving_percent(plan.baseline.cost))
+    assert savings == sorted(savings, reverse=True)
 
 
 @CASES
