@@ -58,7 +58,7 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
             facts.append(_facts(replace(plan, conditions=first.conditions), baseline.cost))
         except PlanError as error:
             raise PlanError(
-                f"{path} cannot run under the conditions of {plan_paths[0]}: {error}",
+                f"{path} cannot run under the conditions of {plan_paths[0]}: {error.what}",
                 remedy="Name the plan first that parks in waits.",
             ) from error
     if as_json:
