@@ -37,7 +37,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "families": ("schedules/families.py",),
     "planner_compare": ("planner/compare.py", "--lowtime-limit", "0"),
     "power_caps": ("planner/power_caps.py",),
-    "spread": ("planner/spread.py",),
     "planner_validation": ("planner/validation.py",),
     "h200_validation": ("planner/h200_validation.py",),
     "search_aceso": ("search/aceso.py",),

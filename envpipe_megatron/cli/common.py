@@ -17,7 +17,7 @@ from envpipe_megatron.console import table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.core.uncertainty import NORMAL_95, expected, saving_uncertainty_percent
+from envpipe_megatron.core.uncertainty import NORMAL_95, saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -195,7 +195,7 @@ def _with_error(percent: float, error: float | None, decimals: int = 2) -> str:
 
 
 def summary_table(plan: Plan) -> Table:
-    """A plan beside its baseline; where times vary, also what is expected of drawn iterations."""
+    """A plan beside its baseline."""
     unsure = saving_uncertainty_percent(plan)
     schedule, cost, baseline = plan.schedule, plan.cost, plan.baseline
     time, theirs = f"{cost.iteration_time_s:.4f}", f"{baseline.cost.iteration_time_s:.4f}"
@@ -208,13 +208,6 @@ def summary_table(plan: Plan) -> Table:
     if plan.gap_percent is not None:
         rows.append(("gap to the lower bound (%)", f"{plan.gap_percent:.3f}"))
     rows.append(("slowdown (%)", f"{cost.slowdown_percent(baseline.cost):.3f}"))
-    if plan.conditions.spread is not None:
-        drawn = expected(plan)
-        slower = _with_error(drawn.slowdown.percent, drawn.slowdown.error, 3)
-        rows.append(("expected saving (%)", f"{drawn.saving.percent:.2f}"))
-        rows.append(("expected slowdown (%)", slower))
-        rows.append(("expected time (s)", *(f"{time_s:.4f}" for time_s in drawn.time_s)))
-        rows.append(("95 % of times below (s)", *(f"{time_s:.4f}" for time_s in drawn.late_time_s)))
     if schedule.num_chunks == 1:
         rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
     peaks = (numbers(of.microbatches_in_flight) for of in (schedule, baseline.schedule))

@@ -32,28 +32,6 @@ SIDECAR_FIELDS = {
 
 
 @dataclass(frozen=True)
-class Spread:
-    """By how much units' times vary from one iteration to the next, as standard deviations.
-
-    Args:
-        unit: of each unit for itself, as a fraction of its time; None for what the profile's
-            `time_spread_s` says.
-        common: of the factor that all units of an iteration share.
-    """
-
-    unit: float | None
-    common: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not all(0 <= value < 1 for value in (self.unit or 0.0, self.common)):
-            raise EnvPipeError(
-                "A spread of times is a fraction of them, below 1",
-                value=(self.unit, self.common),
-                remedy="Give 0.03 for 3 %.",
-            )
-
-
-@dataclass(frozen=True)
 class Conditions:
     """What surrounds the units of a job with `len(blocking_power_w)` stages.
 
@@ -72,7 +50,6 @@ class Conditions:
             replaces the blocking power. `evaluation.evaluate` says which clock that is.
         change_time_s: time from a request until the clock runs; see `evaluation.evaluate`.
         change_energy_j: energy of one change of clock on one GPU.
-        spread: by how much times vary; see `uncertainty`. `evaluation.evaluate` takes the means.
         group_size: microbatches that pass a chunk before the next in the framework's own order,
             which plans are compared with; None for what `plan.framework_schedule` makes of theirs.
             Conditions are equal whatever it is.
@@ -85,7 +62,6 @@ class Conditions:
     wait_power_w: WaitCurves | None = None
     change_time_s: float = 0.0
     change_energy_j: float = 0.0
-    spread: Spread | None = None
     group_size: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +82,6 @@ class Conditions:
             checked["gpus_per_stage"] = gpus if any(count > 1 for count in gpus) else None
         if self.wait_power_w is not None:
             checked["wait_power_w"] = _curves(self.wait_power_w, stages)
-        if self.spread == Spread(0.0):
-            checked["spread"] = None
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

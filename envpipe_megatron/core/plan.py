@@ -20,7 +20,7 @@ import numpy as np
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.conditions import Conditions, Spread
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import Evaluation, evaluate
 from envpipe_megatron.core.evaluation import PlanError as PlanError
 from envpipe_megatron.core.fields import (
@@ -43,7 +43,6 @@ from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 
 PLAN_FORMAT = "envpipe-plan/1"
@@ -376,7 +375,6 @@ def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
         "wait_power_w": wait_power_entries(conditions.wait_power_w or ()) or None,
         "frequency_change_s": conditions.change_time_s or None,
         "frequency_change_j": conditions.change_energy_j or None,
-        "time_spread": conditions.spread and vars(conditions.spread),
         "group_size": conditions.group_size,
     }
     return {name: value for name, value in data.items() if value is not None}
@@ -396,14 +394,5 @@ def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
         curves,
         fields.read("frequency_change_s", AMOUNT, 0.0),
         fields.read("frequency_change_j", AMOUNT, 0.0),
-        fields.read("time_spread", _read_spread, None),
-        fields.read("group_size", COUNT, None),
+        group_size=fields.read("group_size", COUNT, None),
     )
-
-
-def _read_spread(value: Any) -> Spread:
-    try:
-        unit, common = value["unit"], AMOUNT(value["common"])
-        return Spread(None if unit is None else AMOUNT(unit), common)
-    except (KeyError, TypeError, EnvPipeError):
-        raise ValueError("an object of unit and common, each below 1") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +15,12 @@ import numpy as np
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
-from envpipe_megatron.core.plan import Cost, Plan
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.auto import AutoSearch
 from envpipe_megatron.policies.orders.envpipe_rule import envpipe_order
@@ -38,7 +36,6 @@ from envpipe_megatron.policies.request import (
     request_planner,
     request_profile,
 )
-from envpipe_megatron.policies.robust import keep_mean_time, mean_cost
 
 #: Orders whose extra forwards can be limited.
 LIMITED_SCHEDULES = ("envpipe", "auto")
@@ -131,42 +128,6 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     with, LinearProgramError for a deadline that no frequencies meet.
     """
     check_request(request)
-    if request.policy == "optimal" and request.spread is not None:
-        return _plan_for_spread(profile, request)
-    return _plan_at_means(profile, request)
-
-
-def _plan_for_spread(profile: Profile, request: PlanRequest) -> Planned:
-    """The better of two plans for mean times, their clocks raised until the mean keeps its time.
-
-    One is made for the deadline. The other for where its mean would keep it, if drawn times cost as
-    much there: sooner, if the order can be as fast; later, where the framework's own loses more.
-    """
-    factor = request.deadline_factor or 1.0
-    first = _plan_at_means(profile, request)
-    at_means, base = mean_cost(first.plan), mean_cost(first.plan.baseline)
-    other = factor**2 * base.iteration_time_s / at_means.iteration_time_s
-    made = [first]
-    with suppress(LinearProgramError):
-        made.append(_plan_at_means(profile, replace(request, deadline_factor=other)))
-    kept: list[tuple[Cost, Planned]] = []
-    for planned in made:
-        with suppress(LinearProgramError):
-            plan = keep_mean_time(planned.plan, factor)
-            kept.append((mean_cost(plan), replace(planned, plan=plan)))
-    if not kept:
-        keep_mean_time(first.plan, factor)  # raises, and says why
-    cost, best = min(kept, key=lambda found: found[0].energy_j)
-    note = (
-        "With times that vary as stated, in the mean: the plan for mean times would take "
-        f"{at_means.slowdown_percent(base):.2f} % longer than {best.plan.baseline.schedule.name} "
-        f"at full clock and save {at_means.saving_percent(base):.2f} %; this one takes "
-        f"{cost.slowdown_percent(base):.2f} % longer and saves {cost.saving_percent(base):.2f} %."
-    )
-    return replace(best, notes=(*best.notes, note))
-
-
-def _plan_at_means(profile: Profile, request: PlanRequest) -> Planned:
     profile = request_profile(profile, request)
     if request.order_name == "auto":
         _check_chunks(request)
@@ -257,17 +218,6 @@ def check_request(request: PlanRequest) -> None:
             value=factor,
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
         )
-    if request.spread is not None and request.policy == "optimal":
-        for what, value, default in (
-            ("objective", request.objective, LEAST_ENERGY),
-            ("dwell time", request.min_dwell_s, 0.0),
-        ):
-            if value != default:
-                raise PlannerError(
-                    f"A spread of times goes with no {what}",
-                    value=value,
-                    remedy=f"Leave the {what} or the spread out.",
-                )
     if request.extra_warmup and not request.order_name.startswith("interleaved"):
         raise PlannerError(
             f"Schedule {request.order_name} has a warm-up of its own",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from envpipe_megatron.core.conditions import Conditions, Spread, make_conditions
+from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -50,7 +50,7 @@ class PlanRequest:
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
         deadline_factor: the optimal policy may take this many times as long as the framework's own
             order at the highest clocks; by default 1 for the least energy, and any time for other
-            objectives. Where conditions have a spread, both times are means over drawn iterations.
+            objectives.
         conditions: what surrounds the units, in place of the blocking power alone.
         min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
         park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
@@ -90,11 +90,6 @@ class PlanRequest:
         if self.order is not None:
             return f"'{self.order.name}'"
         return SCHEDULE_ALIASES.get(self.schedule, self.schedule)
-
-    @property
-    def spread(self) -> Spread | None:
-        """By how much times vary; None if they do not."""
-        return None if self.conditions is None else self.conditions.spread
 
     @property
     def of_envpipe(self) -> bool:

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from test_sidecar import FULL
 
-from envpipe_megatron.core.conditions import Conditions, Spread
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import PLAN_FORMAT, Plan, max_frequencies, read_plan
@@ -28,7 +28,6 @@ REGISTRY = Registry().with_resources(
 CURVE = {1400: (0.1, 40.0), 1200: (0.11, 34.0)}
 CONDITIONS = Conditions(
     (80.0, 81.0), (0.01,), (0.1, 0.2), (2, 1), ({1400: 80.0}, {1400: 81.0, 1200: 70.0}), 0.01, 0.5,
-    Spread(0.03, 0.01),
 )  # fmt: skip
 #: Of other types, or out of range, for any field.
 STRANGE = (None, True, -1, 1.5, "strange", {}, {"strange": 1}, [-1], ["strange"], [None], [[-1]])

@@ -85,5 +85,4 @@ def read_conditions(profile: Profile, **values: Any) -> Conditions:
         gpus_per_stage=single("tensor_parallel"),
         change_time_s=values["change_time"],
         change_energy_j=values["change_energy"],
-        spread=values.get("spread"),
     )

@@ -14,7 +14,6 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FILE,
     PROFILE_OPTION,
     Finite,
-    amounts,
     check_outputs,
     counts,
     microbatches,
@@ -28,7 +27,6 @@ from envpipe_megatron.cli.plans.conditions import (
 )
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
-from envpipe_megatron.core.conditions import Spread
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -48,8 +46,6 @@ from envpipe_megatron.policies.planner import (
 )
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 
-#: A spread by the rows of the profile.
-_BY_PROFILE = "profile"
 _ABOVE_0 = Finite(min=0, min_open=True)
 
 
@@ -111,12 +107,6 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     help="With --policy optimal: lower the clock in long waits; with --use wait-power.",
 )  # fmt: skip
 @conditions_options
-@click.option(
-    "--spread", type=amounts(_BY_PROFILE),
-    help="By how much times vary, as fractions: of each unit for itself, and of all units of an "
-    "iteration together (0.03,0.01); 'profile' for what its time_spread_s says. The deadline is "
-    "then kept by the mean of drawn iterations.",
-)  # fmt: skip
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
     "--max-in-flight",
@@ -222,7 +212,6 @@ def plan(
     if split_overhead is not None:
         options["split"] = SplitBackward(overhead=split_overhead)
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
-    surroundings["spread"] = _spread(options.pop("spread"))
     objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
     request = PlanRequest(
         conditions=read_conditions(profile, **surroundings), objective=objective, **options
@@ -260,16 +249,6 @@ def plan(
         _make_frontier(console, profile, request, frontier_points, frontier_path)
     if memory_path is not None:
         _make_memory_frontier(console, profile, request, memory_path)
-
-
-def _spread(given: tuple[float, ...] | str | None) -> Spread | None:
-    if given is None:
-        return None
-    if given == _BY_PROFILE:
-        return Spread(None)
-    if len(given) > 2:
-        raise click.UsageError("--spread takes one number of units, and one of iterations.")
-    return Spread(*map(float, given))
 
 
 def _make_frontier(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.uncertainty import expected, saving_uncertainty_percent
+from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
 from envpipe_megatron.files import refuse_foreign
 
 #: What is left in the folder of pictures.
@@ -66,8 +65,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 def simulation_facts(plan: Plan) -> dict[str, Any]:
     """What `simulate` says of a plan, for machines."""
     baseline = plan.baseline.cost
-    facts = {} if plan.conditions.spread is None else {"expected": asdict(expected(plan))}
-    return facts | {
+    return {
         "policy": plan.policy,
         "schedule": plan.schedule.name,
         "iteration_time_s": plan.cost.iteration_time_s,

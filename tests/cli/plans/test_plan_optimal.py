@@ -140,35 +140,14 @@ def test_objectives_that_cannot_be(profile_path, tmp_path, options, said):
     assert said in plan_badly(profile_path, tmp_path, *OPTIMAL, *options)
 
 
-def test_a_spread_is_planned_for_and_told(profile_path, tmp_path):
-    path = tmp_path / "plan.json"
-    fields, printed = plan_of(profile_path, path, "--schedule", "1f1b", "--spread", "0.04,0.01")
-    assert fields["time_spread"] == {"unit": 0.04, "common": 0.01}
-    assert row(printed, "expected slowdown (%)") <= 0.02
-    assert row(printed, "expected saving (%)") > 0
-    facts = simulate_json(profile_path, path)
-    assert facts["expected"]["slowdown"]["percent"] <= 0.02
-    assert facts["saving_uncertainty_percent"] is None
-    _, plain = plan_of(profile_path, path, "--schedule", "1f1b")
-    assert "expected" not in plain
-    assert "expected" not in simulate_json(profile_path, path)
-
-
-def test_spread_and_uncertainty_by_the_profile(profile_path, tmp_path):
+def test_the_saving_is_as_sure_as_the_profile(profile_path, tmp_path):
     header, *lines = profile_path.read_text().splitlines()
-    path = tmp_path / "known.csv"
-    rows = [f"{line},0.5,{0.03 * float(line.split(',')[3])}" for line in lines]
-    path.write_text("\n".join([f"{header},energy_uncertainty_j,time_spread_s", *rows]))
-    fields, printed = plan_of(
-        path, tmp_path / "plan.json", "--schedule", "1f1b", "--spread", "profile"
+    path, plan = tmp_path / "known.csv", tmp_path / "plan.json"
+    path.write_text(
+        "\n".join([f"{header},energy_uncertainty_j", *(f"{line},0.5" for line in lines)])
     )
-    assert fields["time_spread"] == {"unit": None, "common": 0.0}
+    _, printed = plan_of(path, plan, "--schedule", "1f1b")
     assert re.search(r"saving \(%\) +│ +\d+\.\d\d \+- \d+\.\d\d ", printed)
-    assert simulate_json(path, tmp_path / "plan.json")["saving_uncertainty_percent"] > 0
-    told = plan_badly(profile_path, tmp_path, "--spread", "profile")
-    assert "no time_spread_s" in told
-
-
-@pytest.mark.parametrize("spread", ["3", "0.1,0.1,0.1", "-0.1", "much"])
-def test_a_wrong_spread_is_refused(profile_path, tmp_path, spread):
-    assert "pread" in plan_badly(profile_path, tmp_path, "--spread", spread)
+    assert simulate_json(path, plan)["saving_uncertainty_percent"] > 0
+    plan_of(profile_path, plan, "--schedule", "1f1b")
+    assert simulate_json(profile_path, plan)["saving_uncertainty_percent"] is None

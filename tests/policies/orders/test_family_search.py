@@ -10,7 +10,6 @@ from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile
 
 from envpipe_megatron.core.channel_model import check_message_order
-from envpipe_megatron.core.conditions import Spread, make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.splitting import split_in_place
@@ -136,11 +135,10 @@ def test_the_baseline_is_the_framework_s_order_of_the_request(group_size, tmp_pa
     profile = uniform_profile(4, CURVE)
     own = builders.interleaved(4, 12, 2, group_size)
     options = {"num_chunks": 2, "group_size": group_size}
-    spread = replace(make_conditions(profile, blocking_power_w=60.0), spread=Spread(0.02))
     for wishes in (
         PlanRequest(12, "interleaved", "optimal", **options),
         PlanRequest(12, "auto", "optimal", **options),
-        PlanRequest(12, "auto", "optimal", conditions=spread, deadline_factor=1.01, **options),
+        PlanRequest(12, "auto", "optimal", blocking_power_w=60.0, deadline_factor=1.01, **options),
     ):
         plan = make_plan(profile, wishes).plan
         plan.write(tmp_path / "plan.json")
