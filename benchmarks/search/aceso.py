@@ -46,11 +46,11 @@ from benchmarks.search.aceso_runs import (
     unpack,
     write_plan,
 )
+from benchmarks.search.aceso_space.divide import Division
+from benchmarks.search.aceso_space.folding import fold_blocks
 from envpipe_megatron.search.configuration import Configuration
-from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.stages.divide import Division
 
 COMMAND = "python -m benchmarks.search.aceso"
 #: In percent: what Megatron's space may cost against stages of any sizes.

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.search.aceso_files import read_aceso_profile, read_splits, read_switches
+from benchmarks.search.aceso_space.aceso_files import read_aceso_profile, read_splits, read_switches
+from benchmarks.search.aceso_space.divide import Division, Switch, divide
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import OPERATOR, LayerProfile, Sizes
-from envpipe_megatron.search.stages.divide import Division, Switch, divide
 
 ARCHIVE = Path("../shared/data/aceso_eurosys24/aceso.tar.xz")
 _MIB = 2.0**20

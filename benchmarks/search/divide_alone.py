@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from benchmarks.search.aceso_runs import SETTINGS, divide_setting, read_setting
+from benchmarks.search.aceso_space.divide import Division, divide
+from benchmarks.search.aceso_space.folding import fold_blocks
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Configuration
-from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.megatron.search import search
 from envpipe_megatron.search.megatron.space import Space
-from envpipe_megatron.search.stages.divide import Division, divide
 
 #: Virtual stages of a stage in Megatron's space at most.
 MAX_CHUNKS = 4

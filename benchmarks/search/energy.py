@@ -46,6 +46,7 @@ from benchmarks.search.aceso_runs import (
     search,
     unpack,
 )
+from benchmarks.search.aceso_space.folding import fold_blocks
 from benchmarks.search.divide_alone import MAX_CHUNKS
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
@@ -54,7 +55,6 @@ from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.energy import alternatives

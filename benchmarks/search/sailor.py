@@ -34,10 +34,10 @@ import numpy as np
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders.builders import one_f_one_b
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.search.aceso_files import read_aceso_profile
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 ARCHIVE = Path("../shared/data/sailor_sosp25/sailor.tar.xz")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.search.aceso_runs import SETTINGS, Setting, read_setting
+from benchmarks.search.aceso_space.folding import fold_blocks
 from benchmarks.search.divide_alone import MAX_CHUNKS
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.megatron.search import search
 from envpipe_megatron.search.megatron.space import Space
 

@@ -20,7 +20,6 @@ from envpipe_megatron.cli.jobs.report import report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
 from envpipe_megatron.cli.plans.compare import compare
-from envpipe_megatron.cli.plans.import_layers import import_layers
 from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.plans.orders import export_schedule
 from envpipe_megatron.cli.plans.partition import partition
@@ -63,7 +62,6 @@ for command in (
     straggler,
     partition,
     search_command,
-    import_layers,
     import_freqs,
     export_freqs,
     export_schedule,

@@ -46,7 +46,6 @@ COMMANDS = {
     ("straggler",): [["--help"]],
     ("partition",): [["--help"]],
     ("search",): [["--help"]],
-    ("import-layers",): [["--help"]],
     ("import-freqs",): [["--help"]],
     ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],

@@ -30,12 +30,10 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
-from envpipe_megatron.search.megatron.search import Found, Ranked, search
+from envpipe_megatron.search.megatron.search import Found, search
 from envpipe_megatron.search.megatron.space import Space
 from envpipe_megatron.search.plausible import implausible_rows
-from envpipe_megatron.search.stages.divide import divide
 
 _GIB = 2.0**30
 _ABOVE_0 = Finite(min=0, min_open=True)
@@ -43,10 +41,6 @@ _CONFIGURATION, _FRONTIER, _PICTURE = "configuration.json", "frontier.csv", "fro
 _STAGES, _PLAN = "profile.csv", "plan.json"
 _SIDECAR = sidecar_path(Path(_STAGES)).name
 _FRONTIER_POINTS = 12
-#: Options that a search of sizes by stage does not look at.
-_NOT_BY_STAGE = (
-    "slowdown_percent", "max_chunks", "same_recomputation", "distributed_optimizer",
-)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +48,7 @@ logger = logging.getLogger(__name__)
 @click.command("search")
 @click.option(
     "--profile", "profile_path", type=EXISTING_FILE, required=True,
-    help="Layer profile JSON, as `envpipe profile --layers` and `envpipe import-layers` write it.",
+    help="Layer profile JSON, as `envpipe profile --layers` writes it.",
 )  # fmt: skip
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of the job.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True)
@@ -82,11 +76,6 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--distributed-optimizer/--no-distributed-optimizer", default=True, show_default=True,
     help="Whether data parallel ranks share the optimizer's state.",
-)  # fmt: skip
-@click.option(
-    "--sizes-by-stage", is_flag=True,
-    help="Stages may differ in tensor and data parallel size, as in Aceso's runtime; Megatron-LM "
-    "runs none such. By Aceso's formula for the time, without virtual stages.",
 )  # fmt: skip
 @click.option(
     "--power-model", "preset", metavar="PRESET",
@@ -120,7 +109,6 @@ def search_command(
     max_chunks: int,
     same_recomputation: bool,
     distributed_optimizer: bool,
-    sizes_by_stage: bool,
     preset: str | None,
     blocking_power_w: float | None,
     energy_price: float,
@@ -148,9 +136,12 @@ def search_command(
     """
     if train != bool(command):
         raise click.UsageError("--train goes with the command of the training, behind --.")
-    if train and sizes_by_stage:
-        raise click.UsageError("--train goes not with --sizes-by-stage: Megatron runs none such.")
-    _check_goal(goal, sizes_by_stage)
+    given = click.get_current_context().get_parameter_source("slowdown_percent")
+    if goal == Goal.TIME.value and given is not ParameterSource.DEFAULT:
+        raise click.UsageError(
+            "--max-slowdown goes with --objective energy or cost: the least time is no slower "
+            "than itself. Leave it out, or give the objective."
+        )
     if train:
         search_training.check_ranks(command, gpus)
     if output is not None:
@@ -172,18 +163,15 @@ def search_command(
         def progress(doing: str, done: int, of: int) -> None:
             bar.update(task, description=doing, completed=done, total=of)
 
-        if sizes_by_stage:
-            found = _divided(profile, job, blocking_power_w)
-        else:
-            found = search(
-                profile,
-                job,
-                space,
-                objective,
-                blocking_power_w=blocking_power_w,
-                max_slowdown=slowdown_percent / 100,
-                progress=progress,
-            )
+        found = search(
+            profile,
+            job,
+            space,
+            objective,
+            blocking_power_w=blocking_power_w,
+            max_slowdown=slowdown_percent / 100,
+            progress=progress,
+        )
     shown = Shown(profile, job, found)
     console.print(shown.table())
     console.print(shown.lost())
@@ -195,62 +183,14 @@ def search_command(
             "GPU to do it. Times in training may be longer than predicted, and scatter. Larger "
             "microbatches help, and CUDA graphs.\n",
         )
-    flags: list[str] = []
-    if not sizes_by_stage:
-        say(console, shown.how_sure())
-        flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
-        say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
+    say(console, shown.how_sure())
+    flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
+    say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(console, f"\nWritten to {output}")
     if train:
         console.print(search_training.train(command, found.ranked[0].candidate, flags))
-
-
-def _check_goal(goal: str, sizes_by_stage: bool) -> None:
-    """Refuse (UsageError) options that were given and would change nothing."""
-    context = click.get_current_context()
-    flags = {
-        parameter.name: "/".join((*parameter.opts, *parameter.secondary_opts))
-        for parameter in context.command.params
-    }
-    given = [
-        flags[name]
-        for name in _NOT_BY_STAGE
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    ]
-    if sizes_by_stage and goal != Goal.TIME.value:
-        given.insert(0, f"--objective {goal}")
-    if sizes_by_stage and given:
-        raise click.UsageError(
-            f"--sizes-by-stage goes not with {', '.join(given)}: it looks for the least time by "
-            "Aceso's formula. Leave out one or the other."
-        )
-    if goal == Goal.TIME.value and flags["slowdown_percent"] in given:
-        raise click.UsageError(
-            "--max-slowdown goes with --objective energy or cost: the least time is no slower "
-            "than itself. Leave it out, or give the objective."
-        )
-
-
-def _divided(profile: LayerProfile, job: Job, blocking_power_w: float) -> Found:
-    """The best division into stages of different sizes, by powers of two, as one that was found."""
-    doubled = [2**power for power in range(job.num_gpus.bit_length())]
-    batches = sorted(
-        samples
-        for samples in {sizes.microbatch_size * n for sizes in profile.measures for n in doubled}
-        if job.global_batch % samples == 0
-    )
-    division = divide(profile, job, batches)
-    if division is None:
-        raise EnvPipeError(
-            "No stages keep the memory limit (bytes)",
-            value=job.memory_bytes,
-            remedy="Allow more, or use more GPUs.",
-        )
-    candidate = Candidate(division.configuration, profile, job)
-    plan = candidate.plan(blocking_power_w) if profile.has_energy else None
-    return Found((Ranked(candidate, plan),), num_shapes=1, num_cut=1)
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:

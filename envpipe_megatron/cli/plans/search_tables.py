@@ -123,9 +123,6 @@ def sizes_words(each: Ranked) -> str:
     """A configuration in a few words: parallel sizes, microbatches x samples."""
     configuration = each.candidate.configuration
     first = configuration.stages[0]
-    if len({(stage.sizes, stage.data_parallel) for stage in configuration.stages}) > 1:
-        samples = first.data_parallel * first.sizes.microbatch_size
-        return f"PP{len(configuration.stages)}, {configuration.num_microbatches} x {samples}"
     parts = [
         ("TP", first.sizes.tensor_parallel),
         ("CP", first.sizes.context_parallel),

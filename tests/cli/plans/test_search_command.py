@@ -113,24 +113,13 @@ def test_layers_that_the_host_bounds_are_noted(layers_path, share, noted):
         # An embedding is always bound by the host, and short.
         measure["host_s"] = host_s if measure["piece"] == "layer" else 1.0
     layers_path.write_text(json.dumps(fields))
-    result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
+    result = run_well("search", "--profile", layers_path, *JOB)
     assert ("Note: layer: the host" in result.stdout) == noted
-
-
-def test_stages_of_different_sizes_are_no_job_of_megatrons(layers_path):
-    result = run_well("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
-    assert "Stages of the best" in result.stdout
-    assert "--pipeline-model-parallel-size" not in result.stdout
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--sizes-by-stage", "--objective", "cost"), "goes not with --objective cost: .* Leave"),
-        (("--sizes-by-stage", "--max-slowdown", 0), "goes not with --max-slowdown: "),
-        (("--sizes-by-stage", "--max-virtual-stages", 4), "goes not with --max-virtual-stages: "),
-        (("--sizes-by-stage", "--same-recomputation"), "goes not with --same-recomputation: "),
-        (("--sizes-by-stage", "--no-distributed-optimizer"), "--no-distributed-optimizer: "),
         (("--max-slowdown", 1), "--max-slowdown goes with --objective energy or cost: .* Leave"),
     ],
 )
@@ -139,7 +128,7 @@ def test_options_that_would_change_nothing_are_refused(layers_path, options, sai
 
 
 def test_a_search_without_joules_leaves_no_plan_of_an_earlier_one(layers_path, tmp_path):
-    search = ("search", "--profile", layers_path, *JOB, "--sizes-by-stage")
+    search = ("search", "--profile", layers_path, *JOB)
     output = tmp_path / "best"
     output.mkdir()
     stale = ("profile.csv", "profile.json", "plan.json", "frontier.csv", "frontier.png")
@@ -161,8 +150,6 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_search(layers_path, mo
 def test_a_job_that_fits_nowhere_is_named(layers_path):
     tiny = ("--memory", 1e-9)
     assert "No configuration keeps" in run_badly("search", "--profile", layers_path, *JOB, *tiny)
-    by_stage = (*JOB, *tiny, "--sizes-by-stage")
-    assert "No stages keep" in run_badly("search", "--profile", layers_path, *by_stage)
 
 
 @on_request("CLI")

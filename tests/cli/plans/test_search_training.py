@@ -121,6 +121,5 @@ def test_a_command_and_train_go_together(layers_path):
     search = ("search", "--profile", layers_path, *JOB)
     assert "behind --" in run_badly(*search, "--train")
     assert "behind --" in run_badly(*search, "--", *SCRIPT)
-    assert "runs none such" in run_badly(*search, "--sizes-by-stage", "--train", "--", *SCRIPT)
     assert run(*search, "--trian").exit_code != 0
     assert json.loads(layers_path.read_text())["format"] == "envpipe-layers/1"

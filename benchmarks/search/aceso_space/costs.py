@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.search.aceso_space.recomputation import Recomputed, StageRecompute
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.stages.recomputation import Recomputed, StageRecompute
 
 
 @dataclass(frozen=True)

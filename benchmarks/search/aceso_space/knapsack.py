@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.search.aceso_space.choices import TINY_BYTES, Front, unbeaten
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.search.stages.choices import TINY_BYTES, Front, unbeaten
 
 #: What rounding errors may make of nothing, of a sum of reduced times.
 _TINY_S = 1e-12

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.search.aceso_space.options import StageOption, Stages
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.stages.options import StageOption, Stages
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from itertools import permutations
 
 import numpy as np
 
+from benchmarks.search.aceso_space.costs import StageCosts
+from benchmarks.search.aceso_space.edges import Stage, stage_edges
+from benchmarks.search.aceso_space.graph import TOLERANCE, StageGraph
+from benchmarks.search.aceso_space.options import StageOption, Switched
+from benchmarks.search.aceso_space.recomputation import Recomputed
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.stages.costs import StageCosts
-from envpipe_megatron.search.stages.edges import Stage, stage_edges
-from envpipe_megatron.search.stages.graph import TOLERANCE, StageGraph
-from envpipe_megatron.search.stages.options import StageOption, Switched
-from envpipe_megatron.search.stages.recomputation import Recomputed
 
 #: Cuts of the coarsest division, and how many times finer the next one is.
 _COARSE_CUTS, _FINER = 48, 4

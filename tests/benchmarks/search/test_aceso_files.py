@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
+from benchmarks.search.aceso_space.folding import fold_blocks
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.search.aceso_files import read_aceso_profile
-from envpipe_megatron.search.folding import fold_blocks
 from envpipe_megatron.search.layer_profile import Measure, Sizes
 
 MIB = 2**20

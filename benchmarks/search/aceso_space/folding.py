@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from benchmarks.search.aceso_space.aceso_files import block_name
+from benchmarks.search.aceso_space.choices import Run
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.search.aceso_files import block_name
 from envpipe_megatron.search.layer_profile import (
     FULL,
     OPERATOR,
@@ -20,7 +21,6 @@ from envpipe_megatron.search.layer_profile import (
     Measure,
     Recomputation,
 )
-from envpipe_megatron.search.stages.choices import Run
 
 #: From the scores of an attention to its context: what Megatron recomputes if it is selective.
 _SCORE, _CONTEXT = re.compile(r".*-attention-score.*"), re.compile(r".*-attention-context.*")

@@ -5,8 +5,8 @@ import pytest
 from brute_force import least_cost_s, random_profile, switch_s
 from on_request import on_request
 
+from benchmarks.search.aceso_space.divide import Division, divide
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.stages.divide import Division, divide
 
 BATCHES = (1, 2, 4)
 #: Nothing fits; sizes that differ, microbatches too; runs that end with a block, or inside.

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
+from benchmarks.search.aceso_space.choices import Choices
+from benchmarks.search.aceso_space.knapsack import Alike, solve
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.stages.choices import Choices
-from envpipe_megatron.search.stages.knapsack import Alike, solve
 
 #: Prices of a byte at which bounds are taken, and groups of caps in which many stages' bound is.
 _MOST_PRICES, _MOST_GROUPS = 12, 8

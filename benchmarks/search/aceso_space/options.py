@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.search.aceso_space.costs import StageCosts
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.stages.costs import StageCosts
 
 
 @dataclass(frozen=True)
