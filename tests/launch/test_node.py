@@ -221,6 +221,7 @@ def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
     nodes, train, output, monkeypatch
 ):
@@ -307,6 +308,7 @@ def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train,
 # Signals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_the_first_signal_and_the_others():
     taken: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
