@@ -13,6 +13,16 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def show_tables(console: Console, *tables: Table) -> None:
+    """Print tables that cut no word, such as a GPU's UUID: lines may be wider than the terminal."""
+    wide = console.options.update(max_width=10_000)
+    for table in tables:
+        for column in table.columns:
+            cells = (column.header, *column.cells)
+            column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
+        console.print(table, crop=False)
+
+
 def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A table whose columns are aligned to the right, but for one without a heading."""
     table = Table(title=title)

@@ -17,7 +17,7 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     summary_table,
 )
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.uncertainty import expected, saving_uncertainty_percent
@@ -57,8 +57,8 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
         click.echo(json.dumps(facts, indent=1))
         return
     console = Console()
-    console.print(summary_table(simulated))
-    console.print(_stage_table(simulated))
+    show_tables(console, summary_table(simulated))
+    show_tables(console, _stage_table(simulated))
     if output is not None:
         say(console, f"Pictures written to {output}")
 

@@ -1,6 +1,6 @@
-"""The list of hosts that MPI and DeepSpeed use: `[user@]host slots=N` or `[user@]host:N`, a line each.
+"""The list of hosts that MPI and DeepSpeed use: `[user@]host slots=N`, or `host:N`, a line each.
 
-The first is OpenMPI's and DeepSpeed's form, the second that of MPICH and Intel MPI.
+The second is MPICH's and Intel MPI's.
 """
 
 from __future__ import annotations
