@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
@@ -41,6 +42,8 @@ _HURRIED_S = 5.0
 #: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
 #: or without persistence mode seconds.
 _GUARDS_S = 30.0
+#: A socket's path has 107 bytes at most on Linux, and 103 on macOS.
+_LONGEST_FOLDER_BYTES = 103 - len("/socket")
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,14 @@ class NodeSettings:
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
-    Raises EnvPipeError if another agent writes this node's energy log, OSError if the output folder
-    or /tmp cannot be written.
+    Raises EnvPipeError if another agent writes this node's energy log, or there is no folder for a
+    socket; OSError if the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
     report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
-        # Not in XDG_RUNTIME_DIR: its user may log out while a job goes on, and ranks that start
-        # again look for the socket. Nor in TMPDIR, which may be too long for one.
-        folder = last.enter_context(tempfile.TemporaryDirectory(prefix="envpipe-", dir="/tmp"))
+        folder = last.enter_context(_socket_folder())
         agent = NodeAgent(
             settings.output_dir,
             settings.node_name,
@@ -108,6 +109,27 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         except Exception:  # training has its own exit status
             logger.exception("There is no bill")
     return code
+
+
+def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in TMPDIR, as torchrun does, or in /tmp if that is too long for a socket.
+
+    Not in XDG_RUNTIME_DIR: its user may log out while a job goes on, and ranks that start again
+    look for the socket.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix="envpipe-")
+        if len(os.fsencode(made.name)) > _LONGEST_FOLDER_BYTES:
+            made.cleanup()
+            made = tempfile.TemporaryDirectory(prefix="envpipe-", dir="/tmp")
+    except OSError as error:
+        raise EnvPipeError(
+            f"There is no folder for the agent's socket: {error.strerror}",
+            value=error.filename or os.environ.get("TMPDIR", "/tmp"),
+            remedy="Set TMPDIR to a folder that you may write to, of at most "
+            f"{_LONGEST_FOLDER_BYTES - len('/envpipe-12345678')} characters.",
+        ) from error
+    return made
 
 
 def _wait_for_guards() -> None:
