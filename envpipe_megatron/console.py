@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+def drop_output(stream: IO[Any]) -> None:
+    """Send what else is printed nowhere, since the stream's file cannot be written."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say(console: Console, text: str) -> None:

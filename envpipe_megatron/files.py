@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +68,23 @@ def _write_beside(path: Path, parts: Iterable[str], places: dict[Path, Path]) ->
         os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
     if place.exists():
         shutil.copymode(place, new)
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Give another path to write to, which becomes `path` when all was written.
+
+    OSError names `path`; of a file that is not whole, nothing is left.
+    """
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        yield draft
+        draft.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def lock_file(path: Path) -> IO[str]:

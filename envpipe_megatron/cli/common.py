@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +15,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from envpipe_megatron.console import table_of
+from envpipe_megatron.console import drop_output, table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -46,6 +48,9 @@ TEXT_OPTION = click.option(
 #: A file's mark stands within these.
 _HEAD_BYTES = 1 << 16
 
+#: A disk, a quota or a largest size of files is used up.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,13 +63,30 @@ class ErrorsAsMessages(click.Group):
             return super().invoke(ctx)
         except EnvPipeError as error:
             raise click.ClickException(str(error)) from error
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Run the command line; what it prints is written when this ends, or it fails."""
+        try:
+            try:
+                return super().main(*args, **named)
+            finally:
+                if sys.stdout:
+                    sys.stdout.flush()
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and error.errno not in (*_FULL, errno.EPIPE):
                 raise
-            raise click.ClickException(
-                f"Cannot read or write {error.filename}: {error.strerror}. "
-                "Check that its folder exists and is yours to write."
-            ) from error
+            if error.filename is None:
+                drop_output(sys.stdout)  # or the interpreter's end tries again, and complains
+            if error.errno != errno.EPIPE:
+                click.echo(f"Error: {_failed_file(error)}", err=True)
+            sys.exit(1)
+
+
+def _failed_file(error: OSError) -> str:
+    remedy = "Check that its folder exists and is yours to write."
+    if error.errno in _FULL:
+        remedy = "Make room there, or write elsewhere."
+    return f"Cannot read or write {error.filename or 'the output'}: {error.strerror}. {remedy}"
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone

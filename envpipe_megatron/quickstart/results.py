@@ -14,6 +14,7 @@ from rich.console import Console
 from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.report.shares import gpu_shares
@@ -51,7 +52,7 @@ def write_results(
     }
     if summary["complete"]:
         summary |= _comparison(output, runs, results)
-    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    replace_files({output / "summary.json": [json.dumps(summary, indent=1), "\n"]})
     _write_csv(settings, output / "results.csv", runs)
     if summary["complete"]:
         _show(settings, summary, console)

@@ -89,7 +89,8 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 def runtime_folder() -> Path:
     """Return the folder of this user's sockets and guards' logs; make it if it is missing.
 
-    In XDG_RUNTIME_DIR, else in /tmp, or TMPDIR where that cannot be written. Raises GuardError if somebody else could enter it, or it cannot be made.
+    In XDG_RUNTIME_DIR, else in /tmp, or where that cannot be written in TMPDIR. Raises GuardError
+    if somebody else could enter it, or it cannot be made.
     """
     path = Path("/tmp", f"envpipe-{os.geteuid()}")
     if not os.access("/tmp", os.W_OK):  # a container's, read-only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from envpipe_megatron.console import drop_output
 from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
@@ -124,8 +126,11 @@ class BillReport:
         self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
-        with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
-            show_bill(bill, self._tariff, Console())
+        try:
+            with contextlib.suppress(SystemExit):  # by rich, if nobody reads any more
+                show_bill(bill, self._tariff, Console())
+        except OSError:  # training has its own exit status
+            drop_output(sys.stdout)
         files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
         say(f"the bill is in {self._folder}: {files}")
 
