@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -30,6 +33,16 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     from envpipe_megatron.report.report import PAGE_FILE
 
     console = Console()
-    run_quickstart(Settings(str(output.resolve()), str(text.resolve()), preset), console)
+    settings = Settings(str(output.resolve()), str(text.resolve()), preset)
+    run_quickstart(settings, console)
     report_on(output, output / "report")
+    activate = Path(sys.executable).with_name("activate")
+    if shutil.which("envpipe") != str(activate.with_name("envpipe")) and activate.exists():
+        say(console, f"To have envpipe on the path:\n  source {shlex.quote(str(activate))}")
+    say(
+        console,
+        f"To plan from its profile:\n  envpipe plan --profile "
+        f"{shlex.quote(str(output / 'profile.csv'))} --num-microbatches "
+        f"{settings.num_microbatches} --output plan.json",
+    )
     say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")
