@@ -8,6 +8,7 @@ import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ TEXT_OPTION = click.option(
 #: A file's mark stands within these.
 _HEAD_BYTES = 1 << 16
 
-#: A disk, a quota or a largest size of files is used up.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: A disk, a quota or a largest size of files is used up, or what is written to is broken.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,10 @@ class ErrorsAsMessages(click.Group):
             if error.filename is None:
                 drop_output(sys.stdout)  # or the interpreter's end tries again, and complains
             if error.errno != errno.EPIPE:
-                click.echo(f"Error: {_failed_file(error)}", err=True)
-            sys.exit(1)
+                with suppress(OSError):  # a terminal that is closed
+                    click.echo(f"Error: {_failed_file(error)}", err=True)
+            # A job that failed keeps its exit status.
+            sys.exit(getattr(error.__context__, "code", None) or 1)
 
 
 def _failed_file(error: OSError) -> str:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -303,6 +304,28 @@ def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train,
     assert train(nodes, options=options, meanwhile=meanwhile, code=1) == 1
     assert passed_on == [signal.SIGUSR1]
     assert bill_of(output)["complete"]
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_agents_socket_is_in_tmpdir_or_says_that_it_cannot_be(
+    nodes, train, monkeypatch, tmp_path, long
+):
+    def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
+        folders.append(Path(environment["ENVPIPE_AGENT_SOCKET"]).parents[1])
+
+    folders: list[Path] = []
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    given = short / ("x" * 100) if long else short
+    given.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(given))
+    try:
+        assert train(nodes, meanwhile=meanwhile) == 0
+        assert folders == [Path("/tmp") if long else short]
+        assert list(given.iterdir()) == []
+    finally:
+        shutil.rmtree(short)
+    with pytest.raises(EnvPipeError, match=rf"socket: No such file.*{given.name}.*Set TMPDIR"):
+        train(nodes)
 
 
 # Signals -------------------------------------------------------------------------------------

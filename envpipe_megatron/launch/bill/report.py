@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from envpipe_megatron.console import drop_output
 from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
@@ -126,11 +124,8 @@ class BillReport:
         self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
-        try:
-            with contextlib.suppress(SystemExit):  # by rich, if nobody reads any more
-                show_bill(bill, self._tariff, Console())
-        except OSError:  # training has its own exit status
-            drop_output(sys.stdout)
+        with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
+            show_bill(bill, self._tariff, Console())
         files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
         say(f"the bill is in {self._folder}: {files}")
 
