@@ -42,8 +42,8 @@ _HURRIED_S = 5.0
 #: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
 #: or without persistence mode seconds.
 _GUARDS_S = 30.0
-#: A socket's path has 107 bytes at most on Linux, and 103 on macOS.
-_LONGEST_FOLDER_BYTES = 103 - len("/socket")
+#: Of a folder for folders of sockets; a socket's path has 107 bytes at most, on macOS 103.
+_LONGEST_PATH_BYTES = 103 - len("/envpipe-12345678/socket")
 
 
 @dataclass(frozen=True)
@@ -114,22 +114,18 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 def _socket_folder() -> tempfile.TemporaryDirectory[str]:
     """Make a folder in TMPDIR, as torchrun does, or in /tmp if that is too long for a socket.
 
-    Not in XDG_RUNTIME_DIR: its user may log out while a job goes on, and ranks that start again
-    look for the socket.
+    Not in XDG_RUNTIME_DIR: its user may log out, and ranks that start again look for the socket.
     """
     try:
-        made = tempfile.TemporaryDirectory(prefix="envpipe-")
-        if len(os.fsencode(made.name)) > _LONGEST_FOLDER_BYTES:
-            made.cleanup()
-            made = tempfile.TemporaryDirectory(prefix="envpipe-", dir="/tmp")
+        fits = len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PATH_BYTES
+        return tempfile.TemporaryDirectory(prefix="envpipe-", dir=None if fits else "/tmp")
     except OSError as error:
         raise EnvPipeError(
             f"There is no folder for the agent's socket: {error.strerror}",
             value=error.filename or os.environ.get("TMPDIR", "/tmp"),
-            remedy="Set TMPDIR to a folder that you may write to, of at most "
-            f"{_LONGEST_FOLDER_BYTES - len('/envpipe-12345678')} characters.",
+            remedy=f"Set TMPDIR to a folder of yours whose path has at most {_LONGEST_PATH_BYTES} "
+            "characters.",
         ) from error
-    return made
 
 
 def _wait_for_guards() -> None:

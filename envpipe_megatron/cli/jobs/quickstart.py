@@ -36,13 +36,10 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
     run_quickstart(settings, console)
     report_on(output, output / "report")
-    activate = Path(sys.executable).with_name("activate")
-    if shutil.which("envpipe") != str(activate.with_name("envpipe")) and activate.exists():
-        say(console, f"To have envpipe on the path:\n  source {shlex.quote(str(activate))}")
-    say(
-        console,
-        f"To plan from its profile:\n  envpipe plan --profile "
-        f"{shlex.quote(str(output / 'profile.csv'))} --num-microbatches "
-        f"{settings.num_microbatches} --output plan.json",
-    )
+    commands = [f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} "]
+    commands[0] += f"--num-microbatches {settings.num_microbatches} --output plan.json"
+    bin_folder = Path(sys.executable).parent
+    if shutil.which("envpipe") != str(bin_folder / "envpipe"):
+        commands.insert(0, f"source {shlex.quote(str(bin_folder / 'activate'))}")
+    say(console, "\n  ".join(["To plan from the profile:", *commands]))
     say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")

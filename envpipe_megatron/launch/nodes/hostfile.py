@@ -13,13 +13,11 @@ from pathlib import Path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-_NUMBER = r"0*[1-9]\d*"
+_SLOTS, _MOST = r"(0*[1-9]\d*)", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. Two colons: an IPv6 address.
 _LINE = re.compile(
-    r"(?P<user>\w[\w.-]*@)?"
-    rf"((\[(?P<address>[\w.:]+)\]|(?P<name>\w[\w.-]*))(:(?P<slots>{_NUMBER}))?"
-    r"|(?P<open_address>[\w.]*(:[\w.]*){2,}))"
-    rf"(\s+(slots={_NUMBER}|max[_-]slots=\d+))*",
+    r"(?P<user>\w[\w.-]*@)?(\[(?P<address>[\w.]*:[\w.:]*)\]|(?P<host>\w[\w.-]*|[\w.]*(:[\w.]*){2,}))"
+    rf"(:(?P<colon>{_SLOTS})|{_MOST}\s+slots=(?P<slots>{_SLOTS}))?{_MOST}",
     re.ASCII,
 )
 
@@ -69,27 +67,17 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _read_line(words: str, where: str) -> Host:
-    found = _LINE.fullmatch(words)
-    parts = found.groupdict() if found else {}
-    address = parts.get("address") or parts.get("open_address")
-    slots = [*filter(None, [parts.get("slots")]), *re.findall(rf"\sslots=({_NUMBER})", words)]
-    wrong = ""
-    if not found or (address and not _is_address(address)):
-        wrong = "this is not a host and its number of processes"
-    elif len(slots) > 1:
-        wrong = "the number of processes is there more than once"
-    elif parts["open_address"] and not slots:
-        shorter, _, last = parts["open_address"].rpartition(":")
-        if last.isdecimal() and _is_address(shorter):
-            wrong = "the end of this IPv6 address may be a number of processes"
-    if wrong:
-        raise EnvPipeError(
-            f"{where}: {wrong}",
-            value=words,
-            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
-        )
-    target = (parts["user"] or "") + (address or parts["name"])
-    return Host(target, int(slots[0]) if slots else None, where)
+    if match := _LINE.fullmatch(words):
+        host, slots = match["address"] or match["host"], match["colon"] or match["slots"]
+        # The end of a bare address may be meant as a number of processes.
+        is_clear = match["address"] or slots or not _is_address(host.rpartition(":")[0])
+        if ":" not in host or (is_clear and _is_address(host)):
+            return Host((match["user"] or "") + host, int(slots) if slots else None, where)
+    raise EnvPipeError(
+        f"{where}: this is not a host and its number of processes",
+        value=words,
+        remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+    )
 
 
 def _is_address(text: str) -> bool:
