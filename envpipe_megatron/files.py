@@ -54,10 +54,10 @@ def written_beside(path: Path) -> Iterator[Path]:
     """
     place = path.resolve()  # a link stays one
     draft = place.with_name(f".{place.name[:40]}.{os.getpid()}-{next(_NUMBERS)}.new")
-    is_new = not place.exists()
-    is_draft = is_new or place.is_file()
+    is_new = not path.exists()
+    is_draft = is_new or path.is_file()
     try:
-        if not (is_new or os.access(place, os.W_OK)):
+        if not (is_new or os.access(path, os.W_OK)):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         yield draft if is_draft else path
         if is_draft:

@@ -58,38 +58,33 @@ logger = logging.getLogger(__name__)
 class ErrorsAsMessages(click.Group):
     """Prints EnvPipe's errors as one message, and exits 0 on success alone."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand."""
-        try:
-            return super().invoke(ctx)
-        except EnvPipeError as error:
-            raise click.ClickException(str(error)) from error
-
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; what it prints is written when this ends, or it fails."""
+        code = 1
         try:
             try:
                 return super().main(*args, **named)
             finally:
                 if sys.stdout:
                     sys.stdout.flush()
+        except EnvPipeError as error:
+            message = str(error)
         except OSError as error:
-            if error.filename is None and error.errno not in (*_FULL, errno.EPIPE):
-                raise
             if error.filename is None:
+                if error.errno not in (*_FULL, errno.EPIPE):
+                    raise
                 drop_output(sys.stdout)  # or the interpreter's end tries again, and complains
-            if error.errno != errno.EPIPE:
-                with suppress(OSError):  # a terminal that is closed
-                    click.echo(f"Error: {_failed_file(error)}", err=True)
-            # A job that failed keeps its exit status.
-            sys.exit(getattr(error.__context__, "code", None) or 1)
-
-
-def _failed_file(error: OSError) -> str:
-    remedy = "Check that its folder exists and is yours to write."
-    if error.errno in _FULL:
-        remedy = "Make room there, or write elsewhere."
-    return f"Cannot read or write {error.filename or 'the output'}: {error.strerror}. {remedy}"
+                code = getattr(error.__context__, "code", None) or code  # of a job that failed
+            remedy = "Check that its folder exists and is yours to write."
+            if error.errno in _FULL:
+                remedy = "Make room there, or write elsewhere."
+            where = error.filename or "the output"
+            message = f"Cannot read or write {where}: {error.strerror}. {remedy}"
+            if error.errno == errno.EPIPE:  # nobody reads on, which is no error
+                sys.exit(code)
+        with suppress(OSError):  # a terminal that is closed
+            click.echo(f"Error: {message}", err=True)
+        sys.exit(code)
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone

@@ -36,10 +36,12 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
     run_quickstart(settings, console)
     report_on(output, output / "report")
-    commands = [f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} "]
-    commands[0] += f"--num-microbatches {settings.num_microbatches} --output plan.json"
-    bin_folder = Path(sys.executable).parent
-    if shutil.which("envpipe") != str(bin_folder / "envpipe"):
-        commands.insert(0, f"source {shlex.quote(str(bin_folder / 'activate'))}")
-    say(console, "\n  ".join(["To plan from the profile:", *commands]))
+    command = (
+        f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
+    )
+    command += f" --num-microbatches {settings.num_microbatches}"
+    activate = Path(sys.executable).with_name("activate")
+    if activate.exists() and shutil.which("envpipe") != str(activate.with_name("envpipe")):
+        command = f"source {shlex.quote(str(activate))}\n  {command}"
+    say(console, f"To plan from the profile:\n  {command}")
     say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")
