@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
 
+def drop_output(stream: IO[Any]) -> None:
+    """Send what else is printed nowhere, since the stream's file cannot be written."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def say(console: Console, text: str) -> None:
     """Print text that holds paths: they are neither broken over lines nor read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_tables(console: Console, *tables: Table) -> None:
+    """Print tables that cut no word, such as a GPU's UUID: lines may be wider than the terminal."""
+    wide = console.options.update(max_width=10_000)
+    for table in tables:
+        for column in table.columns:
+            cells = (column.header, *column.cells)
+            column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
+        console.print(table, crop=False)
 
 
 def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

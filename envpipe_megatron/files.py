@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from envpipe_megatron.errors import EnvPipeError
 
+#: No two drafts of a process have one name.
+_NUMBERS = itertools.count()
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -33,40 +37,41 @@ def read_text(path: Path) -> str:
 def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
     """Write texts, each in parts; a failure or a kill leaves each file as it was, or new and whole.
 
-    All are written beside their places before the first takes its own. What is no ordinary file (a
-    pipe, `/dev/null`) is written into. OSError names the file or folder.
+    All are written beside their places before the first takes its own. OSError names the file.
     """
-    places: dict[Path, Path] = {}
-    try:
+    with ExitStack() as drafts:
         for path, parts in contents.items():
-            try:
-                _write_beside(path, parts, places)
-            except OSError as error:
-                error.filename = str(path)  # not the temporary name, and a full disk names none
-                raise
-        for new, place in places.items():
-            new.replace(place)
-    finally:
-        for new in places:
-            new.unlink(missing_ok=True)
+            draft = drafts.enter_context(written_beside(path))
+            with draft.open("w", encoding="utf-8") as file:
+                file.writelines(parts)
 
 
-def _write_beside(path: Path, parts: Iterable[str], places: dict[Path, Path]) -> None:
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(parts)
-        return
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Give another path to write to, which takes the place of `path` when all was written.
+
+    What is no ordinary file (a pipe, `/dev/null`) is written into itself. OSError names `path`.
+    """
     place = path.resolve()  # a link stays one
-    if place.exists() and not os.access(place, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    new = place.with_name(f".{place.name[:40]}.{os.getpid()}-{len(places)}.new")
-    places[new] = place
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
-    if place.exists():
-        shutil.copymode(place, new)
+    draft = place.with_name(f".{place.name[:40]}.{os.getpid()}-{next(_NUMBERS)}.new")
+    is_new = not path.exists()
+    is_draft = is_new or path.is_file()
+    try:
+        if not (is_new or os.access(path, os.W_OK)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        yield draft if is_draft else path
+        if is_draft:
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())  # or a crash might leave the name without the content
+            if not is_new:
+                shutil.copymode(place, draft)
+            draft.replace(place)
+    except OSError as error:
+        if error.filename in (None, str(draft)):  # a full disk names none
+            error.filename = str(path)
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def lock_file(path: Path) -> IO[str]:

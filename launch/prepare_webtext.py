@@ -33,7 +33,6 @@ from prepare_webtext_files import (
     count_lines,
     find_files,
     merge,
-    written_beside,
 )
 from prepare_webtext_tools import (
     check_clean_up,
@@ -44,6 +43,7 @@ from prepare_webtext_tools import (
 )
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import written_beside
 
 #: tools/openwebtext/cleanup_dataset.py imports a module that is missing in checkouts.
 _TOKENIZER = '''"""The module that tools/openwebtext/cleanup_dataset.py asks for."""

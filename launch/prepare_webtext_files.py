@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import itertools
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import written_beside
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LINES, _TEXT = (".json", ".jsonl"), ".txt"
@@ -32,18 +32,6 @@ _TOKEN_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<u2")
 
 class DataError(EnvPipeError):
     """Text, vocabulary or tokens that cannot be trained with."""
-
-
-@contextlib.contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Give another path to write to, which becomes `path` when all was written."""
-    draft = path.with_name(f"{path.name}.part")
-    try:
-        yield draft
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(path)
 
 
 # Vocabulary

@@ -16,6 +16,15 @@ from pathlib import Path
 import click
 from prepare_webtext_files import DataError
 
+from envpipe_megatron.patching import probe
+
+#: Runs a tool that imports Triton unasked, through Megatron, as `envpipe patch check` imports it.
+_RUN = (
+    "import os, runpy, sys; _, stand_ins, *sys.argv = sys.argv; "
+    "sys.path[0] = os.path.dirname(sys.argv[0]); "
+    "runpy.run_path(stand_ins)['StandIns']({'megatron'}); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 #: GPT-2's tokenizer that reads its two files, where a checkout has one.
 _GPT2 = tuple(f"megatron/{folder}tokenizer/gpt2_tokenization.py" for folder in ("", "training/"))
 #: A process of Megatron's preprocessing that fails is told so by multiprocessing; what started it
@@ -41,7 +50,7 @@ def run_tool(command: Sequence[object], modules: Path, log: Path) -> None:
     told: list[str] = []
     with log.open("a", encoding="utf-8") as output:
         tool = subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [sys.executable, "-c", _RUN, probe.__file__, *map(str, command)],
             stdout=output,
             stderr=subprocess.PIPE,
             encoding="utf-8",

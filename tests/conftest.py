@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -46,3 +47,17 @@ def pool() -> Iterator[RankPool]:
     )
     with RankPool(4, preload=preload) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def signals_at_default() -> Iterator[None]:
+    """SIGINT and SIGHUP as in a terminal, for this process and its children.
+
+    `nohup` and a shell's `&` start a suite that ignores them, which children inherit. Only for
+    tests that send one: the others, and so the suite, go on when the terminal closes.
+    """
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

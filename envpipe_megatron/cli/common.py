@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from envpipe_megatron.console import table_of
+from envpipe_megatron.console import drop_output, table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -46,25 +49,42 @@ TEXT_OPTION = click.option(
 #: A file's mark stands within these.
 _HEAD_BYTES = 1 << 16
 
+#: A disk, a quota or a largest size of files is used up, or what is written to is broken.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 logger = logging.getLogger(__name__)
 
 
 class ErrorsAsMessages(click.Group):
     """Prints EnvPipe's errors as one message, and exits 0 on success alone."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand."""
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Run the command line; what it prints is written when this ends, or it fails."""
+        code = 1
         try:
-            return super().invoke(ctx)
+            try:
+                return super().main(*args, **named)
+            finally:
+                if sys.stdout:
+                    sys.stdout.flush()
         except EnvPipeError as error:
-            raise click.ClickException(str(error)) from error
+            message = str(error)
         except OSError as error:
             if error.filename is None:
-                raise
-            raise click.ClickException(
-                f"Cannot read or write {error.filename}: {error.strerror}. "
-                "Check that its folder exists and is yours to write."
-            ) from error
+                if error.errno not in (*_FULL, errno.EPIPE):
+                    raise
+                drop_output(sys.stdout)  # or the interpreter's end tries again, and complains
+                code = getattr(error.__context__, "code", None) or code  # of a job that failed
+            remedy = "Check that its folder exists and is yours to write."
+            if error.errno in _FULL:
+                remedy = "Make room there, or write elsewhere."
+            where = error.filename or "the output"
+            message = f"Cannot read or write {where}: {error.strerror}. {remedy}"
+            if error.errno == errno.EPIPE:  # nobody reads on, which is no error
+                sys.exit(code)
+        with suppress(OSError):  # a terminal that is closed
+            click.echo(f"Error: {message}", err=True)
+        sys.exit(code)
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone

@@ -30,7 +30,6 @@ def main() -> None:
     sys.path[:] = [root, *(entry for entry in sys.path if entry != own)]
     hooks = request["hooks"]
     stand_ins = StandIns({hook["module"].partition(".")[0] for hook in hooks})
-    stand_ins.names += [name for name in _GPU_ONLY if importlib.util.find_spec(name) is None]
     answers = [ask(hook, Path(root)) for hook in hooks]
     stood_in = sorted(stand_ins.imported)
     missing = missing_packages(hooks, stand_ins)
@@ -38,17 +37,18 @@ def main() -> None:
 
 
 class StandIns:
-    """Lets projects import packages that are missing, with whatever is asked of them.
+    """Lets projects import packages that are missing, with all that is asked of them.
 
-    Others do not see them: torch looks for Triton itself, and does without.
+    Others do not see them: torch looks for Triton itself, and does without. Tools of a checkout and
+    tests on CPUs load this class from this file, by its path.
 
     Attributes:
-        names: the packages that are stood in for.
+        names: the packages that are stood in for: at first those for GPUs that are missing.
         imported: those of them that a project has imported.
     """
 
     def __init__(self, projects: set[str]) -> None:
-        self.names: list[str] = []
+        self.names = [name for name in _GPU_ONLY if importlib.util.find_spec(name) is None]
         self.imported: set[str] = set()
         self._projects = projects
         self._import = builtins.__import__
@@ -63,7 +63,15 @@ class StandIns:
         if level or package not in self.names or importer not in self._projects:
             return self._import(name, globals, locals, fromlist, level)
         self.imported.add(package)
-        return MagicMock(__version__="9999")
+        return (_NoKernels if package in _GPU_ONLY else MagicMock)(__version__="9999")
+
+
+class _NoKernels(MagicMock):
+    """A package of kernels: its names may decorate, but no kernel starts, by `kernel[grid]`."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        del self.__getitem__
 
 
 def missing_packages(hooks: list[dict[str, Any]], stand_ins: StandIns) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.quickstart.settings import Settings
 
 #: How long the measured part of a turn lasts, at least, unless its iterations are given, s.
@@ -58,7 +59,7 @@ class ProveSettings:
 
     def write(self, path: Path) -> None:
         """Write the JSON file."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        replace_files({path: [json.dumps(asdict(self), indent=1), "\n"]})
 
     @classmethod
     def read(cls, path: Path) -> ProveSettings:

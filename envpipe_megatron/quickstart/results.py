@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.report.shares import gpu_shares
@@ -51,7 +52,7 @@ def write_results(
     }
     if summary["complete"]:
         summary |= _comparison(output, runs, results)
-    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    replace_files({output / "summary.json": [json.dumps(summary, indent=1), "\n"]})
     _write_csv(settings, output / "results.csv", runs)
     if summary["complete"]:
         _show(settings, summary, console)
@@ -167,7 +168,7 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
             percents = (_share_percent(run, part, unit) for run in (baseline, envpipe))
             rows.append((f"{quantity} in {name} (%)", *(f"{p:.1f}" for p in percents)))
     title = f"{settings.model_name}: {baseline['steady_iterations']} iterations each"
-    console.print(table_of(title, ("", "baseline", "EnvPipe", "change (%)"), rows))
+    show_tables(console, table_of(title, ("", "baseline", "EnvPipe", "change (%)"), rows))
     equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
     console.print(
         f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
 
 
 class QuickstartError(EnvPipeError):
@@ -78,7 +79,7 @@ class Settings:
 
     def write(self, path: Path) -> None:
         """Write the JSON file."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        replace_files({path: [json.dumps(asdict(self), indent=1), "\n"]})
 
     @classmethod
     def read(cls, path: Path) -> Settings:

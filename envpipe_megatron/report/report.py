@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envpipe_megatron.files import refuse_foreign
+from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.report.drawing.style import save
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.document import page_text
@@ -34,8 +34,8 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
         save(picture.draw(), output, picture.name)
     sections = sections_of(folder, facts, trace, pictures)
     title = f"EnvPipe: {folder.path.resolve().name}"
-    (output / SUMMARY_FILE).write_text(to_markdown(title, sections), encoding="utf-8")
-    (output / PAGE_FILE).write_text(
-        page_text(title, folder, facts, sections, output), encoding="utf-8"
+    page = page_text(title, folder, facts, sections, output)
+    replace_files(
+        {output / SUMMARY_FILE: [to_markdown(title, sections)], output / PAGE_FILE: [page]}
     )
     return sections

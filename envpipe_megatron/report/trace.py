@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from envpipe_megatron.files import written_beside
 from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.formats.timeline import (
     ClockSamples,
@@ -73,7 +74,10 @@ def write_trace(
     gpus = _gpus(timelines, windows)
     axis = _Axis(timelines, windows)
     units = 0
-    with gzip.open(path, "wt", compresslevel=_FASTEST_COMPRESSION, encoding="utf-8") as file:
+    with (
+        written_beside(path) as draft,
+        gzip.open(draft, "wt", compresslevel=_FASTEST_COMPRESSION, encoding="utf-8") as file,
+    ):
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         file.write(_named(_JOB, 0, "process_name", name="job").removeprefix(_NEXT))
         file.writelines(_job_events(gpus, axis))

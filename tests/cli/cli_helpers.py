@@ -1,6 +1,8 @@
 """Running the command as a user does, and what it is run on."""
 
 import json
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,17 @@ def write_profile(path, stages=4):
                 lines.append(f"{stage},{kind},{frequency},{scale * time_s},{scale * energy_j}")
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """As on a full disk, what is longer cannot be written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def measured_profile(name):

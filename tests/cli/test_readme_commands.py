@@ -64,6 +64,12 @@ def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path
     assert set(api.__all__) <= listed
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", PAGE])
+def test_before_its_first_command_a_page_says_how_it_gets_on_the_path(page):
+    text = (ROOT / page).read_text()
+    assert "source .venv/bin/activate" in text.partition("\nenvpipe ")[0]
+
+
 def test_without_arguments_three_commands_are_named_that_exist():
     shown = run_well().stdout
     named = re.findall(r"^  envpipe ([a-z]+)", shown, flags=re.MULTILINE)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -221,6 +222,7 @@ def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
     nodes, train, output, monkeypatch
 ):
@@ -304,9 +306,38 @@ def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train,
     assert bill_of(output)["complete"]
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_the_agents_socket_is_in_tmpdir_if_its_path_is_no_longer_than_one_may_be(
+    nodes, train, monkeypatch, long
+):
+    def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
+        folders.append(Path(environment["ENVPIPE_AGENT_SOCKET"]).parents[1])
+
+    folders: list[Path] = []
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    given = short / ("x" * 100) if long else short
+    given.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(given))
+    try:
+        assert train(nodes, meanwhile=meanwhile) == 0
+        assert folders == [Path("/tmp") if long else short]
+        assert list(given.iterdir()) == []
+    finally:
+        shutil.rmtree(short)
+
+
+def test_without_a_folder_for_the_agents_socket_it_is_said_which_to_set(
+    nodes, train, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # nobody can make one there
+    with pytest.raises(EnvPipeError, match=r"socket: No such file.*'/proc/envpipe-.*Set TMPDIR"):
+        train(nodes)
+
+
 # Signals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_the_first_signal_and_the_others():
     taken: list[str] = []
     before = signal.getsignal(signal.SIGTERM)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
-import importlib.machinery
 import importlib.util
+import logging
 import multiprocessing.spawn
 import os
 import runpy
@@ -27,7 +27,7 @@ import sys
 import typing
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +38,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 import torch
 import typing_extensions
 from torch.overrides import TorchFunctionMode
-from torch.utils._triton import has_triton_package
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -87,6 +86,18 @@ class _DefaultGenerators:
         return torch.default_generator
 
 
+class _FirstOfRank0(logging.Filter):
+    """Has Megatron warn once of the CPU's random numbers, not at each dropout of each rank."""
+
+    said = os.environ.get("RANK", "0") != "0"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "CPU RNG state changed" not in record.getMessage():
+            return True
+        before, self.said = self.said, True
+        return not before
+
+
 def answer_for_cuda() -> None:
     """Shims of `torch.cuda`, to be installed before anything of Megatron is imported.
 
@@ -110,6 +121,7 @@ def answer_for_cuda() -> None:
     # The tracker of tensor-parallel random states sets these before dropout and initialization; on
     # the CPU both draw from the default generator.
     cuda.default_generators = _DefaultGenerators()
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_FirstOfRank0())
     cuda._lazy_call = lambda callback, **_: callback()
     cuda.manual_seed = torch.default_generator.manual_seed
     for module in (cuda, cuda.random):
@@ -142,39 +154,10 @@ def answer_for_cuda() -> None:
     torch.distributed.all_to_all_single = exchange
 
 
-class _TritonName:
-    """Anything of Triton's: may be named and may decorate, but a kernel cannot be started."""
-
-    def __getattr__(self, name: str) -> _TritonName:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> _TritonName:
-        return self
-
-    def __getitem__(self, _: Any) -> Any:
-        raise RuntimeError("A Triton kernel cannot be started on the CPU")
-
-
-class _TritonModule(ModuleType):
-    def __getattr__(self, name: str) -> _TritonName:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _TritonName()
-
-
 def name_triton() -> None:
-    """Stand in for Triton, which Megatron-LM imports unasked; its wheel has 286 MB."""
-    if has_triton_package():  # torch keeps this answer, and asks for nothing of the stand-in
-        return
-    for name in ("triton", "triton.language"):
-        module = _TritonModule(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-        sys.modules[name] = module
-    vars(sys.modules["triton"]).update(
-        __version__="3.4.0", __path__=[], language=sys.modules["triton.language"]
-    )
+    """Stand in for Triton as `envpipe patch check` does; Megatron-LM imports it unasked."""
+    probe = Path(__file__).parents[2] / "envpipe_megatron" / "patching" / "probe.py"
+    runpy.run_path(str(probe))["StandIns"]({"megatron"})
 
 
 def name_override() -> None:

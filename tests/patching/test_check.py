@@ -165,6 +165,12 @@ assert triton.__version__ >= "3.4.0"
 @triton.jit
 def kernel(size: tl.constexpr = tl.constexpr(1)):
     pass
+try:
+    kernel[1](2)
+except TypeError as error:
+    assert "not subscriptable" in str(error)
+else:
+    raise AssertionError("a stand-in computes nothing")
 """
 SEES_NO_TRITON = """\
 try:

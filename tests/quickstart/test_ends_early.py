@@ -61,6 +61,7 @@ main(["quickstart"])
 """
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @on_request("QUICKSTART")
 def test_ctrl_c_in_the_middle_of_training(tmp_path):
     output = tmp_path / "out"
@@ -130,6 +131,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize("impatient", [True, False], ids=["second Ctrl-C", "grace is over"])
 def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impatient):
     monkeypatch.setattr(quickstart_ranks, "GRACE_S", 60.0 if impatient else 0.2)
@@ -164,6 +166,7 @@ def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impa
     wait_until(gone, 5, "the end of the rank")
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
     before = signal.getsignal(number)

@@ -36,8 +36,13 @@ def plan(schedule, policy="envelope"):
 @pytest.fixture
 def saved(monkeypatch, tmp_path):
     """Draws a plan; the figure that would be saved."""
+
+    def save(figure, path, **_):
+        figures.append(figure)
+        path.touch()
+
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    monkeypatch.setattr(Figure, "savefig", save)
 
     def figure_of(a_plan, **options):
         plots.plot_timeline(a_plan, tmp_path / "x.png", title="t", **options)

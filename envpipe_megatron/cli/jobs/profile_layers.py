@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import check_outputs
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, narrowed
@@ -118,7 +118,7 @@ def profile_layers(
                     "sizes that do not fit into memory, and give the command again.",
                 )
     if known is not None:
-        console.print(_table(known))
+        show_tables(console, _table(known))
         if implausible := implausible_rows(known):
             say(
                 console,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -30,6 +33,15 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     from envpipe_megatron.report.report import PAGE_FILE
 
     console = Console()
-    run_quickstart(Settings(str(output.resolve()), str(text.resolve()), preset), console)
+    settings = Settings(str(output.resolve()), str(text.resolve()), preset)
+    run_quickstart(settings, console)
     report_on(output, output / "report")
+    command = (
+        f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
+    )
+    command += f" --num-microbatches {settings.num_microbatches}"
+    activate = Path(sys.executable).with_name("activate")
+    if activate.exists() and shutil.which("envpipe") != str(activate.with_name("envpipe")):
+        command = f"source {shlex.quote(str(activate))}\n  {command}"
+    say(console, f"To plan from the profile:\n  {command}")
     say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 
 if TYPE_CHECKING:
     from envpipe_megatron.report.run_folder import RunFolder
@@ -42,7 +42,7 @@ def report(folder: Path, output: Path | None) -> None:
         if section.title not in (RESULT, BUBBLES, LEVELS):
             continue
         if section.rows and section.title != BUBBLES:  # these have a row for each GPU
-            console.print(table_of(section.title, section.header, section.rows))
+            show_tables(console, table_of(section.title, section.header, section.rows))
         for line in section.lines:
             say(console, line)
     for lack in read.missing:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.cli.machine.latency import measure_latency
-from envpipe_megatron.console import say
+from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError
@@ -103,7 +103,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
     failed = False
     for listed in _selected(wanted, gpus) if wanted else gpus:
         try:
-            console.print(_table(listed, all_clocks))
+            show_tables(console, _table(listed, all_clocks))
         except GpuError as error:
             failed = True
             say(Console(stderr=True), f"GPU {listed.index} ({listed.address.uid}): {error}")

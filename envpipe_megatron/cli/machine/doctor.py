@@ -18,6 +18,7 @@ from envpipe_megatron.cli.machine.hardware import (
     gpu_checks,
 )
 from envpipe_megatron.cli.machine.software import software_checks
+from envpipe_megatron.console import show_tables
 
 FORMAT = "envpipe-doctor/1"
 
@@ -39,7 +40,7 @@ def doctor(as_json: bool) -> None:
         document = {"format": FORMAT, "checks": [asdict(check) for check in checks]}
         click.echo(json.dumps(document, indent=2))
         return
-    Console().print(_table(checks))
+    show_tables(Console(), _table(checks))
 
 
 def all_checks() -> list[Check]:

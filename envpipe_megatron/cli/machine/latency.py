@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
@@ -79,7 +79,7 @@ def measure_latency(
         uid, timer = _cuda_device(device)
         say(console, f"Clocks are changed by {chosen.backend}: {chosen.why}")
         result = _measure(console, open_controlled(uid, chosen, site), timer, clocks, repeats)
-    console.print(_table(result))
+    show_tables(console, _table(result))
     settling_s = result["frequency_change_s"]
     if settling_s is None:
         say(console, "No change was seen: kernels take the same time at all of these clocks.")

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import EXISTING_FILE, numbers
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan
 from envpipe_megatron.core.profile import read_profile
 
@@ -72,7 +72,7 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
     columns = ("", *map(str, plan_paths))
     rows = [(shown, *(write(each[name]) for each in facts)) for name, shown, write in _ROWS]
     title = f"Against {baseline.schedule.name} at the highest clocks"
-    console.print(table_of(title, columns, rows))
+    show_tables(console, table_of(title, columns, rows))
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (

@@ -19,7 +19,7 @@ from envpipe_megatron.cli.common import (
     known_blocking_power,
     summary_table,
 )
-from envpipe_megatron.console import say
+from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -63,7 +63,7 @@ def import_freqs(
     plan = Plan("imported", schedule, freqs.frequency_mhz(schedule), profile, conditions)
     plan.write(output)
     console = Console()
-    console.print(summary_table(plan))
+    show_tables(console, summary_table(plan))
     say(console, f"Plan written to {output}")
 
 

@@ -19,7 +19,7 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -108,9 +108,9 @@ def partition(
     else:
         found = least_bottleneck(job.space)
     write_stages(stage_profile(table, found.split, memory_limit), blocking_power, output)
-    console.print(_stage_table(table, found.split, num_microbatches))
+    show_tables(console, _stage_table(table, found.split, num_microbatches))
     even, even_flags = megatron_even_split(table.num_transformer_layers, num_stages) or (None, ())
-    console.print(_comparison(job, found, even))
+    show_tables(console, _comparison(job, found, even))
     say(console, _about_even_split(job, found, even, even_flags))
     say(console, _how_sure(found, time_tolerance))
     say(console, "\nFor Megatron-LM, in place of its other flags for the split:")

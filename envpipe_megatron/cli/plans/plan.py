@@ -26,7 +26,7 @@ from envpipe_megatron.cli.plans.conditions import (
     read_conditions,
 )
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -242,7 +242,7 @@ def plan(
     if planned.reconfigured:
         result = planned.reconfigured
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
-    console.print(summary_table(planned.plan))
+    show_tables(console, summary_table(planned.plan))
     if output is not None:
         say(console, f"Plan written to {output}")
     if frontier_path is not None:
@@ -263,7 +263,9 @@ def _make_frontier(
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
-    console.print(table_of(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows))
+    show_tables(
+        console, table_of(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows)
+    )
     say(console, f"Frontier written to {path}, its plans to {stored}")
 
 
@@ -285,7 +287,7 @@ def _make_memory_frontier(
         (of.schedule.name, *_figures(of)[kept], numbers(of.schedule.microbatches_in_flight))
         for of in (point.plan for point in points)
     ]
-    console.print(table_of("What memory buys", columns, rows))
+    show_tables(console, table_of("What memory buys", columns, rows))
     say(console, f"Memory frontier written to {path}")
 
 

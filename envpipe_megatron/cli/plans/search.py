@@ -19,7 +19,7 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
-from envpipe_megatron.console import say
+from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
@@ -173,9 +173,9 @@ def search_command(
             progress=progress,
         )
     shown = Shown(profile, job, found)
-    console.print(shown.table())
-    console.print(shown.lost())
-    console.print(shown.stages())
+    show_tables(console, shown.table())
+    show_tables(console, shown.lost())
+    show_tables(console, shown.stages())
     if bound := shown.host_bound():
         say(
             console,
@@ -190,7 +190,7 @@ def search_command(
         _write(output, profile, job, found, flags, blocking_power_w)
         say(console, f"\nWritten to {output}")
     if train:
-        console.print(search_training.train(command, found.ranked[0].candidate, flags))
+        show_tables(console, search_training.train(command, found.ranked[0].candidate, flags))
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:

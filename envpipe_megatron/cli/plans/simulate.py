@@ -16,11 +16,11 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     summary_table,
 )
-from envpipe_megatron.console import say, table_of
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
-from envpipe_megatron.files import refuse_foreign
+from envpipe_megatron.files import refuse_foreign, replace_files
 
 #: What is left in the folder of pictures.
 _FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")
@@ -46,18 +46,18 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 
         refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)
+        replace_files({output / _FILES[0]: [json.dumps(facts, indent=1), "\n"]})
         longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
         for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
             title = f"{drawn.policy} on {drawn.schedule.name}"
             plot_timeline(drawn, output / f"{name}.png", title=title, x_max_s=longest)
         plot_energy_valley(profile, output / "energy_valley.png", title=profile_path.name)
-        (output / _FILES[0]).write_text(json.dumps(facts, indent=1) + "\n")
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return
     console = Console()
-    console.print(summary_table(simulated))
-    console.print(_stage_table(simulated))
+    show_tables(console, summary_table(simulated))
+    show_tables(console, _stage_table(simulated))
     if output is not None:
         say(console, f"Pictures written to {output}")
 

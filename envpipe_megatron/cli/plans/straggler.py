@@ -15,7 +15,7 @@ from envpipe_megatron.cli.common import (
     check_outputs,
     summary_table,
 )
-from envpipe_megatron.console import say
+from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -70,7 +70,7 @@ def straggler(
     console = Console()
     if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):
         say(console, f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
-    console.print(summary_table(plan))
+    show_tables(console, summary_table(plan))
     say(
         console,
         f"The plan takes {plan.cost.iteration_time_s:.4f} s, the slower replica {allowed_s:.4f} s. "

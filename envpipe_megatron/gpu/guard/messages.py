@@ -19,6 +19,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,13 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 def runtime_folder() -> Path:
     """Return the folder of this user's sockets and guards' logs; make it if it is missing.
 
-    Raises GuardError if somebody else could enter it, or it cannot be made.
+    In XDG_RUNTIME_DIR, else in /tmp, or where that cannot be written in TMPDIR. Raises GuardError
+    if somebody else could enter it, or it cannot be made.
     """
-    path = Path(f"/tmp/envpipe-{os.geteuid()}")
+    path = Path("/tmp", f"envpipe-{os.geteuid()}")
+    if not os.access("/tmp", os.W_OK):  # a container's, read-only
+        with contextlib.suppress(FileNotFoundError):
+            path = Path(tempfile.gettempdir(), path.name)
     given = os.environ.get("XDG_RUNTIME_DIR")
     with contextlib.suppress(OSError):  # it may have gone with the login that it was made for
         if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():

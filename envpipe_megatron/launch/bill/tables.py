@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from envpipe_megatron.console import show_tables
 from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
 from envpipe_megatron.runtime.energy.steps import percent
@@ -120,7 +121,7 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
     ]
     if not any(phase.window.run for phase in bill.phases.values()):
         groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
-    console.print(Group(*(_table(names, totals) for names, totals in groups)))
+    show_tables(console, *(_table(names, totals) for names, totals in groups))
     for line in bill_lines(bill, tariff):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -183,12 +184,11 @@ def bill_csv(bill: Bill) -> str:
 
 
 def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:
-    # No column is cut short: the sign for that is none of ASCII, which may be all that is taken.
     table = Table(title=f"By {' and '.join(names)}" if names != ("job",) else "The job")
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for name in ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     for values, total in totals.items():
         known = total.energy_uncertainty_j
         shares = [

@@ -1,18 +1,23 @@
-"""The list of hosts that DeepSpeed and MPI use: `[user@]host slots=N` on each line."""
+"""The list of hosts that MPI and DeepSpeed use: `[user@]host slots=N`, or `host:N`, a line each.
+
+The second is MPICH's and Intel MPI's.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-#: No leading dash: ssh would take such a host for an option.
+_SLOTS, _MOST = r"(0*[1-9]\d*)", r"(\s+max[_-]slots=\d+)*"
+#: No leading dash: ssh would take such a host for an option. Two colons: an IPv6 address.
 _LINE = re.compile(
-    r"(?P<target>(\w[\w.-]*@)?[\w:][\w.:-]*)"
-    r"(\s+(slots=(?P<slots>0*[1-9]\d*)|max[_-]slots=\d+))*",
+    r"(?P<user>\w[\w.-]*@)?(\[(?P<address>[\w.]*:[\w.:]*)\]|(?P<host>\w[\w.-]*|[\w.]*(:[\w.]*){2,}))"
+    rf"(:(?P<colon>{_SLOTS})|{_MOST}\s+slots=(?P<slots>{_SLOTS}))?{_MOST}",
     re.ASCII,
 )
 
@@ -35,7 +40,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read the hosts, in the order of their node ranks.
 
     Blank lines and what follows `#` are passed over, and so is MPI's `max_slots=N`. Raises
-    EnvPipeError if a line is not of that form, a host stands there twice, or there is none.
+    EnvPipeError if a line is not of these forms, a host is there twice, or there is none.
     """
     hosts: dict[str, Host] = {}
     try:
@@ -46,15 +51,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        where = f"{path}:{number}"
-        match = _LINE.fullmatch(words)
-        if match is None:
-            raise EnvPipeError(
-                f"{where}: this is not a host and its number of processes",
-                value=words,
-                remedy="Write host slots=N or user@host slots=N, with N from 1.",
-            )
-        host = Host(match["target"], int(match["slots"]) if match["slots"] else None, where)
+        host = _read_line(words, f"{path}:{number}")
         before = hosts.setdefault(host.name.lower(), host)
         if before is not host:
             raise EnvPipeError(
@@ -67,3 +64,24 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             f"{path} names no host", remedy="Write one on each line, such as: node1 slots=8"
         )
     return tuple(hosts.values())
+
+
+def _read_line(words: str, where: str) -> Host:
+    if match := _LINE.fullmatch(words):
+        host, slots = match["address"] or match["host"], match["colon"] or match["slots"]
+        # The end of a bare address may be meant as a number of processes.
+        is_clear = match["address"] or slots or not _is_address(host.rpartition(":")[0])
+        if ":" not in host or (is_clear and _is_address(host)):
+            return Host((match["user"] or "") + host, int(slots) if slots else None, where)
+    raise EnvPipeError(
+        f"{where}: this is not a host and its number of processes",
+        value=words,
+        remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(IPv6Address(text))
+    except ValueError:
+        return False

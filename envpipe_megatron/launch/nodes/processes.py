@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
+from envpipe_megatron.console import drop_output
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import handled
@@ -127,9 +128,7 @@ class _Run:
                     to.flush()
                 except OSError as error:
                     # Nobody reads it any more; what nodes print while they end is dropped.
-                    nowhere = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nowhere, to.fileno())
-                    os.close(nowhere)
+                    drop_output(to)
                     why = f"The output cannot be written: {error.strerror}"
                     self._events.put(partial(self._stop, 1, why))
 

@@ -14,6 +14,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from envpipe_megatron.files import written_beside
+
 DPI = 150
 #: Stands in every PNG of ours.
 PICTURE_MARK = "EnvPipe for Megatron"
@@ -88,8 +90,9 @@ def clock_map() -> Colormap:
 
 def save_picture(figure: Figure, path: Path, dpi: float = DPI) -> None:
     """Write a figure in the format of the file's name; a PNG is marked as ours."""
-    mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else None
-    figure.savefig(path, dpi=dpi, metadata=mark)
+    mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else {"Date": None}
+    with written_beside(path) as draft:
+        figure.savefig(draft, dpi=dpi, metadata=mark, format=path.suffix[1:])
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
@@ -98,5 +101,5 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        save_picture(figure, folder / f"{name}.png", dpi)
-        figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})
+        for ending in (".png", ".svg"):
+            save_picture(figure, folder / f"{name}{ending}", dpi)

@@ -3,12 +3,14 @@
 import gzip
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from cli_helpers import plan_for, run_badly, run_well, write_profile
+from cli_helpers import files_of_at_most, plan_for, run_badly, run_well, write_profile
 from click.testing import CliRunner
 from energy_lines import note, window
 from on_request import on_request
@@ -214,17 +216,36 @@ def test_a_report_overwrites_nothing_of_others(killed, tmp_path):
     assert not (tmp_path / "trace.json.gz").exists()
 
 
+@pytest.mark.parametrize(("num_bytes", "left"), [(100, []), (3000, ["trace.json.gz"])])
+def test_a_report_on_a_full_disk_leaves_nothing_that_is_cut_short(tmp_path, num_bytes, left):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_run(folder)
+    with files_of_at_most(num_bytes):
+        assert "File too large. Make room there" in run_badly("report", folder)
+    assert [path.name for path in (folder / "report").iterdir()] == left
+
+
 def test_a_quickstart_ends_with_the_path_of_its_page_which_a_report_overwrites(
     tmp_path, monkeypatch
 ):
     def run_quickstart(settings, _):
         write_run(Path(settings.output_dir))
+        write_profile(Path(settings.output_dir, "profile.csv"))
         Path(settings.output_dir, "timeline.jsonl").unlink()  # fewer pictures, drawn sooner
 
     monkeypatch.setattr(run, "run_quickstart", run_quickstart)
     (tmp_path / "out").mkdir()
-    shown = CliRunner().invoke(main, ["quickstart", "--output", str(tmp_path / "out")])
+    python = tmp_path / "an environment" / "python"
+    python.parent.mkdir()
+    python.with_name("activate").touch()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(main, ["quickstart", "--output", "out"])
     assert shown.exit_code == 0, shown.output
+    activate, plan = re.findall(r"^  (.*)", shown.output, re.MULTILINE)
+    assert shlex.split(activate) == ["source", str(python.with_name("activate"))]
+    run_well(*shlex.split(plan)[1:], "--blocking-power", 80)
     page = Path(shown.output.split(": ")[-1].strip())
     assert page.is_absolute()
     assert page.read_text().startswith("<!doctype html>")

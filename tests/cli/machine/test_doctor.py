@@ -77,6 +77,17 @@ def test_a_machine_whose_clocks_nobody_granted(node):
     )
 
 
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_uuids_are_whole_at_any_width(node, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).abandon()
+    for command in (["doctor"], ["clocks", "show"]):
+        shown = run_well(*command).stdout
+        assert "…" not in shown
+        for line_of in node.uuids:
+            assert line_of in shown
+
+
 def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
     zeusd = FakeZeusd(tmp_path / "zeusd.sock")
     zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(node.pci_bus_ids)}

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_without_a_runtime_folder_of_the_users_own_it_is_in_tmp(monkeypatch, tmp
         GuardError, match=rf"cannot be made: Read-only.*'/tmp/envpipe-{os.geteuid()}'.*Set XDG"
     ):
         runtime_folder()
+
+
+def test_where_tmp_cannot_be_written_the_runtime_folder_is_in_tmpdir(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    assert runtime_folder() == tmp_path / f"envpipe-{os.geteuid()}"
 
 
 def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):

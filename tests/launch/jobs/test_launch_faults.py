@@ -193,6 +193,7 @@ def test_all_of_a_node_is_killed(chance):
         assert not bill["complete"]
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_job_in_order(chance, number):
@@ -203,6 +204,7 @@ def test_a_signal_ends_the_job_in_order(chance, number):
         complete_bill(job, job.nodes[0])
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @full
 def test_a_terminal_that_goes_away_ends_the_job_in_order(chance):
     """By SIGHUP; and nothing can be printed any more."""

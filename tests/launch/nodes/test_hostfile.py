@@ -35,6 +35,23 @@ def test_what_deepspeed_and_mpi_write(tmp_path):
     assert [host.name for host in hosts] == ["node-1", "node2.example.org", "10.0.0.3", "fe80::1"]
 
 
+@pytest.mark.parametrize(
+    ("line", "target", "slots"),
+    [
+        ("node1:4", "node1", 4),  # MPICH, Intel MPI
+        ("me@10.0.0.3:008 max_slots=16  # the old one", "me@10.0.0.3", 8),
+        ("[fe80::1]:4", "fe80::1", 4),
+        ("me@[fe80::1] slots=2", "me@fe80::1", 2),
+        ("fe80::1", "fe80::1", None),
+        ("2001:db8::1:4 slots=2", "2001:db8::1:4", 2),
+        ("[2001:db8::1:4]", "2001:db8::1:4", None),
+    ],
+)
+def test_what_other_mpis_write(tmp_path, line, target, slots):
+    (host,) = read(tmp_path, line)
+    assert (host.target, host.slots) == (target, slots)
+
+
 @pytest.mark.parametrize("text", ["", "\n", "# node1 slots=8\n"])
 def test_no_host(tmp_path, text):
     with pytest.raises(EnvPipeError, match=r"hosts names no host.*slots=8"):
@@ -52,8 +69,12 @@ def test_no_host(tmp_path, text):
                 # ssh would take it for an option, and run the command.
                 "-oProxyCommand=reboot slots=8", "me@-oProxyCommand=reboot slots=8",
                 "node;reboot slots=8", "@node slots=8",
+                "node:0", "node:eight", "node:", ":4", "node: 4", "node:4:2", "[node]:4",
+                "[fe80::1", "node:4 slots=4", "[::1]:4 slots=2", "node slots=4 slots=4",
+                "2001:db8::1:4",  # an address, or one with a number
             )
         ),
+        ("first:2", "named before, at {path}:1"),
         ("first slots=1", "named before, at {path}:1"),
         ("me@FIRST slots=1", "named before, at {path}:1"),
     ],

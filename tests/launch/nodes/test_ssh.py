@@ -150,6 +150,7 @@ def test_nodes_that_end_well_do_not_stop_others(go):
         assert "[two] went\n" in launcher.output
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize(
     ("signum", "to_all"),
     [
@@ -188,6 +189,7 @@ STAYS = "echo ready; cat; echo stays; tail -f /dev/null; true"
 DEAF = f"trap '' TERM; {STAYS}"
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_a_second_interrupt_kills_at_once(witness):
     with Launcher({host: witness.holding(DEAF) for host in ("one", "two")}) as launcher:
         launcher.wait_for("[one] ready", "[two] ready")
@@ -232,6 +234,7 @@ def test_nodes_end_with_a_launcher_that_is_killed(witness):
         witness.wait_until_none_is_left()
 
 
+@pytest.mark.usefixtures("signals_at_default")
 def test_nodes_end_when_nobody_reads_their_output(witness):
     # One never looks at its standard input, and has to be killed.
     talks = witness.holding("while echo more; do sleep 0.1; done")

@@ -305,6 +305,18 @@ def test_ends_that_are_not_counted_are_mended(preparing):
     assert index.read_bytes() == right
 
 
+def test_triton_which_megatron_imports_unasked_is_stood_in_for(preparing, monkeypatch):
+    hidden = preparing.folder / "sitecustomize.py"
+    hidden.write_text("import sys; sys.modules['triton'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(preparing.folder), prepend=os.pathsep)
+    (preparing.checkout / "megatron" / "kernels.py").write_text("import triton\n")
+    tool = preparing.checkout / "tools" / "preprocess_data.py"
+    tool.write_text(f"import megatron.kernels\n{PREPROCESS}")
+    preparing.run_well()
+    tool.write_text(f"import triton\n{PREPROCESS}")  # others than Megatron do without
+    assert "triton" in preparing.run_badly()
+
+
 def test_finished_steps_are_not_done_again(preparing):
     preparing.run_well()
     said = preparing.run_well()

@@ -134,6 +134,7 @@ def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
     assert process.told == ["SIGTERM", "kill"]
 
 
+@pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGTERM")]
 )
