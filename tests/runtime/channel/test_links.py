@@ -89,6 +89,7 @@ class MadeUpJob:
         self.watched: list[PutSide] = []
         monkeypatch.setattr(links.cuda_device, "obstacle", lambda: self.lacks.get(self.turns.rank))
         monkeypatch.setattr(links.cuda_device, "CudaDevice", self._device)
+        monkeypatch.setattr(links.cuda_device, "uuid", lambda: f"of {self.turns.rank}")
         monkeypatch.setattr(links, "FlagPage", self._page)
         monkeypatch.setattr(puts, "time", self.turns)
         monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
