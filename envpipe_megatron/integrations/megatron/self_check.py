@@ -111,8 +111,9 @@ class SelfCheck:
             self._end("stages send each other other tensors than one of hidden states")
             return losses
         again = Outcome.of(iteration.run(megatron), chunks)
-        order = self._that_fits(own, others, memory, specs)
-        if order is None:
+        order = self._that_fits(own, others, memory)
+        has_room = order is not None and self._channel.make_room(order, specs)
+        if order is None or not self._collectives.on_all(has_room):
             self._end("memory has no room to try another sequence of forwards")
             return losses
         losses = iteration.run(lambda data: interpret({**arguments, "data_iterator": data}, order))
@@ -123,24 +124,24 @@ class SelfCheck:
         return losses
 
     def _that_fits(
-        self, own: Schedule, others: Sequence[Schedule], memory: _Memory, specs: StageSpecs
+        self, own: Schedule, others: Sequence[Schedule], memory: _Memory
     ) -> Schedule | None:
         """The first of the others that there is room for, on all ranks; Megatron's if none is.
 
         None if there is no room for one with another sequence of forwards: a plan, whose memory is
         measured, may have it.
         """
-        stage, on_all = self._collectives.stage, self._collectives.on_all
+        stage = self._collectives.stage
         for other in others:
             if find_stall(other, self._channel.capacity):
                 continue
             more = other.peak_in_flight[stage] - own.peak_in_flight[stage]
             has_room = memory.has_room(own.peak_in_flight[stage], max(1, more))
-            if on_all(has_room) and on_all(self._channel.make_room(other, specs)):
+            if self._collectives.on_all(has_room):
                 return other
             if _forwards(other) != _forwards(own):
                 return None
-        return own if on_all(self._channel.make_room(own, specs)) else None
+        return own
 
     def _compared(self, first: Outcome, again: Outcome, ours: Outcome) -> str | None:
         """What is different; None if nothing is that Megatron does not differ in by itself."""

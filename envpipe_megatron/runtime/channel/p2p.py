@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import TypeVar
 
 import torch
@@ -169,12 +170,13 @@ class P2PChannel:
         Raises:
             ChannelError: a neighbour is gone or silent.
         """
-        refused = [
-            carrier.make_room(schedule, specs.receives.get(kind), specs.sends.get(opposite(kind)))
-            for kind, carrier in self._carriers.items()
-            if isinstance(carrier, PutCarrier)
-        ]
-        return not any(refused)
+        refused = []
+        for likes, (kind, carrier) in product((False, True), self._carriers.items()):
+            if isinstance(carrier, PutCarrier):
+                comes, goes = specs.receives.get(kind), specs.sends.get(opposite(kind))
+                error = carrier.make_room(schedule, comes, goes, likes=likes)
+                refused += [error] if error and not likes else []
+        return not refused
 
     def close(self) -> None:
         """Give back memory, threads and communicators; safe to call twice.

@@ -322,42 +322,44 @@ class PutCarrier:
         self._expected = messages
         self._spec = receives
         self._send_bytes = [] if sends is None else sends.tensor_bytes
-        if error := self.make_room(self._side.schedule, receives, sends):
-            raise ChannelError(
-                f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for their "
-                f"messages: {error}",
-                remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",
-            )
+        schedule, known = self._side.schedule, self._sized_for
+        alike = schedule is known or (schedule and known and schedule.stages == known.stages)
+        if alike and _slot_bytes(receives, sends) <= self._slot_bytes:
+            return
+        if self.make_room(schedule, receives, sends, likes=True):
+            refused = self.make_room(schedule, receives, sends, likes=False)
+            if refused is not None:
+                raise ChannelError(
+                    f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for "
+                    f"their messages: {refused}",
+                    remedy="Let fewer microbatches be in flight, or take --envpipe-channel "
+                    "receives.",
+                )
 
     def make_room(
-        self, schedule: Schedule | None, receives: TensorSpec | None, sends: TensorSpec | None
+        self,
+        schedule: Schedule | None,
+        receives: TensorSpec | None,
+        sends: TensorSpec | None,
+        *,
+        likes: bool,
     ) -> MemoryError | None:
-        """Have slots for a schedule's messages: as many as it likes, else as few as it needs.
+        """Have as many slots as a schedule's messages like, or as few as they need.
 
-        Both sides call it together, with the same. Where there is no memory for those either, they
-        keep what they have, and get the reason.
+        Both sides call it together, with the same. Where there is no memory they keep what they
+        have, and get the reason.
         """
-        slot_bytes = max(_padded(spec.tensor_bytes if spec else []) for spec in (receives, sends))
-        known = self._sized_for
-        alike = schedule is known or (schedule and known and schedule.stages == known.stages)
-        if alike and slot_bytes <= self._slot_bytes:
-            return None
-        sizes = [1]
+        slots, slot_bytes = 1, _slot_bytes(receives, sends)
         if schedule is not None:
-            likes = self._side.slots(schedule, slot_bytes)
-            sizes = [max(self._slots, likes), slots_of(schedule, 1)]
-        refused = None
-        for slots in sizes:
-            try:
-                self._resize(slots, slot_bytes)
-            except MemoryError as error:
-                refused = error
-            except RuntimeError as error:
-                raise self._peers.lost("making memory for messages with it", error) from error
-            else:
-                self._sized_for = schedule
-                return None
-        return refused
+            slots = self._side.slots(schedule, slot_bytes) if likes else slots_of(schedule, 1)
+        try:
+            self._resize(max(slots, self._slots) if likes else slots, slot_bytes)
+        except MemoryError as error:
+            return error
+        except RuntimeError as error:
+            raise self._peers.lost("making memory for messages with it", error) from error
+        self._sized_for = schedule
+        return None
 
     def more_bytes(self, schedule: Schedule) -> int:
         """As `PutSide`'s, of this boundary."""
@@ -455,6 +457,11 @@ class PutCarrier:
         own, theirs = device.share(self._boundary, side, slots * slot_bytes)
         self._own, self._theirs = own.view(slots, slot_bytes), theirs.view(slots, slot_bytes)
         self._slots, self._slot_bytes = slots, slot_bytes
+
+
+def _slot_bytes(*specs: TensorSpec | None) -> int:
+    """Of a slot for messages of any of them."""
+    return max(_padded(spec.tensor_bytes) if spec else 0 for spec in specs)
 
 
 def _padded(sizes: Sequence[int]) -> int:
