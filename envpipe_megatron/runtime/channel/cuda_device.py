@@ -35,13 +35,9 @@ _PEER_ACCESS = _NON_BLOCKING = 1
 #: Smaller memory would lie in a block with other memory, which its handle would share, too.
 _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
-#: How far apart two GPUs may be, as NVML counts, by NCCL_P2P_LEVEL; others ask for NVLink.
-_FURTHEST = {
-    **dict.fromkeys(("", "SYS", "4", "5"), pynvml.NVML_TOPOLOGY_SYSTEM),
-    **dict.fromkeys(("PHB", "3"), pynvml.NVML_TOPOLOGY_HOSTBRIDGE),
-    **dict.fromkeys(("PXB", "2"), pynvml.NVML_TOPOLOGY_MULTIPLE),
-    **dict.fromkeys(("PIX", "1"), pynvml.NVML_TOPOLOGY_SINGLE),
-}
+#: How far apart two GPUs may be by NCCL_P2P_LEVEL, in NVML's numbers; others ask for NVLink.
+_FURTHEST = {"PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}
+_ANY_DISTANCE = ("", "SYS", "4", "5")
 
 
 class Page(Protocol):
@@ -53,10 +49,11 @@ class Page(Protocol):
 
 def obstacle() -> str | None:
     """Why this rank's GPU takes no part in one-sided copies; None if nothing speaks against."""
-    for variable, allows in (("NCCL_P2P_DISABLE", ("", "0")), ("NCCL_P2P_LEVEL", None)):
-        value = os.environ.get(variable, "").strip()
-        if value not in allows if allows else value in ("LOC", "0"):
-            return f"{variable}={value}"
+    disabled, level = (os.environ.get(f"NCCL_P2P_{name}", "") for name in ("DISABLE", "LEVEL"))
+    if disabled not in ("", "0"):
+        return f"NCCL_P2P_DISABLE={disabled}"
+    if level in ("LOC", "0"):
+        return f"NCCL_P2P_LEVEL={level}"
     if driver is None:
         return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
     return None
@@ -69,23 +66,21 @@ def uuid() -> str:
 
 def obstacle_between(own_uuid: str, other_uuid: str) -> str | None:
     """Why NCCL_P2P_LEVEL allows no copies between two GPUs, or may not; None if it does."""
-    level = os.environ.get("NCCL_P2P_LEVEL", "").strip()
-    furthest = _FURTHEST.get(level, -1)
-    if furthest == pynvml.NVML_TOPOLOGY_SYSTEM:
+    level = os.environ.get("NCCL_P2P_LEVEL", "")
+    if level in _ANY_DISTANCE:
         return None
 
     def is_near(handle: Any) -> bool:
         other = pynvml.nvmlDeviceGetHandleByUUID(uid_of_cuda_device(other_uuid))
         nvlink = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)
-        return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= furthest)
+        return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
 
     try:
-        if call_gpu(uid_of_cuda_device(own_uuid), "read the topology", is_near):
-            return None
-        return f"NCCL_P2P_LEVEL={level}: these GPUs are further apart"
+        near = call_gpu(uid_of_cuda_device(own_uuid), "read the topology", is_near)
     except EnvPipeError as error:
         return f"NCCL_P2P_LEVEL={level}, and how far these GPUs are apart is not known: {error}"
+    return None if near else f"NCCL_P2P_LEVEL={level}: these GPUs are further apart"
 
 
 def register(page: Page) -> int:

@@ -160,15 +160,14 @@ class P2PChannel:
 
     def more_bytes(self, schedule: Schedule) -> int:
         """What a schedule's messages need of this rank's memory beyond what they take."""
-        return 0 if self._side is None else self._side.more_bytes(schedule)
+        carriers = [] if self._side is None else self._side.carriers
+        return sum(carrier.more_bytes(schedule) for carrier in carriers)
 
     def make_room(self, schedule: Schedule, specs: StageSpecs) -> bool:
         """Take memory for a schedule's messages; whether this rank and its neighbours had it.
 
-        All stages call it together. Where one has too little, it keeps what it had.
-
-        Raises:
-            ChannelError: a neighbour is gone or silent.
+        All stages call it together. Where one has too little, it keeps what it had. Raises
+        ChannelError if a neighbour is gone or silent.
         """
         refused = []
         for likes, (kind, carrier) in product((False, True), self._carriers.items()):
@@ -181,9 +180,9 @@ class P2PChannel:
     def close(self) -> None:
         """Give back memory, threads and communicators; safe to call twice.
 
-        All stages call it, behind their last step. A device that does not come to rest and a
-        neighbour that does not close are waited for `_CLOSE_S`; what they may use stays until the
-        process ends. So does everything where Python ends already, or in a forked child.
+        All stages call it, behind their last step. Where the device does not come to rest, or a
+        neighbour does not close, in `_CLOSE_S`, all stays until the process ends; so it does where
+        Python ends already, and in a forked child.
         """
         has_any = self._side is not None or self._groups
         if has_any and os.getpid() == self._pid and threading.main_thread().is_alive():

@@ -146,10 +146,6 @@ class PutSide:
         """How many a boundary has for a schedule, where there is memory."""
         return slots_of(schedule, max(1, self._budget_bytes // max(1, slot_bytes)))
 
-    def more_bytes(self, schedule: Schedule) -> int:
-        """What slots that a schedule needs would take beyond those that there are."""
-        return sum(carrier.more_bytes(schedule) for carrier in self.carriers)
-
     def watch(self) -> None:
         """Look after the neighbours until this is closed or the process ends."""
         atexit.register(self._leave)
@@ -215,10 +211,7 @@ class PutSide:
             time.sleep(_LOOKS_EVERY_S)
 
     def _leave(self) -> None:
-        """Python ends: do not wait for streams that stand where nobody may come any more.
-
-        In a forked child nothing happens.
-        """
+        """Python ends, but for a forked child's: do not wait for streams that nobody may let go."""
         if os.getpid() != self._pid or self.loss() is not None:
             return
         with self._looking:
@@ -337,19 +330,13 @@ class PutCarrier:
                 )
 
     def make_room(
-        self,
-        schedule: Schedule | None,
-        receives: TensorSpec | None,
-        sends: TensorSpec | None,
-        *,
-        likes: bool,
+        self, schedule: Schedule | None, *messages: TensorSpec | None, likes: bool
     ) -> MemoryError | None:
-        """Have as many slots as a schedule's messages like, or as few as they need.
+        """Have as many slots as a schedule likes for its messages, or as few as it needs.
 
-        Both sides call it together, with the same. Where there is no memory they keep what they
-        have, and get the reason.
+        Both sides call it together. Without memory, both keep what they have, and get the reason.
         """
-        slots, slot_bytes = 1, _slot_bytes(receives, sends)
+        slots, slot_bytes = 1, _slot_bytes(*messages)
         if schedule is not None:
             slots = self._side.slots(schedule, slot_bytes) if likes else slots_of(schedule, 1)
         try:
@@ -362,7 +349,7 @@ class PutCarrier:
         return None
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """As `PutSide`'s, of this boundary."""
+        """What slots that a schedule needs would take beyond those that there are."""
         return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
@@ -460,7 +447,6 @@ class PutCarrier:
 
 
 def _slot_bytes(*specs: TensorSpec | None) -> int:
-    """Of a slot for messages of any of them."""
     return max(_padded(spec.tensor_bytes) if spec else 0 for spec in specs)
 
 

@@ -103,13 +103,8 @@ def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
     # A framework that runs its units itself carries their messages too.
     own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
-    known = job.memory.stages
+    make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
-    try:
-        make_room_for_messages(job, plan.schedule)
-    except MemoryFullError:
-        job.memory.stages = known
-        raise
 
 
 def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
@@ -117,9 +112,8 @@ def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
 
     Raises MemoryFullError on all ranks alike; what they had they keep.
     """
-    if job.own_order is not None:
-        return
-    if not job.collectives.on_all(job.channel.make_room(order, job.specs)):
+    has_room = job.own_order is not None or job.channel.make_room(order, job.specs)
+    if not job.collectives.on_all(has_room):
         raise MemoryFullError(
             f"A GPU has no memory for messages between stages in the order '{order.name}'",
             remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",

@@ -92,11 +92,6 @@ class StageMemory:
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
-    @property
-    def allowed_bytes(self) -> float:
-        """The most that may be allocated."""
-        return self.baseline_peak_bytes + self.room_bytes
-
     def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
         """The most that is allocated while these units run; of those measured it is known."""
         return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
@@ -220,6 +215,8 @@ class JobMemory:
             return
         peaks = schedule.peak_in_flight
         for_messages = self._collectives.by_stage(more_bytes, max)
+        rooms = [s.room_bytes - more for s, more in zip(stages, for_messages, strict=True)]
+        allowed = [s.baseline_peak_bytes + r for s, r in zip(stages, rooms, strict=True)]
         predicted: list[float] = []
 
         def reserve() -> bool:
@@ -229,8 +226,7 @@ class JobMemory:
             self._say(
                 f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
             )
-            allowed = stages[self._stage].allowed_bytes - for_messages[self._stage]
-            if predicted[self._stage] > (1 + RELATIVE_TOLERANCE) * allowed:
+            if predicted[self._stage] > (1 + RELATIVE_TOLERANCE) * allowed[self._stage]:
                 return False
             return source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
 
@@ -239,7 +235,6 @@ class JobMemory:
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
         if full:
             self.stages = stages
-            allowed = [s.allowed_bytes - m for s, m in zip(stages, for_messages, strict=True)]
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
                 f"order, {_gib(predicted)} GiB at its peak, where {_gib(allowed)} GiB may be used",
@@ -249,14 +244,12 @@ class JobMemory:
         self.stages = tuple(
             replace(
                 stage,
-                room_bytes=max(0.0, stage.room_bytes - more),
+                room_bytes=max(0.0, room),
                 in_flight=peak,
                 predicted_peak_bytes=bytes_,
                 measured_peak_bytes=None,
             )
-            for stage, more, peak, bytes_ in zip(
-                stages, for_messages, peaks, predicted, strict=True
-            )
+            for stage, room, peak, bytes_ in zip(stages, rooms, peaks, predicted, strict=True)
         )
 
     def peak_bytes(self) -> int | None:

@@ -120,7 +120,7 @@ def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeyp
 def test_slots_grow_with_the_order_and_the_messages_between_steps(pipeline):
     made = pipeline(2, budget_bytes=8 * 256)
     small, deep = builders.one_f_one_b(2, 8), builders.envpipe(2, 8, (6, 0))
-    side = made.sides[0]
+    side = made.channels[0]
     told = []
 
     def slots() -> list[tuple[int, int]]:
