@@ -276,7 +276,7 @@ threading.Event().wait()
 
 def test_a_forked_child_ends_as_python_does_and_only_the_parent_is_ended_in_time():
     forks = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120
     )
     assert (forks.returncode, forks.stdout) == (1, "3\nthe child lives\n")
     assert "Timeout" in forks.stderr
