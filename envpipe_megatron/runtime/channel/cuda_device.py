@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
-from envpipe_megatron.runtime.channel.carrier import first_line
+from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S, Stream
 
@@ -64,23 +63,21 @@ def uuid() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def obstacle_between(own_uuid: str, other_uuid: str) -> str | None:
-    """Why NCCL_P2P_LEVEL allows no copies between two GPUs, or may not; None if it does."""
+def check_distance(own_uuid: str, other_uuid: str) -> None:
+    """Raise EnvPipeError if NCCL_P2P_LEVEL allows no copies between two GPUs, or may not."""
     level = os.environ.get("NCCL_P2P_LEVEL", "")
     if level in _ANY_DISTANCE:
-        return None
+        return
+    own, other = (uid_of_cuda_device(uuid) for uuid in (own_uuid, other_uuid))
 
     def is_near(handle: Any) -> bool:
-        other = pynvml.nvmlDeviceGetHandleByUUID(uid_of_cuda_device(other_uuid))
-        nvlink = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)
+        two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
+        nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
         return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
 
-    try:
-        near = call_gpu(uid_of_cuda_device(own_uuid), "read the topology", is_near)
-    except EnvPipeError as error:
-        return f"NCCL_P2P_LEVEL={level}, and how far these GPUs are apart is not known: {error}"
-    return None if near else f"NCCL_P2P_LEVEL={level}: these GPUs are further apart"
+    if not call_gpu(own, "read the topology", is_near):
+        raise ChannelError(f"NCCL_P2P_LEVEL={level}, and these GPUs are further apart")
 
 
 def register(page: Page) -> int:

@@ -227,9 +227,7 @@ class _Maker:
             paths = self._collectives.in_pipeline(path)
 
             def open_page(boundary: int) -> None:
-                neighbour = self._peers(boundary).neighbour
-                if why := cuda_device.obstacle_between(own[2], facts[neighbour][2]):
-                    raise ChannelError(why)
+                cuda_device.check_distance(own[2], facts[self._peers(boundary).neighbour][2])
                 page = FlagPage(paths[boundary], int(self._stage != boundary))
                 put[boundary] = PutCarrier(self._peers(boundary), page, side, boundary)
 

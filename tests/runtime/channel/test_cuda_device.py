@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import cuda_device
+from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 
 _MAPPED = 10**6
@@ -207,51 +207,36 @@ def test_units_run_on_the_stream_that_is_current_then(driver, monkeypatch):
     assert device.units().handle == 71
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "is_obstacle"),
-    [
-        ("NCCL_P2P_DISABLE", "1", True),
-        ("NCCL_P2P_DISABLE", "0", False),
-        ("NCCL_P2P_DISABLE", "", False),
-        ("NCCL_P2P_LEVEL", "LOC", True),
-        ("NCCL_P2P_LEVEL", "0", True),
-        ("NCCL_P2P_LEVEL", "NVL", False),
-        ("NCCL_P2P_LEVEL", "SYS", False),
-    ],
-)
-def test_peer_copies_that_are_switched_off_for_nccl_are_for_all(
-    driver, monkeypatch, variable, value, is_obstacle
-):
-    monkeypatch.setenv(variable, value)
-    assert cuda_device.obstacle() == (f"{variable}={value}" if is_obstacle else None)
+def test_peer_copies_that_are_switched_off_for_nccl_are_for_all(driver, monkeypatch):
+    for variable, off, on in (
+        ("NCCL_P2P_DISABLE", ("1", "2"), ("0", "")),
+        ("NCCL_P2P_LEVEL", ("LOC", "0"), ("NVL", "PHB", "SYS", "1", "")),
+    ):
+        for value in off + on:
+            monkeypatch.setenv(variable, value)
+            said = f"{variable}={value}" if value in off else None
+            assert cuda_device.obstacle() == said
 
 
 @pytest.mark.parametrize("by_nvlink", [False, True])
-@pytest.mark.parametrize(
-    ("level", "furthest"),
-    [("NVL", -1), ("PIX", 10), ("1", 10), ("PXB", 20), ("2", 20), ("PHB", 30), ("3", 30)],
-)
-def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, furthest, by_nvlink):
-    monkeypatch.setattr(cuda_device, "uid_of_cuda_device", lambda uuid: f"GPU-{uuid}")
+@pytest.mark.parametrize("level", ["NVL", "PIX", "1", "PXB", "2", "PHB", "3"])
+def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, by_nvlink):
+    furthest = {"NVL": -1, "PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}[level]
+    nvml, far = cuda_device.pynvml, {}
+    monkeypatch.setattr(cuda_device, "uid_of_cuda_device", {"a": "GPU-a", "b": "GPU-b"}.__getitem__)
     monkeypatch.setattr(cuda_device, "call_gpu", lambda uid, action, function: function(uid))
-    nvml = cuda_device.pynvml
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", lambda uid: uid)
     monkeypatch.setattr(nvml, "nvmlDeviceGetP2PStatus", lambda a, b, how: 0 if by_nvlink else 5)
-    topology: dict[Any, int] = {}
-    monkeypatch.setattr(nvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: topology[two])
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: far[two])
     monkeypatch.setenv("NCCL_P2P_LEVEL", level)
-    for far in (0, 10, 20, 30, 40):
-        topology["GPU-a", "GPU-b"] = far
-        found = cuda_device.obstacle_between("a", "b")
-        assert (found is None) == (by_nvlink or far <= furthest)
+    for distance in (0, 10, 20, 30, 40):
+        far["GPU-a", "GPU-b"] = distance
+        if by_nvlink or distance <= furthest:
+            cuda_device.check_distance("a", "b")
+        else:
+            with pytest.raises(ChannelError, match=f"NCCL_P2P_LEVEL={level}"):
+                cuda_device.check_distance("a", "b")
+    with pytest.raises(KeyError):  # a GPU that NVML does not know may be far
+        cuda_device.check_distance("a", "of another node")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
-    assert cuda_device.obstacle_between("a", "of another node") is None
-
-
-def test_gpus_that_nvml_does_not_know_are_taken_for_far(monkeypatch):
-    def unknown(uuid: str) -> str:
-        raise EnvPipeError("no such GPU")
-
-    monkeypatch.setattr(cuda_device, "uid_of_cuda_device", unknown)
-    monkeypatch.setenv("NCCL_P2P_LEVEL", "PIX")
-    assert "is not known: no such GPU" in str(cuda_device.obstacle_between("a", "b"))
+    cuda_device.check_distance("a", "of another node")

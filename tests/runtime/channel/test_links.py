@@ -90,11 +90,9 @@ class MadeUpJob:
         monkeypatch.setattr(links.cuda_device, "obstacle", lambda: self.lacks.get(self.turns.rank))
         monkeypatch.setattr(links.cuda_device, "CudaDevice", self._device)
         monkeypatch.setattr(links.cuda_device, "uuid", lambda: self.turns.rank)
-        #: Ranks whose GPU is too far from those before.
+        monkeypatch.setattr(links.cuda_device, "check_distance", self._check_distance)
+        #: Ranks whose GPU is too far from that before.
         self.far: dict[int, str] = {}
-        monkeypatch.setattr(
-            links.cuda_device, "obstacle_between", lambda *two: self.far.get(max(two))
-        )
         monkeypatch.setattr(links, "FlagPage", self._page)
         monkeypatch.setattr(puts, "time", self.turns)
         monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
@@ -134,6 +132,10 @@ class MadeUpJob:
 
     def _refuse(self, *arguments: Any) -> Any:
         raise RuntimeError(f"{self.refuses[self.turns.rank]}\nof a test")
+
+    def _check_distance(self, *ranks: int) -> None:
+        if max(ranks) in self.far:
+            raise ChannelError(self.far[max(ranks)])
 
     def _page(self, path: Path, side: int) -> FlagPage:
         if self.turns.rank in self.apart and side == 1:
