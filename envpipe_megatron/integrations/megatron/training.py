@@ -44,6 +44,9 @@ class Training:
         EnvPipeError: as `Job` raises it.
     """
 
+    #: Why this step ran by Megatron's own function.
+    _full: str | None = None
+
     def __init__(
         self,
         args: argparse.Namespace,
@@ -65,8 +68,6 @@ class Training:
         #: What runs in place of Megatron's own function, once there is one.
         self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
         self._replaced: Callable[..., Any] | None = None
-        #: Why this step ran by that.
-        self._full: str | None = None
         if self._decision.level is Level.ORDER and (why := self._against_order()):
             self._lower(options.level, why)
 
