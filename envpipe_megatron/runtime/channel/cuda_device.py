@@ -59,7 +59,7 @@ def obstacle() -> str | None:
 
 
 def uuid() -> str:
-    """That of the current device."""
+    """Name the current device."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 

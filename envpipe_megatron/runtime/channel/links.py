@@ -98,7 +98,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank may be silent in a group or in the default one, as they were made.
+    """Return how long a rank may be silent in a group, or in the default one if that is longer.
 
     Groups of EnvPipe's that give up sooner would end a job that goes on without it. torch's own
     time-out where neither tells.

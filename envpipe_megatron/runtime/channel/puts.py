@@ -211,8 +211,8 @@ class PutSide:
             time.sleep(_LOOKS_EVERY_S)
 
     def _leave(self) -> None:
-        """Python ends, but for a forked child's: do not wait for streams that nobody may let go."""
-        if os.getpid() != self._pid or self.loss() is not None:
+        """Python ends: do not wait for streams that stand where nobody may come any more."""
+        if os.getpid() != self._pid or self.loss() is not None:  # a forked child has no threads
             return
         with self._looking:
             self._leaves = True
