@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.schedule import Schedule
@@ -38,6 +37,7 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class InstrumentedPipeline:
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
             it, and a job that is started again with the same facts and `output` goes on with its
             profile and plan. Without facts it starts over.
-        timeout: time after which a silent rank is an error.
+        timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
             underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
@@ -93,7 +93,7 @@ class InstrumentedPipeline:
         *,
         message: tuple[Sequence[int], torch.dtype] = ((1,), torch.float32),
         facts: Mapping[str, Any] | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | None = None,
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
@@ -104,6 +104,7 @@ class InstrumentedPipeline:
                 value=refused,
                 remedy="Leave it out.",
             )
+        timeout = timeout or timeout_of(pipeline_group)
         self._placement = Placement(pipeline_group, num_microbatches, timeout, keeps_order=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:

@@ -269,13 +269,17 @@ class Job:
         return state.profile is not None
 
     def close(self) -> None:
-        """Give the clock back and finish the energy log; safe to call twice."""
+        """Give back the clock and what messages took, and finish the energy log.
+
+        Safe to call twice.
+        """
         self.session.close()
+        self.channel.close()
 
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
         lap = self.session.lap()  # what no log line has covered yet
-        self.close()
+        self.session.close()
         self.session.gather(lap)
         folder = self.session.output_dir
         lines = end_of_job(self.session, self.collectives, folder)

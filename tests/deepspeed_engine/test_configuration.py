@@ -22,6 +22,7 @@ from deepspeed.runtime.activation_checkpointing.config import (
     DeepSpeedActivationCheckpointingConfig,
 )
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import (
@@ -32,9 +33,14 @@ from envpipe_megatron.integrations.deepspeed import (
     initialize,
 )
 from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
-from envpipe_megatron.integrations.deepspeed.engine import check_engine, check_units
+from envpipe_megatron.integrations.deepspeed.engine import (
+    EnvPipeEngine,
+    check_engine,
+    check_units,
+)
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
 PLAIN = {"train_batch_size": 4}
@@ -239,3 +245,30 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
     assert parts_by_time(path, num_layers=5, num_stages=3) == [0, 2, 4, 5]
     with pytest.raises(EnvPipeError, match="another model"):
         parts_by_time(path, num_layers=6, num_stages=2)
+
+
+def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):
+    def full(*arguments: Any, **options: Any) -> None:
+        raise MemoryFullError("too little of a test")
+
+    ran, said = [], []
+    monkeypatch.setattr(PipelineEngine, "_exec_schedule", lambda engine, steps: ran.append(steps))
+    engine: Any = object.__new__(EnvPipeEngine)
+    session = SimpleNamespace(executed=["F0"], run_iteration=full)
+    planner = SimpleNamespace(is_planner=True)
+    given = {
+        "_job": SimpleNamespace(session=session, collectives=planner, say=said.append),
+        "_own_steps_left": 0,
+        "_specs": None,
+        "micro_batches": 2,
+        "full_microbatches": 2,
+        "_reserve_pipe_buffers": lambda count: None,
+        "_learned_specs": lambda: None,
+    }
+    for name, value in given.items():
+        object.__setattr__(engine, name, value)
+    steps = TrainSchedule(2, 2, 0)
+    for _ in range(3):
+        engine._exec_schedule(steps)
+    assert ran == [steps] * 3
+    assert said == ["DeepSpeed's own order from here on: too little of a test"]

@@ -6,6 +6,7 @@ import atexit
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from enum import Enum
 from threading import Barrier
 from types import SimpleNamespace
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from envpipe_megatron.integrations import job as integrations_job
+from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
+    Job,
     JobError,
     _fingerprint,
     check_in_flight,
@@ -158,3 +162,24 @@ def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> 
     assert _fingerprint(other, options, "H200") != first  # type: ignore[arg-type]
     monkeypatch.setattr(integrations_job, "version_of", lambda package: "9")
     assert _fingerprint(job, options, "H200") != first  # type: ignore[arg-type]
+
+
+def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory() -> None:
+    called: list[str] = []
+    job: Any = object.__new__(Job)
+    job.session = SimpleNamespace(close=lambda: called.append("session"))
+    job.channel = SimpleNamespace(close=lambda: called.append("channel"))
+    job.close()
+    assert called == ["session", "channel"]
+
+
+def test_a_silent_rank_has_the_time_that_the_user_gave_the_process_group() -> None:
+    hours = timedelta(hours=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=hours)
+    try:
+        group = dist.new_group([0], timeout=timedelta(minutes=1))
+        assert InstrumentedPipeline(group, 2, gpu="a40")._placement.timeout == hours
+        own = InstrumentedPipeline(group, 2, gpu="a40", timeout=timedelta(minutes=5))
+        assert own._placement.timeout == timedelta(minutes=5)
+    finally:
+        dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,8 +151,6 @@ def test_what_is_further_than_chance_is_named() -> None:
 @pytest.mark.parametrize("orders", [["own"], ["own", "longer"]])
 def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders: list[str]) -> None:
     """It would pass, and a full one's order would be run unchecked."""
-    from types import SimpleNamespace
-
     from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 
     def orders_of(count: int) -> list[Any]:
@@ -185,3 +184,24 @@ def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
     memory: Any = SimpleNamespace(has_room=lambda in_flight, more: more <= free_for)
     orders = [own, *others]
     assert check._that_fits(own, others, memory) == (None if found is None else orders[found])
+
+
+def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:
+    from envpipe_megatron.integrations.megatron.training import Training
+    from envpipe_megatron.runtime.memory.peak import MemoryFullError
+
+    def full(own: Any, **arguments: Any) -> Any:
+        raise MemoryFullError("too little of a test")
+
+    training: Any = object.__new__(Training)
+    session = SimpleNamespace(end_step=lambda: None)
+    training.job = SimpleNamespace(session=session, has_its_profile=lambda: False)
+    stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
+    training._stand_in = type("Full", (), stand_in)()
+    training._replaced, training._full, lowered = dict, None, []
+    training._lower = lambda *why: lowered.append(why)
+    training.announce = lambda: None
+    assert training._forward_backward(model="m") == {"model": "m"}
+    for _ in range(2):
+        training.end_step(skipped=False)
+    assert lowered == [(None, "too little of a test")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -27,6 +28,7 @@ from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_w
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 
 class UnsupportedEngineError(EnvPipeError):
@@ -125,12 +127,19 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
-        self._job.session.run_iteration(
-            self.micro_batches,
-            self._specs,
-            lambda schedule: _Units(self),
-            full_batch=self.micro_batches == self.full_microbatches,
-        )
+        try:
+            self._job.session.run_iteration(
+                self.micro_batches,
+                self._specs,
+                lambda schedule: _Units(self),
+                full_batch=self.micro_batches == self.full_microbatches,
+            )
+        except MemoryFullError as error:  # on all ranks, and no unit has run
+            if self._job.collectives.is_planner:
+                self._job.say(f"DeepSpeed's own order from here on: {error}")
+            self._own_steps_left = sys.maxsize
+            super()._exec_schedule(pipe_schedule)
+            return
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
 

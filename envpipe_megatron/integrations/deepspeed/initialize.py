@@ -10,7 +10,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.constants import default_pg_timeout
 from deepspeed.pipe import PipelineModule
 
 from envpipe_megatron.core.sidecar import Sidecar
@@ -34,6 +33,7 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.runtime.channel.links import timeout_of
 
 #: Where DeepSpeed's configuration says how many microbatches and replicas there are.
 _BATCH = ("train_batch_size", "gradient_accumulation_steps")
@@ -112,10 +112,11 @@ def begin(
 
 
 def _placement(engine: Any) -> Placement:
+    group = engine.grid.get_pipe_parallel_group()
     return Placement(
-        engine.grid.get_pipe_parallel_group(),
+        group,
         engine.gradient_accumulation_steps(),
-        default_pg_timeout,
+        timeout_of(group),
         messages_vary=engine.dynamic_shape,
     )
 

@@ -87,7 +87,7 @@ class ForwardBackward:
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
         function reduced, one entry per microbatch. Raises UnsupportedModelError for a feature that
-        EnvPipe does not run.
+        EnvPipe does not run, and MemoryFullError as `Session` does.
         """
         arguments = {
             "forward_step_func": forward_step_func,
@@ -139,6 +139,11 @@ class ForwardBackward:
         works: list[MegatronWork] = []
 
         def make_work(schedule: Schedule) -> MegatronWork:
+            # Not before: without memory for messages, Megatron's own function starts it.
+            if config.timers is not None:
+                config.timers("forward-backward", log_level=1).start(
+                    barrier=config.barrier_with_L1_time
+                )
             step = arguments["forward_step_func"]
             works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
             return works[0]
@@ -147,10 +152,6 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
-            )
         if order is None:
             count = arguments["num_microbatches"]
             full = self._full_microbatches in (None, count)

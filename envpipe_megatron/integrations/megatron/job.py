@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.policies.orders.families import group_sizes
+from envpipe_megatron.runtime.channel.links import timeout_of
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
@@ -144,7 +144,7 @@ def make_job(
     placement = Placement(
         pipeline_group,
         _num_microbatches(args),
-        timedelta(minutes=args.distributed_timeout_minutes),
+        timeout_of(pipeline_group),
         messages_vary=orders and config.variable_seq_lengths,
         keeps_order=not orders,
         num_chunks=len(model) if orders else 1,

@@ -112,7 +112,8 @@ class SelfCheck:
             return losses
         again = Outcome.of(iteration.run(megatron), chunks)
         order = self._that_fits(own, others, memory)
-        if order is None:
+        has_room = order is not None and self._channel.make_room(order, specs)
+        if order is None or not self._collectives.on_all(has_room):
             self._end("memory has no room to try another sequence of forwards")
             return losses
         losses = iteration.run(lambda data: interpret({**arguments, "data_iterator": data}, order))

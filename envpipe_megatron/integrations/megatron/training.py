@@ -23,6 +23,7 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ class Training:
         LevelError: the level that options name cannot be had.
         EnvPipeError: as `Job` raises it.
     """
+
+    #: Why this step ran by Megatron's own function.
+    _full: str | None = None
 
     def __init__(
         self,
@@ -102,7 +106,10 @@ class Training:
             self._stand_in.end_step(skipped=skipped)
         self.job.session.end_step()
         if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
-            self._lower(None, f"its self-check: {self._stand_in.failed}")
+            self._full = f"its self-check: {self._stand_in.failed}"
+        if self._full is not None:
+            self._lower(None, self._full)
+            self._full = None
             self.announce()
         if self.job.has_its_profile():
             self.end()
@@ -184,7 +191,12 @@ class Training:
     def _forward_backward(self, **arguments: Any) -> Any:
         """What Megatron calls in each step; what it gets once may stand for another later."""
         assert self._stand_in is not None
-        return self._stand_in(**arguments)
+        assert self._replaced is not None
+        try:
+            return self._stand_in(**arguments)
+        except MemoryFullError as error:  # on all ranks, and no unit has run
+            self._full = str(error)
+            return self._replaced(**arguments)
 
 
 def _gathered(value: T) -> list[T]:

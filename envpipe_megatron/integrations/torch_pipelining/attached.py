@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
@@ -47,6 +46,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     stages_of,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units
+from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
@@ -68,7 +68,7 @@ def attach(
     schedule: Any,
     *,
     facts: Mapping[str, Any] | None = None,
-    timeout: timedelta = default_pg_timeout,
+    timeout: timedelta | None = None,
     say: Callable[[str], None] = say_line,
     **settings: object,
 ) -> AttachedPipeline:
@@ -84,7 +84,7 @@ def attach(
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The bill shows it, and
             a job that is started again with the same facts and `output` goes on with its profile
             and plan. Without facts it starts over.
-        timeout: time after which a silent rank is an error.
+        timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
             underscores: `level`, `type`, `output`, `max_slowdown` and so on.
@@ -108,7 +108,7 @@ class AttachedPipeline:
         self,
         schedule: Any,
         facts: Mapping[str, Any] | None,
-        timeout: timedelta,
+        timeout: timedelta | None,
         say: Callable[[str], None],
         settings: Mapping[str, object],
     ) -> None:
@@ -134,6 +134,7 @@ class AttachedPipeline:
         prepare_files(self._options, self._num_stages)
         self._own, why_not = _own_order(schedule)
         self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
+        timeout = timeout or timeout_of(group)
         self._placement = Placement(
             own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
         )

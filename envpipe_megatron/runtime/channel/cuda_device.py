@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import pynvml
 import torch
 
-from envpipe_megatron.runtime.channel.carrier import first_line
+from envpipe_megatron.gpu.backends.nvml_library import call_gpu
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S, Stream
 
@@ -29,6 +34,9 @@ _PEER_ACCESS = _NON_BLOCKING = 1
 #: Smaller memory would lie in a block with other memory, which its handle would share, too.
 _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
+#: How far apart two GPUs may be by NCCL_P2P_LEVEL, in NVML's numbers; others ask for NVLink.
+_FURTHEST = {"PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}
+_ANY_DISTANCE = ("", "SYS", "4", "5")
 
 
 class Page(Protocol):
@@ -39,10 +47,37 @@ class Page(Protocol):
 
 
 def obstacle() -> str | None:
-    """Why this rank's GPU cannot take part in one-sided copies; None if nothing speaks against."""
+    """Why this rank's GPU takes no part in one-sided copies; None if nothing speaks against."""
+    disabled, level = (os.environ.get(f"NCCL_P2P_{name}", "") for name in ("DISABLE", "LEVEL"))
+    if disabled not in ("", "0"):
+        return f"NCCL_P2P_DISABLE={disabled}"
+    if level in ("LOC", "0"):
+        return f"NCCL_P2P_LEVEL={level}"
     if driver is None:
         return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
     return None
+
+
+def uuid() -> str:
+    """Name the current device."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def check_distance(own_uuid: str, other_uuid: str) -> None:
+    """Raise EnvPipeError if NCCL_P2P_LEVEL allows no copies between two GPUs, or may not."""
+    level = os.environ.get("NCCL_P2P_LEVEL", "")
+    if level in _ANY_DISTANCE:
+        return
+    own, other = (uid_of_cuda_device(uuid) for uuid in (own_uuid, other_uuid))
+
+    def is_near(handle: Any) -> bool:
+        two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
+        nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
+        return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
+
+    if not call_gpu(own, "read the topology", is_near):
+        raise ChannelError(f"NCCL_P2P_LEVEL={level}, and these GPUs are further apart")
 
 
 def register(page: Page) -> int:
@@ -113,33 +148,38 @@ class CudaDevice:
         self._pages[page] = register(page)
 
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of both sides, by handles between processes; what was shared before is freed.
+        """Memory of both sides, by handles between processes, in place of what was shared before.
 
         Not torch's symmetric memory: it counts what a process has ever shared, so that two can
         only meet that have shared as much with others (seen in torch 2.13).
         """
+        own = theirs = 0
         error, handle = "", b""
         try:
-            own = int(_call(driver.cuMemAlloc, -(-num_bytes // _WHOLE_BYTES) * _WHOLE_BYTES))
-            handle = bytes(_call(driver.cuIpcGetMemHandle, own).reserved)
+            if num_bytes:
+                own = _allocated(-(-num_bytes // _WHOLE_BYTES) * _WHOLE_BYTES)
+                handle = bytes(_call(driver.cuIpcGetMemHandle, own).reserved)
         except RuntimeError as refused:
             error = first_line(refused)
         handle, their_error = self._exchange(boundary, side, (handle, error))
-        if not (error or their_error):
+        if num_bytes and not (error or their_error):
             try:
                 opened = driver.CUipcMemHandle()
                 opened.reserved = handle
                 theirs = int(_call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS))
             except RuntimeError as refused:
                 error = first_line(refused)
-        before = self._shared.pop(boundary, None)
-        if before is not None:
-            _call(driver.cuIpcCloseMemHandle, before[1])
         their_error = self._exchange(boundary, side, error) or their_error
-        if before is not None:
-            _call(driver.cuMemFree, before[0])
-        if error or their_error:
-            raise MemoryError(error or f"on the other side: {their_error}")
+        failed = error or (their_error and f"on the other side: {their_error}")
+        gone = (own, theirs) if failed else self._shared.pop(boundary, (0, 0))
+        if gone[1]:
+            torch.cuda.synchronize()
+            _call(driver.cuIpcCloseMemHandle, gone[1])
+        self._exchange(boundary, side, None)  # the other side has closed it, too
+        if gone[0]:
+            _call(driver.cuMemFree, gone[0])
+        if failed:
+            raise MemoryError(failed)
         self._shared[boundary] = own, theirs
         return _bytes_at(own, num_bytes), _bytes_at(theirs, num_bytes)
 
@@ -156,7 +196,9 @@ class CudaDevice:
         """
         made = int(_call(driver.cuStreamCreate, _NON_BLOCKING))
         stream = torch.cuda.ExternalStream(made, self._device)  # type: ignore[no-untyped-call]
-        return CudaStream(stream, self._pages, self._event)
+        own = CudaStream(stream, self._pages, self._event)
+        weakref.finalize(own, driver.cuStreamDestroy, made).atexit = False
+        return own
 
     def bind_thread(self) -> None:
         """A new thread is on device 0, and would open a context there."""
@@ -176,10 +218,47 @@ class CudaDevice:
 
     def expect_again(self, within_s: float | None) -> None:
         """As `Device`'s, by a thread of C that does not need Python's lock; with all stacks."""
-        if within_s is None:
+        _END.set(within_s)
+
+
+class _End:
+    """The time after which this process ends, by faulthandler's thread.
+
+    A child by os.fork would wait for that thread as it ends, and has none: so there is none while a
+    process forks.
+    """
+
+    def __init__(self) -> None:
+        self._changes = threading.RLock()
+        self._within_s: float | None = None
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._in_parent, after_in_child=self._in_child
+        )
+
+    def set(self, within_s: float | None) -> None:
+        with self._changes:
+            self._within_s = within_s
+            if within_s is None:
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                faulthandler.dump_traceback_later(within_s, exit=True, file=_STDERR)
+
+    def _before_fork(self) -> None:
+        self._changes.acquire()
+        if self._within_s is not None:
             faulthandler.cancel_dump_traceback_later()
-        else:
-            faulthandler.dump_traceback_later(within_s, exit=True, file=_STDERR)
+
+    def _in_parent(self) -> None:
+        if self._within_s is not None:
+            self.set(self._within_s)
+        self._changes.release()
+
+    def _in_child(self) -> None:
+        self._within_s = None
+        self._changes.release()
+
+
+_END = _End()
 
 
 class CudaStream:
@@ -216,8 +295,26 @@ class CudaStream:
         _call(function, self.handle, address, value & MASK, flags)
 
 
+def _allocated(num_bytes: int) -> int:
+    """Memory of the driver's that torch does not need at its peak; RuntimeError: there is none.
+
+    torch keeps what it has freed until it is asked to give it back.
+    """
+    free, _ = torch.cuda.mem_get_info()
+    spare = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    if num_bytes > spare:
+        raise RuntimeError(f"{max(0, spare)} bytes are left beside the most that torch has taken")
+    try:
+        return int(_call(driver.cuMemAlloc, num_bytes))
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return int(_call(driver.cuMemAlloc, num_bytes))
+
+
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     """Memory of the driver's as a tensor, which does not free it."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
     at = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
     tensor: torch.Tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=at))
     return tensor

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import uuid
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,16 @@ TOLD, WAITS = 8, 10
 def create_page_file() -> Path:
     """A file for a page, which `FlagPage` of both sides opens, and which is removed then.
 
-    Where it cannot be made, neither side will find it.
+    No other user can open it. Where it cannot be made, neither side will find it.
     """
     path = _FOLDER / f"envpipe-channel-{uuid.uuid4().hex}"
     with suppress(OSError):
-        path.write_bytes(bytes(_BYTES))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.fchmod(file, 0o600)  # a umask may have left less
+            os.write(file, bytes(_BYTES))
+        finally:
+            os.close(file)
     return path
 
 
@@ -59,6 +65,7 @@ class FlagPage:
         self.side = side
         # A lock of the process, not of its children: it tells the other side that we live.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file).atexit = False
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
         self._memory = mmap.mmap(self._file, _BYTES)
         self._words = np.frombuffer(self._memory, dtype=np.uint32)[:: _WORD_BYTES // 4]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.kinds import WHOLE, Kind
@@ -94,6 +97,20 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return parts.get(device, dist.get_backend(group))
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a rank may be silent in a group, or in the default one if that is longer.
+
+    Groups of EnvPipe's that give up sooner would end a job that goes on without it. torch's own
+    time-out where neither tells.
+    """
+    found = []
+    for each, device in product((group, dist.group.WORLD), ("cpu", "cuda")):
+        with suppress(AttributeError, RuntimeError):  # no backend for the device, or no options
+            backend = each._get_backend(torch.device(device))  # type: ignore[union-attr]  # made
+            found.append(getattr(backend, "wrapped_pg", backend).options._timeout)
+    return max(found, default=default_pg_timeout)
+
+
 class _Maker:
     """Boundary b lies between stage b and the next; its side 0 is stage b."""
 
@@ -157,8 +174,7 @@ class _Maker:
         all_put = self._collectives.on_all(not obstacles)
         capacity = None if all_put else hardware_capacity(os.environ)
         ahead = not all_put and (carrier == "posted" or capacity is not None)
-        if not all_put:
-            self._transfers(carriers, obstacles, ahead=ahead)
+        groups = [] if all_put else self._transfers(carriers, obstacles, ahead=ahead)
         if side is not None:
             side.watch()
         by_nccl = [
@@ -173,6 +189,7 @@ class _Maker:
             self._stage,
             carriers,
             side=side,
+            groups=groups,
             capacity=capacity,
             # NCCL's watchdog ends a transfer whose neighbour is silent for too long.
             lets_go=not obstacles.keys().isdisjoint(self._own),
@@ -196,7 +213,8 @@ class _Maker:
         All stages go through the same exchanges, so that both sides of a boundary decide alike.
         """
         memory = torch.cuda.mem_get_info()[1]
-        facts = self._collectives.in_pipeline((cuda_device.obstacle(), memory))
+        own = cuda_device.obstacle(), memory, cuda_device.uuid()
+        facts = self._collectives.in_pipeline(own)
         found = {b: facts[b][0] or facts[self._after(b)][0] for b in self._boundaries}
         obstacles = {b: why for b, why in found.items() if why}
         if len(obstacles) == len(self._boundaries):
@@ -209,6 +227,7 @@ class _Maker:
             paths = self._collectives.in_pipeline(path)
 
             def open_page(boundary: int) -> None:
+                cuda_device.check_distance(own[2], facts[self._peers(boundary).neighbour][2])
                 page = FlagPage(paths[boundary], int(self._stage != boundary))
                 put[boundary] = PutCarrier(self._peers(boundary), page, side, boundary)
 
@@ -224,6 +243,8 @@ class _Maker:
                             failed[boundary] = first_line(error)
                 for failures in self._collectives.in_pipeline(failed):
                     obstacles |= failures
+            for boundary in sorted(put.keys() & obstacles.keys()):
+                put.pop(boundary).close()
         finally:
             path.unlink(missing_ok=True)
         for boundary in self._own:
@@ -244,8 +265,10 @@ class _Maker:
 
     def _transfers(
         self, carriers: dict[Kind, Carrier], boundaries: dict[int, str], *, ahead: bool
-    ) -> None:
+    ) -> list[dist.ProcessGroup]:
         """A two-rank communicator for each kind across each boundary that needs them.
+
+        Returns those of this rank.
 
         NCCL has no tags and runs a communicator's transfers one after another. All ranks of the job
         take part in making every group of the job, in one order: where communicators are brought up
@@ -278,6 +301,7 @@ class _Maker:
                     exchange = dist.recv if kind is peers.receives else dist.send
                     exchange(probe, peers.rank, group=groups[boundary, kind])
         torch.cuda.synchronize()
+        return list(groups.values())
 
 
 def _refuse_blocking_launches() -> None:

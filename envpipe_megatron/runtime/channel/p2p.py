@@ -8,21 +8,31 @@ copies into the neighbour's memory (`puts`), or sends and receives (`transfers`)
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, opposite
 from envpipe_megatron.runtime.channel.messages import StageSpecs
-from envpipe_megatron.runtime.channel.puts import PutSide
+from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 
 __all__ = ["ChannelError", "P2PChannel"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+#: For a device that comes to rest, and for neighbours that close too.
+_CLOSE_S = 20.0
 
 
 class P2PChannel:
@@ -35,6 +45,7 @@ class P2PChannel:
         stage: this rank's stage.
         carriers: to the neighbour that each kind comes from; the other kind goes there.
         side: what all one-sided carriers of this rank share, if there are any.
+        groups: process groups that were made for this channel.
         capacity: limit by which orders that need a deeper channel are refused or lowered.
         lets_go: whether a stream may go on behind a message that never came.
         posts_ahead: whether a device may hold a receive whose sender has not got there: a unit that
@@ -49,6 +60,7 @@ class P2PChannel:
         carriers: Mapping[Kind, Carrier],
         *,
         side: PutSide | None = None,
+        groups: Sequence[dist.ProcessGroup] = (),
         capacity: int | None = None,
         lets_go: bool = False,
         posts_ahead: bool = False,
@@ -59,6 +71,8 @@ class P2PChannel:
         self._stage = stage
         self._carriers = dict(carriers)
         self._side = side
+        self._groups = list(groups)
+        self._pid = os.getpid()
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
@@ -145,8 +159,46 @@ class P2PChannel:
             )
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """What a schedule's messages would take of this rank's memory beyond what they take."""
-        return 0 if self._side is None else self._side.more_bytes(schedule)
+        """What a schedule's messages need of this rank's memory beyond what they take."""
+        carriers = [] if self._side is None else self._side.carriers
+        return sum(carrier.more_bytes(schedule) for carrier in carriers)
+
+    def make_room(self, schedule: Schedule, specs: StageSpecs) -> bool:
+        """Take memory for a schedule's messages; whether this rank and its neighbours had it.
+
+        All stages call it together. Where one has too little, it keeps what it had. Raises
+        ChannelError if a neighbour is gone or silent.
+        """
+        refused = []
+        for likes, (kind, carrier) in product((False, True), self._carriers.items()):
+            if isinstance(carrier, PutCarrier):
+                comes, goes = specs.receives.get(kind), specs.sends.get(opposite(kind))
+                error = carrier.make_room(schedule, comes, goes, likes=likes)
+                refused += [error] if error and not likes else []
+        return not refused
+
+    def close(self) -> None:
+        """Give back memory, threads and communicators; safe to call twice.
+
+        All stages call it, behind their last step. Where the device does not come to rest, or a
+        neighbour does not close, in `_CLOSE_S`, all stays until the process ends; so it does where
+        Python ends already, and in a forked child.
+        """
+        has_any = self._side is not None or self._groups
+        if has_any and os.getpid() == self._pid and threading.main_thread().is_alive():
+            closing = threading.Thread(target=self._give_back, name="envpipe-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S)
+
+    def _give_back(self) -> None:
+        side, self._side, self._carriers = self._side, None, {}
+        try:
+            if side is not None:
+                side.close()
+            while self._groups:
+                dist.destroy_process_group(self._groups.pop())
+        except Exception as error:  # of any kind: training goes on with what is left
+            logger.warning("Memory of messages stays taken: %s", error)
 
     def unless_lost(self, wait: Callable[[], T]) -> T:
         """What a call that waits for the device returns.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -57,8 +58,10 @@ _LOOKS_EVERY_S = 0.25
 _NEWS_S = 1.0
 #: For a process that has lost a neighbour to end by itself.
 GRACE_S = 15.0
-#: For the first message, which shows that puts work.
+#: For the first messages, which show that puts work: how many there are each way, and how large.
 _PROBE_S = 20.0
+_PROBES = 8
+_PROBE_BYTES = 32 * 2**20
 
 
 class Stream(Protocol):
@@ -86,8 +89,9 @@ class Device(Protocol):
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the other side to put messages into, and the other side's for this one's.
 
-        Both sides of a boundary call it together, with one size. MemoryError: one of them cannot;
-        RuntimeError: the other side is gone.
+        Both sides of a boundary call it together, with one size. It takes the place of what they
+        shared before; 0 gives that back. MemoryError: one of them cannot, and both keep what they
+        have; RuntimeError: the other side is gone.
         """
 
     def units(self) -> Stream:
@@ -134,21 +138,36 @@ class PutSide:
         self._loss: ChannelError | None = None
         self._looking = threading.Lock()
         self._leaves = False
-        self._waits: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]]] = SimpleQueue()
+        self._pid = os.getpid()
+        self._waits: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None]
+        self._waits = SimpleQueue()
 
     def slots(self, schedule: Schedule, slot_bytes: int) -> int:
-        """How many a boundary has for a schedule."""
+        """How many a boundary has for a schedule, where there is memory."""
         return slots_of(schedule, max(1, self._budget_bytes // max(1, slot_bytes)))
 
-    def more_bytes(self, schedule: Schedule) -> int:
-        """What slots for a schedule would take beyond those that there are."""
-        return sum(carrier.more_bytes(schedule) for carrier in self.carriers)
-
     def watch(self) -> None:
-        """Look after the neighbours until the process ends."""
+        """Look after the neighbours until this is closed or the process ends."""
         atexit.register(self._leave)
         for work in (self._keep_looking, self._keep_waiting):
             threading.Thread(target=work, name="envpipe-channel", daemon=True).start()
+
+    def close(self) -> None:
+        """Give memory and threads back, together with the neighbours; no message is under way.
+
+        Not where one is lost: streams are never let go then, and the process is about to end.
+        """
+        with self._looking:
+            if self._loss is not None:
+                return
+            self._leaves = True
+            self.device.expect_again(None)
+        atexit.unregister(self._leave)
+        self._waits.put(None)
+        self.device.bind_thread()
+        carriers, self.carriers = self.carriers, []
+        for carrier in carriers:
+            carrier.close()
 
     def unless_lost(self, wait: Callable[[], T]) -> T:
         """What a call that waits for the device returns; ChannelError: a neighbour is lost.
@@ -182,7 +201,7 @@ class PutSide:
 
     def _keep_looking(self) -> None:
         expected_s = -math.inf
-        while self.loss() is None:
+        while self.loss() is None and self.carriers:
             with self._looking:
                 # A loss that another thread has found since has set a short time.
                 goes_on = self._loss is None and not self._leaves
@@ -193,7 +212,7 @@ class PutSide:
 
     def _leave(self) -> None:
         """Python ends: do not wait for streams that stand where nobody may come any more."""
-        if self.loss() is not None:
+        if os.getpid() != self._pid or self.loss() is not None:  # a forked child has no threads
             return
         with self._looking:
             self._leaves = True
@@ -203,8 +222,8 @@ class PutSide:
 
     def _keep_waiting(self) -> None:
         self.device.bind_thread()
-        while True:
-            wait, result = self._waits.get()
+        while (asked := self._waits.get()) is not None:
+            wait, result = asked
             try:
                 result.set_result(wait())
             except BaseException as error:  # it is raised where the result is asked for
@@ -238,6 +257,7 @@ class PutCarrier:
         self._payload: Sequence[torch.Tensor] = ()
         self._put = self._taken = 0
         self._slots = self._slot_bytes = 0
+        self._own = self._theirs = torch.empty(0)
         self._sized_for: Schedule | None = None
         self._send_bytes: list[int] = []
         #: Whether a stream of this rank stands and waits for the neighbour, and since when: all
@@ -248,28 +268,45 @@ class PutCarrier:
         self._news = 0, -math.inf
 
     def probe(self) -> None:
-        """Exchange a first message; the other side does it too.
+        """Exchange messages of a slot's size, both ways at once; the other side does it too.
 
-        Raises RuntimeError or MemoryError: it did not come, or not as it was sent.
+        Raises RuntimeError or MemoryError: one did not come, or not as it was sent.
         """
         device, page = self._side.device, self._page
-        self._resize(1, _ALIGNMENT)
-        own = torch.full((_ALIGNMENT,), 1 + page.side, dtype=torch.uint8, device=self._own.device)
-        self._stream.after(device.units())
-        self._stream.copy(self._theirs[0], own)
-        self._stream.write(page.own(PUT), 1)
-        give_up_s = time.monotonic() + _PROBE_S
-        while not page.others(PUT).has(1):
-            if time.monotonic() > give_up_s:
-                raise RuntimeError(f"no message came in {_PROBE_S:.0f} s")
-            time.sleep(1e-3)
-        device.units().wait(page.others(PUT), 1)
-        got = torch.empty_like(own)
-        device.units().copy(got, self._own[0])
-        if not bool((got == 2 - page.side).all()):
+        self._resize(1, _PROBE_BYTES)
+        numbers = torch.arange(_PROBE_BYTES // 4, dtype=torch.int32, device=self._own.device)
+        got = torch.empty_like(numbers)
+
+        def pattern(side: int, count: int) -> torch.Tensor:
+            return numbers * (2 * count + 1) + (side << 16)
+
+        give_up_s, as_sent = time.monotonic() + _PROBE_S, True
+        for count in range(1, _PROBES + 1):
+            device.units().after(self._stream)  # as in `send`
+            self._payload = [pattern(page.side, count)]
+            self._stream.after(device.units())
+            self._stream.wait(page.others(TAKEN), count - 1)
+            self._stream.copy(self._theirs[0], self._payload[0].view(torch.uint8))
+            self._stream.write(page.own(PUT), count)
+            while not page.others(PUT).has(count):
+                if time.monotonic() > give_up_s:
+                    raise RuntimeError(f"no message came in {_PROBE_S:.0f} s")
+                time.sleep(1e-4)
+            device.units().wait(page.others(PUT), count)
+            device.units().copy(got.view(torch.uint8), self._own[0])
+            device.units().write(page.own(TAKEN), count)
+            as_sent &= torch.equal(got, pattern(1 - page.side, count))
+        if not as_sent:
             raise RuntimeError("a message came with other contents")
-        device.units().write(page.own(TAKEN), 1)
-        self._put = self._taken = 1
+        device.units().after(self._stream)
+        self._payload = ()
+        self._put = self._taken = _PROBES
+        self._slots = self._slot_bytes = 0  # training's are made in their place
+
+    def close(self) -> None:
+        """Give the slots back, if there are any; the other side does it too."""
+        if self._own.numel():
+            self._side.device.share(self._boundary, self._page.side, 0)
 
     def expect(
         self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
@@ -278,27 +315,42 @@ class PutCarrier:
         self._expected = messages
         self._spec = receives
         self._send_bytes = [] if sends is None else sends.tensor_bytes
-        slot_bytes = max(_padded(spec.tensor_bytes if spec else []) for spec in (receives, sends))
-        schedule = self._side.schedule
-        if schedule is not self._sized_for or slot_bytes > self._slot_bytes:
-            self._sized_for = schedule
-            slots = 1 if schedule is None else self._side.slots(schedule, slot_bytes)
-            try:
-                self._resize(slots, slot_bytes)
-            except RuntimeError as error:
-                raise self._peers.lost("making memory for messages with it", error) from error
-            except MemoryError as error:
+        schedule, known = self._side.schedule, self._sized_for
+        alike = schedule is known or (schedule and known and schedule.stages == known.stages)
+        if alike and _slot_bytes(receives, sends) <= self._slot_bytes:
+            return
+        if self.make_room(schedule, receives, sends, likes=True):
+            refused = self.make_room(schedule, receives, sends, likes=False)
+            if refused is not None:
                 raise ChannelError(
                     f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for "
-                    f"{slots} messages of {slot_bytes / 2**20:.0f} MiB: {error}",
+                    f"their messages: {refused}",
                     remedy="Let fewer microbatches be in flight, or take --envpipe-channel "
                     "receives.",
-                ) from error
+                )
+
+    def make_room(
+        self, schedule: Schedule | None, *messages: TensorSpec | None, likes: bool
+    ) -> MemoryError | None:
+        """Have as many slots as a schedule likes for its messages, or as few as it needs.
+
+        Both sides call it together. Without memory, both keep what they have, and get the reason.
+        """
+        slots, slot_bytes = 1, _slot_bytes(*messages)
+        if schedule is not None:
+            slots = self._side.slots(schedule, slot_bytes) if likes else slots_of(schedule, 1)
+        try:
+            self._resize(max(slots, self._slots) if likes else slots, slot_bytes)
+        except MemoryError as error:
+            return error
+        except RuntimeError as error:
+            raise self._peers.lost("making memory for messages with it", error) from error
+        self._sized_for = schedule
+        return None
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """As `PutSide`'s, of this boundary."""
-        slots = self._side.slots(schedule, self._slot_bytes)
-        return max(0, slots - self._slots) * self._slot_bytes
+        """What slots that a schedule needs would take beyond those that there are."""
+        return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """As `Carrier`'s."""
@@ -385,13 +437,17 @@ class PutCarrier:
 
     def _resize(self, slots: int, slot_bytes: int) -> None:
         """Have as much memory at least; both sides agree, for they were told the same."""
-        slots, slot_bytes = max(slots, self._slots), max(slot_bytes, self._slot_bytes)
-        if (slots, slot_bytes) == (self._slots, self._slot_bytes):
+        slot_bytes = max(slot_bytes, self._slot_bytes)
+        if slots <= self._slots and slot_bytes == self._slot_bytes:
             return
         device, side = self._side.device, self._page.side
         own, theirs = device.share(self._boundary, side, slots * slot_bytes)
         self._own, self._theirs = own.view(slots, slot_bytes), theirs.view(slots, slot_bytes)
         self._slots, self._slot_bytes = slots, slot_bytes
+
+
+def _slot_bytes(*specs: TensorSpec | None) -> int:
+    return max(_padded(spec.tensor_bytes) if spec else 0 for spec in specs)
 
 
 def _padded(sizes: Sequence[int]) -> int:

@@ -28,6 +28,7 @@ from envpipe_megatron.runtime.job.planning import (
     adopt_plan,
     check_files,
     clocks_of_stages,
+    make_room_for_messages,
     profiled_clocks,
 )
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
@@ -47,11 +48,13 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """Yield what each iteration runs, forever; the same on every rank.
 
     Raises EnvPipeError on all ranks, before the first iteration, if a profile or plan by file is
-    not one of this job. Nothing ends training later on.
+    not one of this job, and MemoryFullError if messages have no memory. Nothing ends training later
+    on.
     """
     config, state = job.config, job.state
     check_files(job)
     schedule = _framework_schedule(job)
+    make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
     records = []

@@ -24,6 +24,7 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.limit import in_flight_limit
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 #: Planning must end while GPUs wait for it; 64 stages x 1,024 microbatches take some minutes.
 _LONGEST_S = 900.0
@@ -102,7 +103,21 @@ def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
     # A framework that runs its units itself carries their messages too.
     own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
+    make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
+
+
+def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
+    """Have memory for an order's messages, if EnvPipe sends them; every rank calls it.
+
+    Raises MemoryFullError on all ranks alike; what they had they keep.
+    """
+    has_room = job.own_order is not None or job.channel.make_room(order, job.specs)
+    if not job.collectives.on_all(has_room):
+        raise MemoryFullError(
+            f"A GPU has no memory for messages between stages in the order '{order.name}'",
+            remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",
+        )
 
 
 def clocks_of_stages(job: PhaseParts) -> list[set[int]]:

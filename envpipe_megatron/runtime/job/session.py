@@ -246,6 +246,7 @@ class Session:
             full_batch: as for `open_iteration`.
 
         Raises:
+            MemoryFullError: on all ranks, messages have no memory; no unit has run.
             SessionError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """

@@ -201,22 +201,23 @@ class JobMemory:
     def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
         """Say what an order that is about to run will hold, and have it ready.
 
-        Beside the allocator's, `more_bytes` are taken for its messages.
+        Beside the allocator's, `more_bytes` are to be taken for its messages.
 
         Ready before the order's first message: an allocator that finds no memory gives back what it
         caches, which waits for all that the device does. With receives of NCCL it would wait for a
         sender that may be waiting for this stage, and both would hang when an error is due.
 
-        Raises MemoryFullError if there is too little, GoesOnError if the prediction failed
-        (nothing is known from here on), both on all ranks alike.
+        Raises MemoryFullError if there is too little (what ran before goes on), GoesOnError if the
+        prediction failed (nothing is known from here on), both on all ranks alike.
         """
         source, stages, own = self._source, self.stages, self._own_order
         if stages is None or source is None or own is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
-
-        predicted: list[float] = []
         for_messages = self._collectives.by_stage(more_bytes, max)
+        rooms = [s.room_bytes - more for s, more in zip(stages, for_messages, strict=True)]
+        allowed = [s.baseline_peak_bytes + r for s, r in zip(stages, rooms, strict=True)]
+        predicted: list[float] = []
 
         def reserve() -> bool:
             orders = zip(schedule.stages, own.stages, strict=True)
@@ -225,32 +226,31 @@ class JobMemory:
             self._say(
                 f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
             )
-            for number, stage in enumerate(stages):
-                bytes_ = predicted[number]
-                most = stage.baseline_peak_bytes + stage.room_bytes - for_messages[number]
-                if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
-                    self._warn(
-                        f"Stage {number} may run out of memory: {peaks[number]} microbatches in "
-                        f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be "
-                        "used"
-                    )
-            most_here = math.ceil(predicted[self._stage]) + self._unusable_bytes
-            return source.reserve(most_here)
+            if predicted[self._stage] > (1 + RELATIVE_TOLERANCE) * allowed[self._stage]:
+                return False
+            return source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
 
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
-        self.stages = tuple(
-            replace(stage, in_flight=peak, predicted_peak_bytes=bytes_, measured_peak_bytes=None)
-            for stage, peak, bytes_ in zip(stages, peaks, predicted, strict=True)
-        )
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
         if full:
+            self.stages = stages
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
-                f"order, {_gib(predicted)} GiB at its peak",
+                f"order, {_gib(predicted)} GiB at its peak, where {_gib(allowed)} GiB may be used",
                 value=list(peaks),
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )
+        self.stages = tuple(
+            replace(
+                stage,
+                room_bytes=max(0.0, room),
+                in_flight=peak,
+                predicted_peak_bytes=bytes_,
+                measured_peak_bytes=None,
+            )
+            for stage, room, peak, bytes_ in zip(stages, rooms, peaks, predicted, strict=True)
+        )
 
     def peak_bytes(self) -> int | None:
         """The peak of the iteration that has just ended, if memory is known and it was watched."""

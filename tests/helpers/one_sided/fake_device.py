@@ -40,6 +40,8 @@ class FakeDevice:
         #: Its ranks share memory at boundaries of the same numbers as those of another.
         self.pipeline = 0
         self.abandoned = False
+        #: The driver's memory, and what of it is shared at each boundary.
+        self.free_bytes, self.held_bytes = math.inf, dict[int, int]()
         #: Whether hosts wait for all that they enqueue, as for values that they look at.
         self.blocks = False
         #: Words that streams of this device have written.
@@ -58,15 +60,21 @@ class FakeDevice:
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Device`'s; what both had before is of no use to anybody."""
         shared = self.turns.shared.setdefault((self.pipeline, boundary), ([], []))
-        own = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+        has_room = num_bytes <= self.free_bytes
+        own = torch.full((num_bytes,), 0xEE, dtype=torch.uint8) if has_room else None
         shared[side].append(own)
         number, late_s = len(shared[side]), self.turns.now_s + self.turns.patience_s / 2
         self.turns.pause(lambda: len(shared[1 - side]) >= number or self.turns.now_s > late_s)
         if len(shared[1 - side]) < number:
             raise RuntimeError("the other side has not come")
-        for before in shared[side][: number - 1]:
-            before.fill_(0xEE)
         theirs = shared[1 - side][number - 1]
+        if own is None or theirs is None:
+            raise MemoryError("of a test")
+        for before in shared[side][: number - 1]:
+            if before is not None:
+                before.fill_(0xEE)
+        self.free_bytes += self.held_bytes.get(boundary, 0) - num_bytes
+        self.held_bytes[boundary] = num_bytes
         assert len(theirs) == num_bytes
         return own, theirs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -94,11 +93,6 @@ class PutPipeline:
         self.turns.pause(lambda: done() or side._loss is not None)
         if not done():
             side.check()
-
-    def close(self) -> None:
-        """Let go of files."""
-        for page in self.pages:
-            os.close(page._file)
 
     def train(
         self, schedules: Sequence[Schedule], *, syncs: float = 0.0

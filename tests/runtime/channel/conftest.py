@@ -5,6 +5,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from put_pipeline import PutPipeline
 
+from envpipe_megatron.runtime.channel import puts
+
+
+@pytest.fixture(autouse=True)
+def _small_probes(monkeypatch) -> None:
+    monkeypatch.setattr(puts, "_PROBE_BYTES", 4096)
+
 
 @pytest.fixture
 def pipeline(monkeypatch) -> Iterator[Callable[..., PutPipeline]]:
@@ -17,5 +24,4 @@ def pipeline(monkeypatch) -> Iterator[Callable[..., PutPipeline]]:
 
     yield make
     for each in made:
-        each.close()
         assert not each.wrong

@@ -89,6 +89,10 @@ class MadeUpJob:
         self.watched: list[PutSide] = []
         monkeypatch.setattr(links.cuda_device, "obstacle", lambda: self.lacks.get(self.turns.rank))
         monkeypatch.setattr(links.cuda_device, "CudaDevice", self._device)
+        monkeypatch.setattr(links.cuda_device, "uuid", lambda: self.turns.rank)
+        monkeypatch.setattr(links.cuda_device, "check_distance", self._check_distance)
+        #: Ranks whose GPU is too far from that before.
+        self.far: dict[int, str] = {}
         monkeypatch.setattr(links, "FlagPage", self._page)
         monkeypatch.setattr(puts, "time", self.turns)
         monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
@@ -128,6 +132,10 @@ class MadeUpJob:
 
     def _refuse(self, *arguments: Any) -> Any:
         raise RuntimeError(f"{self.refuses[self.turns.rank]}\nof a test")
+
+    def _check_distance(self, *ranks: int) -> None:
+        if max(ranks) in self.far:
+            raise ChannelError(self.far[max(ranks)])
 
     def _page(self, path: Path, side: int) -> FlagPage:
         if self.turns.rank in self.apart and side == 1:
@@ -312,6 +320,7 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
         ("lacks", 0, 0, "no wheel"),
         ("apart", 2, 1, "no common /dev/shm: other machines or containers"),
         ("refuses", 3, 2, "no such memory"),
+        ("far", 1, 0, "NCCL_P2P_LEVEL=PIX, and too far"),
     ],
 )
 def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
@@ -374,3 +383,26 @@ def test_a_backend_for_gpus_alone_is_that_of_any_device(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert links.backend_of(None) == "nccl"
+
+
+def test_groups_have_the_time_that_the_user_gave_theirs(monkeypatch):
+    hour = timedelta(hours=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=2 * hour)
+    try:
+        shorter, longer = (dist.new_group([0], timeout=time) for time in (hour, 3 * hour))
+        found = [links.timeout_of(group) for group in (shorter, dist.group.WORLD, longer)]
+        assert found == [2 * hour, 2 * hour, 3 * hour]
+        monkeypatch.setattr(type(longer), "_get_backend", lambda group, device: object())
+        assert links.timeout_of(longer) == timedelta(minutes=30)  # where nobody tells: torch's
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_closed_channel_leaves_no_group(monkeypatch):
+    job, gone = MadeUpJob(monkeypatch, 3), []
+    channels = job.channels(carrier="receives")
+    monkeypatch.setattr(dist, "destroy_process_group", gone.append, raising=False)
+    for rank, channel in enumerate(channels):
+        gone.clear()
+        channel.close()
+        assert sorted(gone) == sorted(job.exchanges[rank])

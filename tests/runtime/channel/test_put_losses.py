@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import stat
 import subprocess
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -147,6 +151,9 @@ class Watched:
         self.calls.append("abandon")
         self.told.set()
 
+    def close(self) -> None:
+        self.calls.append("close")
+
     def expect_again(self, within_s: float | None) -> None:
         self.expected.append(within_s)
 
@@ -233,6 +240,65 @@ def test_a_process_that_is_held_with_pythons_lock_is_ended():
     assert 'File "<string>"' in held.stderr  # where it was held
 
 
+FORKS = """
+import os, sys, threading, time
+from datetime import timedelta
+from envpipe_megatron.runtime.channel import puts
+from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
+device = CudaDevice.__new__(CudaDevice)
+device.bind_thread = lambda: None
+class Carrier:
+    waits = False
+    def trouble(self, now_s): ...
+side = puts.PutSide(device, timedelta(minutes=9), 1)
+side.carriers = [Carrier()]
+side.watch()
+device.expect_again(600)
+held, over = threading.Event(), threading.Event()
+def hold():  # as the thread that looks does now and then
+    with side._looking:
+        held.set()
+        over.wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+device.expect_again(0.2)
+if os.fork() == 0:
+    time.sleep(1)  # what ends the parent is not the child's
+    print("the child lives", flush=True)
+    os._exit(0)
+threading.Event().wait()
+"""
+
+
+def test_a_forked_child_ends_as_python_does_and_only_the_parent_is_ended_in_time():
+    forks = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120
+    )
+    assert (forks.returncode, forks.stdout) == (1, "3\nthe child lives\n")
+    assert "Timeout" in forks.stderr
+
+
+def test_a_side_that_is_closed_leaves_no_thread_and_no_time_behind(monkeypatch):
+    before = set(threading.enumerate())
+    watched = Watched(monkeypatch)
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    watched.side.close()
+    for thread in own:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert watched.calls == ["close", "close"]
+    assert watched.expected[-1] is None
+    side = weakref.ref(watched.side)
+    del watched.side
+    gc.collect()
+    assert side() is None  # nothing is left for Python's end
+
+
 def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
     def fails() -> None:
         raise ValueError("of a test")
@@ -257,6 +323,26 @@ page.own(PUT).set(2**32 + 7)
 print("open", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_a_page_is_its_users_from_the_first_moment(monkeypatch, umask):
+    seen = []
+
+    def fchmod(file: int, mode: int) -> None:
+        seen.append(stat.S_IMODE(os.fstat(file).st_mode) & 0o077)
+        change(file, mode)
+
+    change, before = os.fchmod, os.umask(umask)
+    monkeypatch.setattr(os, "fchmod", fchmod)
+    try:
+        path = create_page_file()
+    finally:
+        os.umask(before)
+    assert seen == [0]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    FlagPage(path, 0)
+    path.unlink()
 
 
 def test_a_page_shows_what_another_process_says_and_whether_it_lives():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
-from fake_device import DeviceSpec
+from fake_device import DeviceSpec, FakeStream
 from on_request import examples
 from put_pipeline import SHAPE, PutPipeline
 from taking_turns import HangError
@@ -16,6 +19,7 @@ from envpipe_megatron.core.channel_model import completes, slots_of
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN
 from envpipe_megatron.runtime.channel.messages import StageSpecs
@@ -116,7 +120,7 @@ def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeyp
 def test_slots_grow_with_the_order_and_the_messages_between_steps(pipeline):
     made = pipeline(2, budget_bytes=8 * 256)
     small, deep = builders.one_f_one_b(2, 8), builders.envpipe(2, 8, (6, 0))
-    side = made.sides[0]
+    side = made.channels[0]
     told = []
 
     def slots() -> list[tuple[int, int]]:
@@ -128,7 +132,7 @@ def test_slots_grow_with_the_order_and_the_messages_between_steps(pipeline):
     before = slots_of(small, 8)
     assert made.train([deep, small]) == [None, None]
     assert slots() == [(slots_of(deep, 8), 256)] * 2
-    assert told == [(slots_of(deep, 8) - before) * 256]
+    assert told == [(slots_of(deep, 1) - before) * 256]  # what it needs
     assert told[0] > side.more_bytes(small) == side.more_bytes(deep) == 0
     made.specs = StageSpecs.alike(DeviceSpec.on(made.devices, torch.empty(100), torch.empty(1)))
     assert made.train([deep, deep]) == [None, None]
@@ -200,17 +204,81 @@ def test_a_first_message_shows_that_puts_work(pipeline):
     assert made.train([order, order], syncs=0.2) == [None, None]
 
 
-def test_a_first_message_that_does_not_come_or_is_another_is_an_error(pipeline, monkeypatch):
+def test_a_first_message_that_does_not_come_is_an_error(pipeline):
     made = pipeline(2)
     (one,) = made.sides[0].carriers
 
     def silent() -> None:
-        made.devices[1].share(0, 1, 256)
+        made.devices[1].share(0, 1, puts._PROBE_BYTES)
 
     error, _ = probe(made, one.probe, silent)
     assert "no message came in 20 s" in str(error)
+
+
+@pytest.mark.parametrize("wrong", [0, 20, 31])
+def test_one_wrong_byte_in_one_of_the_first_messages_is_an_error(pipeline, monkeypatch, wrong):
+    """Both sides go through all of them: neither waits for one that does not come."""
+    copy, copies = FakeStream.copy, count()
+
+    def almost_copies(stream: FakeStream, into: torch.Tensor, source: torch.Tensor) -> None:
+        copy(stream, into, source)
+        if next(copies) == wrong:
+            byte = stream._device.seen(into)[-7:-6]
+            stream.run(lambda: byte.add_(1))
+
+    monkeypatch.setattr(FakeStream, "copy", almost_copies)
     made = pipeline(2)
-    monkeypatch.setattr(torch, "full", lambda size, value, **options: torch.zeros(size, **options))
-    for error in probe(made):
-        with pytest.raises(RuntimeError, match="other contents"):
-            raise error
+    (error,) = (error for error in probe(made) if error is not None)
+    with pytest.raises(RuntimeError, match="other contents"):
+        raise error
+    assert next(copies) == 2 * 2 * 8  # both sides put and take each message
+    assert made.turns.now_s < 20
+
+
+def test_with_little_memory_there_are_as_few_slots_as_the_order_needs(pipeline):
+    """At one boundary, so that there is some for the other."""
+    made = pipeline(3, budget_bytes=8 * 256)
+    order = builders.one_f_one_b(3, 8)
+    needed, liked = slots_of(order, 1), slots_of(order, 8)
+    made.devices[1].free_bytes = (2 * needed + liked) * 256
+    rooms = made.turns.run(*(partial(c.make_room, order, made.specs) for c in made.channels))
+    assert rooms == [True] * 3
+    assert made.train([order, order]) == [None] * 3
+    slots = [[c._slots for c in side.carriers] for side in made.sides]
+    assert slots == [[liked], [liked, needed], [needed]]
+
+
+def test_an_order_that_there_is_no_memory_for_leaves_both_sides_as_they_were(pipeline):
+    made = pipeline(2, budget_bytes=256)
+    shallow, deep = builders.one_f_one_b(2, 8), builders.envpipe(2, 8, (6, 0))
+    assert made.train([shallow]) == [None, None]
+    made.devices[1].free_bytes = 0
+    rooms = made.turns.run(*(partial(c.make_room, deep, made.specs) for c in made.channels))
+    assert rooms == [False, False]
+    assert made.train([shallow, shallow]) == [None, None]  # whose messages are checked
+    with pytest.raises(ChannelError, match="no memory for their messages"):
+        raise next(error for error in made.train([deep]) if isinstance(error, ChannelError))
+
+
+def test_a_channel_that_is_closed_gives_its_memory_back(pipeline):
+    made = pipeline(3)
+    for device in made.devices:
+        device.free_bytes = 2**20
+    assert made.train([builders.one_f_one_b(3, 8)]) == [None] * 3
+    assert made.devices[1].free_bytes < 2**20
+    pages = [weakref.ref(page) for page in made.pages]
+    assert made.turns.run(*(channel.close for channel in made.channels)) == [None] * 3
+    assert [device.free_bytes for device in made.devices] == [2**20] * 3
+    assert made.turns.run(*(channel.close for channel in made.channels)) == [None] * 3  # again
+    made.pages.clear()
+    for device in made.devices:
+        device._pages.clear()
+        device.written.clear()
+    assert not any(page() for page in pages)
+
+
+def test_a_channel_whose_neighbour_does_not_close_is_left(pipeline, caplog):
+    made = pipeline(2)
+    assert made.train([builders.one_f_one_b(2, 4)]) == [None, None]
+    assert made.turns.run(made.channels[0].close, lambda: None) == [None, None]
+    assert "Memory of messages stays taken: the other side has not come" in caplog.text

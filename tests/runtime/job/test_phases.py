@@ -76,6 +76,9 @@ class Memory:
         self.stages = "compared"
 
 
+CHANNEL = SimpleNamespace(make_room=lambda order, specs: True)
+
+
 @dataclass
 class Rank:
     """Stage 0 of a job, on one of its two replicas; others say what it says, but for `other`."""
@@ -95,7 +98,7 @@ class Rank:
     stage: int = 0
     num_stages: int = STAGES
     num_microbatches: int = MICROBATCHES
-    channel: Any = "channel"
+    channel: Any = field(default_factory=lambda: CHANNEL)
     executor: Any = "executor"
     meter: Any = "meter"
     print_grid: Any = "grid"
@@ -130,6 +133,21 @@ class Rank:
 
 def clocks_of(order: IterationOrder) -> set[int]:
     return set(order.frequency_mhz.ravel().tolist())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_messages_have_memory_on_all_ranks_before_a_unit_runs(own):
+    """Else an integration lets its framework run the step, and goes on at a lower level."""
+    asked = []
+    channel = SimpleNamespace(make_room=lambda *what: asked.append(what) or own)
+    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES)), channel=channel, other=lambda own: False)
+    for _ in range(2):  # the next step would ask again
+        with pytest.raises(MemoryFullError, match=r"no memory for messages .* '1f1b'"):
+            rank.run(1)
+    assert [(order.name, specs) for order, specs in asked] == [("1f1b", SPECS)] * 2
+    kept = builders.one_f_one_b(STAGES, MICROBATCHES)
+    Rank(SessionConfig(PlanRequest(MICROBATCHES)), kept, channel=channel).run(1)
+    assert len(asked) == 2  # its framework sends the messages itself
 
 
 def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
@@ -386,13 +404,13 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
     assert measuring.known == Sidecar(
         gpu="NVIDIA of a test", tensor_parallel=1, sequence_length=77, p2p_latency_s=(0.5,)
     )
-    assert measuring.hop == (0, STAGES, "channel", SPECS, "executor")
+    assert measuring.hop == (0, STAGES, CHANNEL, SPECS, "executor")
     order, clocks, stage, clock, meter, waits, collectives, wanted, say = measuring.profiler
     assert (order, clocks, stage) == (schedule, (1410, 1200, 1005), 0)
     assert (clock, meter, collectives) == (rank.clock, "meter", rank.collectives)
     assert (wanted, say) == (settings, rank.say)
     assert waits.power_w == {1410: 141.0, 1005: 100.5}
-    around = (0, STAGES, "channel", SPECS, "executor", rank.clock, "meter")
+    around = (0, STAGES, CHANNEL, SPECS, "executor", rank.clock, "meter")
     assert measuring.calls == [(1410, *around), (1005, *around)]
     assert rank.said == [f"profile: waiting power at {clock} MHz" for clock in (1410, 1005)]
     assert profile.sidecar.free_bytes == (100.0, 200.0)

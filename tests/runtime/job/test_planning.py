@@ -112,6 +112,9 @@ class Starting:
     known_memory: Any = None
     #: How many predictions find too little memory.
     full: int = 0
+    #: Orders whose messages do.
+    no_slots: tuple[str, ...] = ()
+    specs: Any = None
     said: list[str] = field(default_factory=list)
     predicted: list[Any] = field(default_factory=list)
 
@@ -129,7 +132,11 @@ class Starting:
         found = by_file if self.keeps_plan else None
         self.folder = SimpleNamespace(found_plan=lambda batch: found)
         self.state = SimpleNamespace(several_sizes=False)
-        self.channel = SimpleNamespace(capacity=self.capacity, more_bytes=lambda s: s.num_units)
+        self.channel = SimpleNamespace(
+            capacity=self.capacity,
+            more_bytes=lambda s: s.num_units,
+            make_room=lambda s, specs: s.name not in self.no_slots,
+        )
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
         alone: Any = SimpleNamespace(
             leads=True, gather=lambda own: [own], broadcast=lambda own: own
@@ -268,6 +275,11 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
         Starting(by_file, keeps_plan=True, full=2).adopt()
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, full=1).adopt()
+    job = Starting(by_file, keeps_plan=True, no_slots=("envpipe",))
+    assert job.adopt().plan.schedule.name == "1f1b"
+    assert "no memory for messages between stages in the order 'envpipe'" in job.said[0]
+    with pytest.raises(MemoryFullError, match="messages"):
+        Starting(by_file, keeps_plan=True, no_slots=("envpipe", "1f1b")).adopt()
 
 
 def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file, monkeypatch):

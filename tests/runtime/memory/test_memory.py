@@ -225,31 +225,44 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
     assert "more than was predicted" in record.getMessage()
 
 
-def test_what_is_said_of_memory_is_in_gib(caplog):
+def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
+    """Margin and messages count, and messages that are taken count for all later orders."""
     gib = 2**30
     sizes = Sizes(2 * gib, gib, message=0, forward=0, backward=0, gradients=gib, optimizer=2 * gib)
     job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
-    job.learn()
-    with caplog.at_level(logging.WARNING):
-        for asked in ((4, 0), (3, 0), (3, gib)):
-            job.everywhere(
-                lambda stage, work, memory, asked=asked: memory.predict(
-                    builders.envpipe(2, 6, (asked[0], 0)), asked[1]
-                )
-            )
-    assert job.said == [
+    learned = job.learn()
+
+    def predict(extra, more_bytes):
+        order = builders.envpipe(2, 6, (extra, 0))
+
+        def each(stage, work, memory):
+            before = memory.stages
+            try:
+                memory.predict(order, more_bytes)
+            except MemoryFullError as error:
+                assert memory.stages is before
+                return str(error).partition(", or")[0]
+
+        first, second = job.everywhere(each)
+        assert first == second
+        return first
+
+    full = (
+        "Stages 0 have no memory for the microbatches in flight of this order, [{}, 6.00] GiB at "
+        "its peak, where [{}] GiB may be used (got {}, 1). Let fewer be in flight"
+    )
+    assert predict(4, 0) == full.format("11.00", "10.45, 10.45", 6)
+    assert predict(3, gib) == full.format("10.00", "9.45, 9.45", 5)
+    assert predict(3, gib // 4) is None
+    assert predict(3, gib // 4) == full.format("10.00", "9.95, 9.95", 5)
+    assert predict(3, 0) is None
+    assert job.ranks[0][2].stages[0].room_bytes == learned[0].room_bytes - gib // 4
+    assert job.said[:3] == [
         "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
         "[3.45, 4.45] beside 5% kept free",
         "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
-        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB",
         "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB, [1.00, 1.00] GiB more for "
         "messages",
-    ]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Stage 0 may run out of memory: 6 microbatches in flight need 11.00 GiB, and 10.45 GiB may "
-        "be used",
-        "Stage 0 may run out of memory: 5 microbatches in flight need 10.00 GiB, and 9.45 GiB may "
-        "be used",
     ]
 
 
