@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+from cpu_run import _FirstOfRank0
 from lm_cases import full
 from lm_runs import evaluations_in, iterations_in, run_pretrain
 from torchrun_ranks import started_by
@@ -39,6 +42,13 @@ def test_a_skipped_iteration_has_no_loss():
     (skipped,) = iterations_in(line(1, loss=None))
     assert (skipped.skipped, skipped.loss, skipped.grad_norm) == (True, None, None)
     assert skipped.digits != next(iter(iterations_in(line(1)))).digits
+
+
+def test_that_the_gpus_random_numbers_are_the_cpus_is_warned_of_once():
+    by_name = {"msg": "CPU RNG state changed within GPU RNG context"}
+    warning, other = map(logging.makeLogRecord, (by_name, {"msg": "something else"}))
+    passes = _FirstOfRank0().filter
+    assert [passes(record) for record in (warning, other, warning, other)] == [1, 1, 0, 1]
 
 
 def test_what_envpipe_adds_is_no_difference():

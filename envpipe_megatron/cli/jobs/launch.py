@@ -161,7 +161,7 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     type=EXISTING_FILE,
     metavar="FILE",
     help="Start a node on each host of this file over ssh, also on this machine where it is one "
-    "of them. Each line: [user@]host slots=N.",
+    "of them. Each line: [user@]host slots=N, or host:N.",
 )
 @click.option(
     "--ssh", default="ssh", show_default=True, metavar="COMMAND", help="ssh client and its options."
