@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +23,7 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
-
-T = TypeVar("T")
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 
 class Training:
@@ -40,7 +39,7 @@ class Training:
 
     Raises:
         LevelError: the level that options name cannot be had.
-        EnvPipeError: as `Job` raises it.
+        WithoutEnvPipeError, EnvPipeError: as `Job` raises them.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Training:
         self._pipeline_group = pipeline_group
         # Stages may have models of different classes, and layers of different kinds.
         own = [(limit.feature, limit.highest, limit.reason) for limit in limits_of(model)]
-        of_all = dict.fromkeys(found for stage in _gathered(own) for found in stage)
+        of_all = dict.fromkeys(found for stage in of_all_ranks(own) for found in stage)
         self._limits = *limits, *(stands_against(*found) for found in of_all)
         self._decision = self._decide(options.level)
         self._checked = bool(self._decision.to_check) or options.self_check == "always"
@@ -185,10 +184,3 @@ class Training:
         """What Megatron calls in each step; what it gets once may stand for another later."""
         assert self._stand_in is not None
         return self._stand_in(**arguments)
-
-
-def _gathered(value: T) -> list[T]:
-    """Of all ranks."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
