@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +17,8 @@ from envpipe_megatron.errors import EnvPipeError
 
 #: No two drafts of a process have one name.
 _NUMBERS = itertools.count()
+#: What names a job to its restarts.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -77,18 +81,46 @@ def written_beside(path: Path) -> Iterator[Path]:
 def lock_file(path: Path) -> IO[str]:
     """Lock a file, which is made if it is not there, until it is closed or this process ends.
 
-    No child inherits the lock, and NFS has it for all hosts. BlockingIOError if another process has
-    it, another OSError where that cannot be known.
+    No child inherits the lock, and NFS has it for all hosts. The file says who has it, for
+    `lock_holder`. BlockingIOError if another process has it, another OSError where that cannot be
+    known.
     """
     import fcntl  # no Windows has it, where plans are made too
 
-    lock = path.open("w")
+    lock = path.open("a")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise
+    with suppress(OSError):  # a full disk locks as well
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), json.dumps(_this_process()).encode())
     return lock
+
+
+def lock_holder(path: Path) -> tuple[bool | None, bool | None]:
+    """Whether a lock is of this process's job, and whether its holder lives; None if not known."""
+    own_job, own_host, own_boot, own_namespace, _ = _this_process()
+    try:
+        job, host, boot, namespace, pid = json.loads(path.read_text())
+        lives = False if host == own_host and boot != own_boot else None
+        if (boot, namespace) == (own_boot, own_namespace):
+            os.kill(pid, 0)
+            lives = True
+    except (ProcessLookupError, PermissionError) as error:
+        lives = isinstance(error, PermissionError)  # another user's
+    except (OSError, ValueError, TypeError):  # it is just being written, or of an older version
+        return None, None
+    return job == own_job != "", lives
+
+
+def _this_process() -> list[str | int]:
+    """Its job; its host, when that was started, and its PID namespace; its number there."""
+    job = next(filter(None, map(os.environ.get, _JOB_VARIABLES)), "")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return ["" if job == "none" else job, socket.gethostname(), boot, namespace, os.getpid()]
 
 
 def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:

@@ -179,21 +179,21 @@ def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
     offer = zeusd.discover()
     if CONTROL_GROUP not in offer.groups:
         raise GpuError(
-            f"zeusd at {zeusd.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
+            f"zeusd at {zeusd.address} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
             remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
         )
     if offer.auth_required and zeusd.token_ends_s() < time.time() + BEFORE_TOKEN_ENDS_S:
         raise GpuError(
-            f"The token for zeusd at {zeusd.path} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
+            f"The token of {zeusd.address} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
             remedy="Issue one that outlives the job: nothing could reset a clock behind its end",
         )
     missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
     if missing:
         raise GpuError(
-            f"zeusd at {zeusd.path} does not manage {', '.join(missing)}",
+            f"zeusd at {zeusd.address} does not manage {', '.join(missing)}",
             remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
         )
-    return f"zeusd at {zeusd.path} offers {CONTROL_GROUP} to this user"
+    return f"zeusd at {zeusd.address} offers {CONTROL_GROUP} to this user"
 
 
 def _command_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:

@@ -29,8 +29,12 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
         )
     from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 
+    if address.backend == "none":
+        return ReadOnlyGpu(NvmlGpu(address.uid))
     site = site or read_site()
     gpu = NvmlGpu(address.uid, reset_range_mhz=site.reset_range_mhz)
+    if gpu.unlisted is not None:
+        raise gpu.unlisted
     match address.backend:
         case "zeusd":
             from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, zeusd_socket
@@ -42,8 +46,6 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
             return CommandGpu(gpu, gpu.index, site)
         case "dry_run":
             return DryRunGpu(gpu)
-        case "none":
-            return ReadOnlyGpu(gpu)
     return gpu
 
 

@@ -14,8 +14,8 @@ fields but `format` are optional:
     reset_range_mhz = [210, 1410]         # what a reset means here, instead of the driver's default
     allow_power_profiles = false          # a clock for each unit beside an enforced power profile
 
-The file names commands that are run. So a file that everybody may write is refused, and root
-refuses one that belongs to another user.
+The file names commands that are run. So a file that a group or everybody may write is refused, as
+sudo refuses its own, and root refuses one that belongs to another user.
 """
 
 import os
@@ -88,11 +88,11 @@ def read_site_file(path: Path) -> SiteConfig:
 
 
 def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
-    if status.st_mode & stat.S_IWOTH:
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise GpuError(
-            f"Everybody may write the site configuration {path}, which names commands to run",
+            f"Others than its owner may write the site configuration {path}, which names commands",
             value=stat.filemode(status.st_mode),
-            remedy=f"chmod o-w {path}",
+            remedy=f"chmod go-w {path}",
         )
     # In a user namespace the files of the machine's root show as the overflow user's.
     of_root = status.st_uid == 0 or (status.st_uid == 65534 and in_user_namespace())

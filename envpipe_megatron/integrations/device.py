@@ -17,7 +17,7 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
@@ -32,7 +32,7 @@ _BACKWARD_RATIO = 2.0
 
 
 class DeviceError(EnvPipeError):
-    """There is no GPU to train on, or no such emulation."""
+    """A stage is on another GPU than its process's, or there is no such emulation."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _emulation(
 ) -> tuple[EmulatedGpu, dict[Kind, float]]:
     preset = preset or os.environ.get(PRESET_VARIABLE)
     if not preset:
-        raise DeviceError(
+        raise GpuError(
             "EnvPipe found no CUDA GPU in this process",
             remedy=f"On a machine without GPUs, {PRESET_VARIABLE}=a100-sxm emulates them.",
         )

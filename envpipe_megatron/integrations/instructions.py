@@ -30,6 +30,7 @@ from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
     Placement,
+    WithoutEnvPipeError,
     close_at_exit,
     own_gloo_group,
     say_line,
@@ -37,6 +38,7 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 
@@ -129,7 +131,7 @@ class InstrumentedPipeline:
         #: Whether the step was left by an exception.
         self._failed = False
         self._running: Kind | None = None
-        self._closed = False
+        self._closed = self._without = False
         self._told: set[str] = set()
         close_at_exit(self.close)
 
@@ -163,6 +165,8 @@ class InstrumentedPipeline:
 
         Raises EnvPipeError if a given plan has another order.
         """
+        if self._without:
+            return
         if self._closed:
             self._misused("on_step_begin was called after end_training or close", "Close it last.")
             return
@@ -236,8 +240,8 @@ class InstrumentedPipeline:
         a unit.
 
         Raises:
-            EnvPipeError: the first step's order is neither 1F1B nor GPipe, or there is no GPU or no
-                control though it is required; on all ranks.
+            EnvPipeError: the first step's order is neither 1F1B nor GPipe, or there is no control
+                though it is required; on all ranks.
         """
         if self._closed:
             return
@@ -250,7 +254,10 @@ class InstrumentedPipeline:
                 "End each unit before its step.",
             )
         if self._job is None:
-            self._job, self._kept_order = self._begin_job()
+            try:
+                self._job, self._kept_order = self._begin_job()
+            except WithoutEnvPipeError:
+                self._closed = self._without = True
         elif self._followed is not None:
             run = self._followed.run
             if run.next_unit is not None and self._followed.in_order:
@@ -327,7 +334,7 @@ class InstrumentedPipeline:
     def _misused(self, what: str, remedy: str, **value: object) -> None:
         """Raises InstructionError in the first step, and else says it once: training goes on."""
         error = InstructionError(what, remedy=remedy, **value)
-        if self._job is None:
+        if self._job is None and not self._without:
             raise error
         self._once(f"Training goes on: {error}", what)
 
@@ -339,11 +346,8 @@ class InstrumentedPipeline:
     def _begin_job(self) -> tuple[Job, Schedule]:
         placement = self._placement
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
-        own = (pipeline, placement.stage, self._recorded)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
         stages: dict[tuple[int, ...], dict[int, str]] = {}
-        for ranks, stage, letters in everyone:
+        for ranks, stage, letters in of_all_ranks((pipeline, placement.stage, self._recorded)):
             stages.setdefault(ranks, {})[stage] = letters
         # Every rank checks all pipelines, so that none goes on if another is refused.
         orders = {

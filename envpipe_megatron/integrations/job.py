@@ -6,14 +6,12 @@ import atexit
 import logging
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.integrations.device import open_device
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
@@ -33,8 +32,10 @@ from envpipe_megatron.policies.request import PlanRequest, framework_order
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
+    CollectivesError,
     all_pipelines,
     make_collectives,
+    of_all_ranks,
 )
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -42,6 +43,8 @@ from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
 CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
@@ -51,6 +54,10 @@ _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
 
 class JobError(EnvPipeError):
     """Ranks that were started differently, or a limit below what the pipeline needs."""
+
+
+class WithoutEnvPipeError(EnvPipeError):
+    """A job that can train without EnvPipe only; every rank raises it, and the first says why."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,9 @@ class Job:
 
     Raises:
         JobError: ranks that were started differently, or too few microbatches in flight.
-        EnvPipeError: no GPU, no control though it is required, or another rank raised one.
+        WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other, and
+            neither control nor a profile is required.
+        EnvPipeError: no control though it is required, or another rank raised one.
     """
 
     def __init__(
@@ -135,20 +144,20 @@ class Job:
         self.say = say
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         num_microbatches = placement.num_microbatches
-        self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
+        require = options.require_control or (
+            options.profile_only and options.gpu_control != "dry_run"
+        )
+        pipelines = all_pipelines(pipeline)
+        self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
         own = PlanRequest(
             num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
         )
         check_in_flight(options.max_in_flight, framework_order(len(pipeline), own))
-        self.device = open_device(
-            self.collectives,
-            len(pipeline),
-            options.gpu_control,
-            options.gpu_preset,
-            require=options.require_control
-            or (options.profile_only and options.gpu_control != "dry_run"),
-            one_clock=one_clock,
+        self.device = self._made(
+            require,
+            partial(open_device, require=require, one_clock=one_clock),
+            *(self.collectives, len(pipeline), options.gpu_control, options.gpu_preset),
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
         if placement.keeps_order and (one_clock or not controlled):
@@ -196,6 +205,7 @@ class Job:
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
+                require_control=require,
                 reorders=placement.reorders,
                 may_be_lowered=not placement.keeps_order,
             ),
@@ -205,6 +215,9 @@ class Job:
             self.collectives,
             say=say,
         )
+        if refused := self.session.refused:
+            left_alone = ChosenControl(options.gpu_control, None, refused)
+            self.device = replace(self.device, control=left_alone)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -212,9 +225,26 @@ class Job:
                 "type": request.policy,
                 "scheduling": placement.order_name or request.schedule,
                 "reconfigure": request.reconfigure,
-                "notes": list(self.session.state.notes),
+                "notes": self.session.summary()["notes"],
             }
         )
+
+    def _made(self, required: bool, make: Callable[..., T], *arguments: Any) -> T:
+        """What this rank makes; a WithoutEnvPipeError on all ranks if one cannot, and need not."""
+        failure: Exception | None = None
+        try:
+            made = make(*arguments)
+        except Exception as error:
+            failure = error
+        own = "" if failure is None else str(failure) or repr(failure)
+        wrong, why = max(of_all_ranks((isinstance(failure, DeviceError), own)))
+        if not why:
+            return made
+        if wrong or required:
+            raise failure or CollectivesError(why)
+        if dist.get_rank() == 0:
+            self.say(f"This job trains without EnvPipe: {why}")
+        raise WithoutEnvPipeError(why) from failure
 
     def banner(self) -> str:
         """What the job does, in a line."""
@@ -313,20 +343,12 @@ def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.Process
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
-    """Have clocks given back on every way out that Python sees, SIGTERM among them.
+    """Have the clock given back as Python ends; signals keep what they do.
 
-    A framework that handles SIGTERM itself is left alone, and only a main thread may handle it:
-    for others, the guard gives clocks back.
+    Where one ends the process at once, as SIGTERM does by default, the guard gives the clock back.
+    A handler would run only when a rank that waits in NCCL for a peer comes back from there.
     """
     atexit.register(close)
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave)
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    """Leave through `atexit`, which gives the clock back."""
-    raise SystemExit(128 + signum)
 
 
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:

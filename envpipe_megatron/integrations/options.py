@@ -173,18 +173,20 @@ def read_options(
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
-    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError if there can be no
-    folder, or a file is damaged or of another number of stages.
+    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError if something else has
+    the folder's name, the profile that is asked for has no folder, or a file is damaged or of
+    another number of stages. A folder that cannot be made otherwise costs the files alone.
     """
     if options.output_dir is not None:
         try:
             options.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OptionError(
-                f"There can be no output folder: {error.strerror}",
-                value=str(options.output_dir),
-                remedy="Give another one by --envpipe-output.",
-            ) from error
+            if options.profile_only or isinstance(error, FileExistsError | NotADirectoryError):
+                raise OptionError(
+                    f"There can be no output folder: {error.strerror}",
+                    value=str(options.output_dir),
+                    remedy="Give another one by --envpipe-output.",
+                ) from error
     if options.profile_file is None or not _reads_files(os.environ):
         return
     profile = read_profile(options.profile_file)

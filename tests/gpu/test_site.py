@@ -158,11 +158,12 @@ def test_a_file_that_is_no_site_configuration(tmp_path, text, said):
     assert said in message
 
 
-def test_a_file_that_everybody_may_write_is_refused(tmp_path):
+@pytest.mark.parametrize("mode", [0o646, 0o664])
+def test_a_file_that_others_may_write_is_refused(tmp_path, mode):
     path = site_of(tmp_path, PAIR)
     assert read_site_file(path).lock_command
-    path.chmod(0o646)
-    assert "chmod o-w" in refused(path)
+    path.chmod(mode)
+    assert "chmod go-w" in refused(path)
 
 
 def test_root_takes_no_commands_from_another_users_file(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A small zeusd over a Unix socket, as its HTTP API is documented; it remembers every request."""
+"""A small zeusd over a Unix socket or TCP, as its HTTP API is documented; remembers requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUS = {
 ALL_GROUPS = ("gpu-control", "gpu-read", "cpu-read")
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
     request_queue_size = 64
     daemon: FakeZeusd
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class FakeZeusd:
-    """Listens from the start; what it offers may be changed at any time.
+    """Listens from the start, without a path at `host_port`; its offers may be changed any time.
 
     Attributes:
         gpus: {pci_address: {"id": number}}; the fields are those of /discover.
@@ -62,7 +62,7 @@ class FakeZeusd:
         requests: every request, as "METHOD /path".
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.gpus = {address: dict(gpu) for address, gpu in GPUS.items()}
         self.groups = ALL_GROUPS
@@ -83,17 +83,23 @@ class FakeZeusd:
         daemon = self
 
         class Server(_Server):
+            address_family = socket.AF_UNIX if self.path else socket.AF_INET
+
             def get_request(self):
                 connection, address = super().get_request()
                 daemon._open.append(connection)
                 return connection, address
 
-        self._server = Server(str(self.path), _Handler)
+        place = str(self.path) if self.path else ("127.0.0.1", 0)
+        self._server = Server(place, _Handler)
+        if self.path is None:
+            self.host_port = "{}:{}".format(*self._server.server_address)
         self._server.daemon = self
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self):
-        self.path.unlink()
+        if self.path:
+            self.path.unlink()
         self._end(self._server, self._open)
 
     def restart(self):

@@ -6,9 +6,11 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import plain_stages
 import torch
@@ -16,11 +18,15 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel import host_group
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
@@ -324,3 +330,41 @@ def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dic
     step(pipeline, own)
     told["closed"] = said
     return told
+
+
+def start_with_fault(
+    rank: int, root: Path, preset: Path, letters: Sequence[str], fault: str, settings: Any
+) -> Any:
+    """Steps of a job whose start fails on rank 1: phase, report, what was said, notes, changes."""
+    emulate(rank, root, preset)
+    runtime, said = root / f"run-{rank}", list[str]()
+    (runtime / "envpipe").mkdir(parents=True)
+    (runtime / "envpipe").chmod(0o755 if rank == 1 else 0o700)  # a guard refuses the first
+    variables = {"XDG_RUNTIME_DIR": str(runtime), "ENVPIPE_LEASE_DIR": str(root / "leases")}
+    if fault == "guard":  # emulated GPUs have one on nodes with an agent
+        variables[AGENT_VARIABLE] = str(root / "none")
+    faults: dict[str, Any] = {
+        "reading": patch.object(EmulatedGpu, "create", side_effect=GpuError("NVML is not there")),
+        "gloo": patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no route")),
+        "emulation": patch.dict(os.environ, {FORWARD_VARIABLE: "fast"}),
+    }
+    quick = timedelta(seconds=0.2) if fault == "gloo" else host_group._CONNECT
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, variables))
+        stack.enter_context(patch.object(host_group, "_CONNECT", quick))
+        if rank == 1 and fault in faults:
+            stack.enter_context(faults[fault])
+        pipeline = FastPipeline(dist.group.WORLD, 4, say=said.append, **settings)
+        try:
+            for _ in range(3):
+                step(pipeline, letters[rank], dist.group.WORLD)
+            pipeline.pause()
+            pipeline.on_instruction_begin("recompute")  # no such unit, which ends nothing by now
+            told = pipeline.phase, pipeline.report(), said
+            pipeline.end_training()
+        except EnvPipeError as error:
+            return str(error)
+    if pipeline._job is None:
+        return told
+    summary = pipeline._job.session.summary()
+    return *told, summary["notes"], summary["clocks"]["changes"]

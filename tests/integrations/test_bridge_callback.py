@@ -340,3 +340,22 @@ def test_the_page_has_the_limits_that_are_bridges_own(arguments: Any) -> None:
 def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTraining]) -> None:
     with pytest.raises(RefusedError, match="dist_train"):
         begin(make(), loop, config(model__dist_train=SimpleNamespace(use_dist_train=True)))
+
+
+@pytest.mark.usefixtures("trainings")
+def test_a_job_that_trains_without_envpipe(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from envpipe_megatron.integrations.job import WithoutEnvPipeError
+    from envpipe_megatron.integrations.megatron_bridge import callback as module
+
+    def without(*arguments: Any) -> None:
+        raise WithoutEnvPipeError("NVML is not there")
+
+    monkeypatch.setattr(module, "Training", without)
+    own, settings, callback = dict(vars(loop)), config(), make()
+    function = begin(callback, loop, settings)
+    callback.on_train_step_start(context(settings))
+    assert function(n=0) == "Megatron {'n': 0}"
+    callback.on_train_step_end(context(settings, skipped_iter=False))
+    callback.on_eval_start(context(settings))
+    callback.on_train_end(context(settings))
+    assert vars(loop) == own

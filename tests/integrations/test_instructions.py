@@ -284,3 +284,40 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
             for text, pattern in zip(found, said, strict=True):
                 assert re.search(pattern, text), name
         assert not told
+
+
+def started(pool: RankPool, folder: Path, preset: Path, fault: str, **settings: Any) -> Any:
+    orders = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
+    with memory_folder() as root:
+        return pool.run(
+            instruction_ranks.start_with_fault, root, preset, orders, fault, {**QUICK, **settings}
+        )
+
+
+def test_without_a_guard_on_one_rank_all_train_and_change_no_clock(pool, folder, preset):
+    ranks = started(pool, folder, preset, "guard", type="envelope")
+    for phase, _, _, notes, changes in ranks:
+        assert (phase, changes) == ("warm-up", 0)
+        assert "not this user's alone" in notes[1]
+    assert any("left alone (" in text and "user's alone" in text for text in ranks[0][2])
+    for error in started(pool, folder, preset, "guard", require_control=True):
+        assert "not this user's alone" in error
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [("reading", "NVML is not there"), ("gloo", "cannot reach others of the job")]
+)
+def test_what_cannot_be_read_or_reached_trains_without_envpipe(pool, folder, preset, fault, why):
+    ranks = started(pool, folder, preset, fault)
+    assert [rank[:2] for rank in ranks] == [("framework", "")] * STAGES
+    (said,) = ranks[0][2]
+    assert said.startswith("This job trains without EnvPipe: ")
+    assert why in said
+    assert [rank[2] for rank in ranks[1:]] == [[]] * (STAGES - 1)
+    for error in started(pool, folder, preset, fault, require_control=True):
+        assert why in error
+
+
+def test_a_wrong_emulation_stays_an_error(pool, folder, preset):
+    for error in started(pool, folder, preset, "emulation"):
+        assert "is a time in s above 0" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooks.hooking import HookError, Reached
+from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
     REFUSED,
@@ -239,3 +241,28 @@ def test_options_are_read_from_the_arguments(
 def test_the_user_guide_lists_what_is_refused() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "megatron_deepspeed.md").read_text()
     assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]
+
+
+def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The package has a function of its name.
+    initialize = import_module("envpipe_megatron.integrations.deepspeed.initialize")
+    own = object.__new__(PipelineEngine)
+    own.__dict__["micro_batches"] = 4
+
+    def without(*arguments: Any) -> None:
+        raise WithoutEnvPipeError("NVML is not there")
+
+    for name in ("check_engine", "_placement", "_facts"):
+        monkeypatch.setattr(initialize, name, lambda *arguments: None)
+    monkeypatch.setattr(initialize, "Job", without)
+    monkeypatch.setattr(hooks, "check_model", lambda model: None)
+    monkeypatch.setattr(hooks, "deepspeed_config", lambda args: {})
+    args: Any = SimpleNamespace(log_interval=LOG_INTERVAL, seq_length=32)
+    hooks.begin_training(args, [own])
+    steps(LOG_INTERVAL + 1)
+    assert hooks.log(8, writer(enabled=True)) == ""
+    hooks.end_training()
+    assert type(own) is PipelineEngine
+    initialize.end_training(own)

@@ -18,7 +18,7 @@ import torch
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooks.hooking import HookError, Reached
-from envpipe_megatron.integrations.job import Job, JobError
+from envpipe_megatron.integrations.job import Job, JobError, WithoutEnvPipeError
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy
 
@@ -481,3 +481,28 @@ def test_messages_of_a_teacher_are_counted_once() -> None:
     specs = _specs(arguments, SimpleNamespace(tp=One(), cp=One()))  # type: ignore[arg-type]
     (spec,) = {*specs.sends.values()}
     assert spec.shapes == ((16, 1, 96),)
+
+
+def test_a_job_that_trains_without_envpipe(
+    hooks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron has its own function, and hooks have nothing to do."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def without(*arguments: Any) -> None:
+        raise WithoutEnvPipeError("NVML is not there")
+
+    monkeypatch.setattr(hooks, "_state", hooks._State(options=SimpleNamespace()))
+    monkeypatch.setattr(hooks, "Training", without)
+    monkeypatch.setattr(hooks.recomputation, "by_stage", lambda args: None)
+    monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
+    monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
+    hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
+    assert schedules.envpipe_hook is None
+    for iteration in range(5):
+        hooks.begin_step(iteration)
+        hooks.end_step(0)
+        assert hooks.log(iteration, None, None) == ""
+        hooks.pause()
+    hooks.end_training()
+    assert not caplog.records

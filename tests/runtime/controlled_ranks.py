@@ -106,26 +106,30 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
     return leases, locked_mhz, forked_mhz, after_mhz, session.clock_summary()["error"]
 
 
-def be_refused(rank: int, root: Path) -> str:
-    """Make a session where another job holds a GPU."""
+def be_refused(rank: int, root: Path, require: bool) -> Any:
+    """Train where another job holds rank 1's GPU, or get the error."""
     use_guards_of(root, "refused")
+    config = replace(_config(root, guarded=True), require_control=require)
     try:
-        plain_stages.session(rank, _config(root, guarded=True), root)
+        session, gpu = plain_stages.session(rank, config, root)
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
+    requested = gpu.requested_frequency_mhz if rank != 1 else None  # that of the other job
+    _iterate(session, rank, 4)
+    session.close()
+    energy_j = session.energy_log.totals["steady"].energy_j
+    return session.state.phase.value, session.state.notes, requested, energy_j
 
 
-def be_without_a_folder(rank: int, root: Path, victim: int) -> str:
-    """Make a session where one rank cannot make its output folder."""
+def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
+    """Train where one rank cannot make its output folder; whether a clock was changed."""
     use_guards_of(root, "no folder")
     output = root / "file" / "output" if rank == victim else root / "output"
     config = replace(_config(root, guarded=True), output_dir=output)
-    try:
-        plain_stages.session(rank, config, root)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing failed"
+    session, _ = plain_stages.session(rank, config, root)
+    _iterate(session, rank, 3)
+    session.close()
+    return session.state.phase.value, session.clock_summary()["changes"] > 0
 
 
 def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError
+from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError, NvmlNotSupportedError
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
@@ -153,7 +153,10 @@ def _clock_text(state: ClockState) -> str:
 
 def _memory_clocks(gpu: Gpu) -> list[int]:
     read = pynvml.nvmlDeviceGetSupportedMemoryClocks
-    return sorted(call_gpu(gpu.address.uid, "read the memory clocks", read), reverse=True)
+    try:
+        return sorted(call_gpu(gpu.address.uid, "read the memory clocks", read), reverse=True)
+    except NvmlNotSupportedError:
+        return []
 
 
 @clocks.command()

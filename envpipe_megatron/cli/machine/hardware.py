@@ -86,9 +86,14 @@ def _numbers(indices: Iterable[int]) -> str:
 
 
 def _supported_clocks() -> Answer:
+    gpus = _every_gpu()
+    unlisted = {index: gpu.unlisted for index, gpu in gpus.items() if gpu.unlisted}
+    if unlisted:
+        first = next(iter(unlisted.values()))
+        return False, f"not {_numbers(unlisted)}: {first.what}", first.remedy
     tables = Counter(
         (len(clocks), clocks[-1], clocks[0])
-        for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
+        for clocks in (gpu.supported_frequencies_mhz for gpu in gpus.values())
     )
     evidence = "; ".join(
         f"{count} clocks, {low} to {high} MHz, on {number} GPUs"

@@ -101,7 +101,9 @@ class NvmlGpu(Gpu):
     name. A reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the
     driver has taken it, also for a process that is killed in it: nothing takes effect late. Raises
     MigModeError for a MIG instance, GpuNotFoundError if NVML sees no such GPU, NvmlError if
-    it cannot be read.
+    it cannot be read. Where the driver lists no clocks (WSL, boards with one memory for CPU and
+    GPU), `unlisted` says so, `supported_frequencies_mhz` has the highest or the present one, and
+    none is locked.
     """
 
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
@@ -112,7 +114,18 @@ class NvmlGpu(Gpu):
         self.index = found.index
         self.pci_bus_id = found.pci_bus_id
         self.name = found.name
-        self.supported_frequencies_mhz = self._read_supported()
+        self.unlisted: NvmlError | None = None
+        try:
+            self.supported_frequencies_mhz = self._read_supported()
+        except NvmlNotSupportedError as error:
+            self.unlisted = NvmlNotSupportedError(
+                f"{self.name} lists no SM clocks to choose from: {error.what}",
+                value=found.uid,
+                remedy="Its clocks cannot be locked; train without clock control",
+            )
+            reads = pynvml.nvmlDeviceGetMaxClockInfo, pynvml.nvmlDeviceGetClockInfo
+            known = (self._if_known("read the clock", read, pynvml.NVML_CLOCK_SM) for read in reads)
+            self.supported_frequencies_mhz = (next(filter(None, known), 0),)
         self._reset_range_mhz = reset_range_mhz
         self._instant_power: bool | None = None
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
@@ -121,6 +134,13 @@ class NvmlGpu(Gpu):
 
     def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
         return call_gpu(self.address.uid, action, function, *arguments)
+
+    def _if_known(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """As `_call`; None where GPU or driver do not have it."""
+        try:
+            return self._call(action, function, *arguments)
+        except NvmlNotSupportedError:
+            return None
 
     def _read_supported(self) -> tuple[int, ...]:
         """The SM clocks under the memory clock with which CUDA runs."""
@@ -133,11 +153,7 @@ class NvmlGpu(Gpu):
             "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
         )
         if not clocks:
-            raise NvmlNotSupportedError(
-                f"{self.name} lists no SM clocks to choose from",
-                value=self.address.uid,
-                remedy="Its clocks cannot be locked; train without clock control",
-            )
+            raise NvmlNotSupportedError("the list is empty")
         return tuple(sorted(set(clocks), reverse=True))
 
     def _lock(self, frequency_mhz: int) -> None:
@@ -176,9 +192,9 @@ class NvmlGpu(Gpu):
         try:
             mode = self._call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
         except NvmlError:
-            return None
+            return self.unlisted
         if mode != _VIRTUAL_GPU:
-            return None
+            return self.unlisted
         return VirtualGpuError(
             "Cannot lock the clock of a virtual GPU, which belongs to its host",
             value=uid,
@@ -225,11 +241,8 @@ class NvmlGpu(Gpu):
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 
     def _power_limit_w(self, function: Callable[..., Any]) -> float | None:
-        try:
-            limit_mw = self._call("read the power limit", function)
-        except NvmlNotSupportedError:
-            return None
-        return float(limit_mw) / 1000
+        limit_mw = self._if_known("read the power limit", function)
+        return None if limit_mw is None else float(limit_mw) / 1000
 
     @property
     def power_w(self) -> float:
@@ -239,14 +252,14 @@ class NvmlGpu(Gpu):
         and on any between it is the mean of the last second.
         """
         if self._instant_power is not False:
-            (field,) = self._call(
+            fields = self._if_known(
                 "read the power",
                 pynvml.nvmlDeviceGetFieldValues,
                 [pynvml.NVML_FI_DEV_POWER_INSTANT],
             )
-            self._instant_power = field.nvmlReturn == pynvml.NVML_SUCCESS
+            self._instant_power = bool(fields) and fields[0].nvmlReturn == pynvml.NVML_SUCCESS
             if self._instant_power:
-                return float(field.value.uiVal) / 1000
+                return float(fields[0].value.uiVal) / 1000
         return float(self._call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
 
     def read_energy(self) -> EnergyReading:

@@ -1,8 +1,8 @@
 """A GPU whose clock zeusd changes: the Zeus project's daemon, which has the rights for everybody.
 
-Requests go over its Unix socket, as its HTTP API (https://ml.energy/zeus/zeusd/api/) describes
-them. All are blocking ones: they return with the driver's error, and the daemon works them off in
-order.
+Requests go over its Unix socket, or over TCP where it is on this machine, as its HTTP API
+(https://ml.energy/zeus/zeusd/api/) describes them. All are blocking ones: they return with the
+driver's error, and the daemon works them off in order.
 
 A daemon numbers GPUs as its own NVML does, which another container need not share. So every change
 has a connection to itself, on which the daemon is first asked for its GPUs, and ours is found by
@@ -18,6 +18,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -29,9 +30,11 @@ from envpipe_megatron.gpu.visible_devices import pci_address
 
 DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
 SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"
+HOST_VARIABLE = "ZEUSD_HOST_PORT"
 TOKEN_VARIABLE = "ZEUSD_TOKEN"
 """The variables are Zeus's own, so that a job that uses Zeus already needs nothing more."""
 
+DEFAULT_PORT = 4938
 CONTROL_GROUP = "gpu-control"
 REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
@@ -54,36 +57,49 @@ class ZeusdOffer:
     auth_required: bool
 
 
-def zeusd_socket(site: SiteConfig) -> Path:
-    """Return the daemon's socket: ZEUSD_SOCK_PATH, else the site's, else Zeus's default."""
-    given = os.environ.get(SOCKET_VARIABLE)
-    return Path(given) if given else site.zeusd_socket or DEFAULT_SOCKET
+def zeusd_socket(site: SiteConfig) -> Path | str:
+    """Return the daemon's socket, or its host and port.
+
+    ZEUSD_SOCK_PATH says so, else ZEUSD_HOST_PORT, else the site; else it is Zeus's default socket.
+    """
+    if given := os.environ.get(SOCKET_VARIABLE):
+        return Path(given)
+    return os.environ.get(HOST_VARIABLE) or site.zeusd_socket or DEFAULT_SOCKET
 
 
 class _Connection(http.client.HTTPConnection):
     # One that the daemon has closed must not reconnect unseen: the numbers of GPUs may be others.
     auto_open = 0
 
-    def __init__(self, path: Path, time_limit_s: float) -> None:
+    def __init__(self, address: Path | str, time_limit_s: float) -> None:
         super().__init__("localhost", timeout=time_limit_s)
-        self._path = path
+        self._address = address
 
     def connect(self) -> None:
+        if isinstance(self._address, str):
+            host, *port = self._address.rsplit(":", 1)
+            place = host.strip("[]"), int(port[0]) if port else DEFAULT_PORT
+            self.sock = socket.create_connection(place, self.timeout)
+            here, there = self.sock.getsockname()[0], self.sock.getpeername()[0]
+            if here != there and not ip_address(there).is_loopback:
+                # GPUs of two machines have the same PCI addresses.
+                raise OSError(f"{there} is another machine than {here}")
+            return
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+        self.sock.connect(str(self._address))
 
 
 class Zeusd:
-    """The daemon behind a socket. Any thread may call, since each call makes its own connection.
+    """The daemon at a socket, or a host and port. Any thread may call: each call connects anew.
 
     All methods raise GpuPermissionError if the daemon, its socket or the driver refuses it to
     this user, and GpuError if there is no daemon, it gives no answer within `time_limit_s`, is
     none that this understands, or fails.
     """
 
-    def __init__(self, path: Path, time_limit_s: float = REQUEST_TIME_LIMIT_S) -> None:
-        self.path = path
+    def __init__(self, address: Path | str, time_limit_s: float = REQUEST_TIME_LIMIT_S) -> None:
+        self.address = address
         self._time_limit_s = time_limit_s
         token = os.environ.get(TOKEN_VARIABLE)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -110,7 +126,7 @@ class Zeusd:
             gpu_id = self._discover(connection).gpu_ids.get(gpu)
             if gpu_id is None:
                 raise GpuError(
-                    f"Zeusd at {self.path} does not manage this GPU",
+                    f"Zeusd at {self.address} does not manage this GPU",
                     value="{:04x}:{:02x}:{:02x}.{:x}".format(*gpu),
                     remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
                 )
@@ -121,30 +137,31 @@ class Zeusd:
 
     def _connected(self, work: Callable[[_Connection], Result], again: bool = True) -> Result:
         """Do `work` on a connection, `again` on another if it breaks, as in a restart."""
-        with contextlib.closing(_Connection(self.path, self._time_limit_s)) as connection:
+        with contextlib.closing(_Connection(self.address, self._time_limit_s)) as connection:
             try:
                 connection.connect()
             except PermissionError as error:
                 raise GpuPermissionError(
-                    f"The socket of zeusd is not writable by this user: {self.path}",
+                    f"The socket of zeusd is not writable by this user: {self.address}",
                     remedy="Ask for access to it (zeusd's --socket-permissions, --socket-gid)",
                 ) from error
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a port is a number
                 raise GpuError(
-                    f"There is no zeusd at {self.path}: {error.strerror or error}",
-                    remedy=f"Start zeusd, or set {SOCKET_VARIABLE} or the site's zeusd_socket",
+                    f"There is no zeusd at {self.address}: {error.args[-1]}",
+                    remedy=f"Start zeusd here, or set {SOCKET_VARIABLE}, {HOST_VARIABLE} or the "
+                    "site's zeusd_socket",
                 ) from error
             try:
                 return work(connection)
             except TimeoutError as error:
                 raise GpuError(
-                    f"Zeusd at {self.path} did not answer within {self._time_limit_s:g} s",
+                    f"Zeusd at {self.address} did not answer within {self._time_limit_s:g} s",
                     remedy="Look at the daemon's log; the request may still take effect",
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 if not again:
                     raise GpuError(
-                        f"Zeusd at {self.path} closed the connection: {error!r}",
+                        f"Zeusd at {self.address} closed the connection: {error!r}",
                         remedy="Look whether the daemon still runs, and at its log",
                     ) from error
         return self._connected(work, again=False)
@@ -173,7 +190,7 @@ class Zeusd:
             raise self._foreign("/discover", json.dumps(answer).encode()) from error
         if any(not isinstance(address, str) for _, address in gpus):
             raise GpuError(
-                f"Zeusd at {self.path} does not report the PCI addresses of its GPUs",
+                f"Zeusd at {self.address} does not report the PCI addresses of its GPUs",
                 remedy="Upgrade zeusd to 0.5 or newer: its numbers alone do not name a GPU safely",
             )
         gpu_ids = {pci_address(address): int(gpu_id) for gpu_id, address in gpus}
@@ -184,27 +201,28 @@ class Zeusd:
             return self._no_right(reason)
         if status == 404:
             return GpuPermissionError(
-                f"Zeusd at {self.path} does not offer to change clocks: {reason}",
+                f"Zeusd at {self.address} does not offer to change clocks: {reason}",
                 remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
             )
         return GpuError(
-            f"Zeusd at {self.path} failed with HTTP status {status}: {reason}",
+            f"Zeusd at {self.address} failed with HTTP status {status}: {reason}",
             value=target,
             remedy="Look at the daemon's log for the driver's reason",
         )
 
     def _no_right(self, reason: str) -> GpuPermissionError:
         return GpuPermissionError(
-            f"Zeusd at {self.path} refuses: {reason}",
+            f"Zeusd at {self.address} refuses: {reason}",
             remedy=f"Set {TOKEN_VARIABLE} to a token with scope {CONTROL_GROUP} (`zeusd token "
             "issue`) where the daemon wants one; otherwise run zeusd with root's rights",
         )
 
     def _foreign(self, target: str, body: bytes) -> GpuError:
         return GpuError(
-            f"What listens at {self.path} does not answer {target} as zeusd does",
+            f"What listens at {self.address} does not answer {target} as zeusd does",
             value=body[:200].decode(errors="replace"),
-            remedy=f"Correct {SOCKET_VARIABLE} or the site's zeusd_socket, or upgrade zeusd",
+            remedy=f"Correct {SOCKET_VARIABLE}, {HOST_VARIABLE} or the site's zeusd_socket, or "
+            "upgrade zeusd",
         )
 
 

@@ -69,10 +69,10 @@ class Lease:
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
-        Waits up to `patience_s` while its guard, or somebody else, undoes an old one. Raises
-        LeaseHeldError if a live job holds it or another user's stale lease is in the way,
-        LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no lease,
-        or its GPU could not be reset (the file then stays).
+        Waits up to `patience_s` while its guard, or somebody else, undoes an old one, or resets the
+        GPU. Raises LeaseHeldError if a live job holds it or another user's stale lease is in the
+        way, LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no
+        lease, or its GPU could not be reset (the file then stays).
         """
         name = lease_name(address)
         home = new_lease_folder()
@@ -246,7 +246,8 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
     being_written = record is None
     being_undone = record is not None and (
         record.guard.is_alive() is False
-        or (record.rank is not None and record.rank.is_alive() is False)
+        or record.rank is None  # a reset, which ends by itself
+        or record.rank.is_alive() is False
     )
     return max(patience_s if being_written or being_undone else 0.0, _LOOK_S)
 

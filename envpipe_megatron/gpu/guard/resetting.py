@@ -35,16 +35,15 @@ def that_can_be_undone(
 ) -> ChosenControl:
     """Give control of a GPU up if its clock cannot be reset: who may lock need not be allowed to.
 
-    It is reset, under a lease. Raises LeaseHeldError if a job holds the GPU, GpuPermissionError if
-    control is required, and given up.
+    It is reset, under a lease, unless another job holds it. So is control given up of a GPU that
+    cannot be opened but to read it. Raises GpuPermissionError if control is required, and given up.
     """
-    if chosen.backend not in HARDWARE_BACKENDS:
+    if chosen.backend in (None, "emulated"):
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
-        _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
-    except LeaseHeldError:
-        raise
+        if chosen.backend in HARDWARE_BACKENDS:
+            _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
     except GpuError as error:
         why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
         remedies = (f"{error.remedy}.",) if error.remedy else ()

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.deepspeed.configuration import (
@@ -28,6 +29,7 @@ from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
     Placement,
+    WithoutEnvPipeError,
     close_at_exit,
     say_line,
 )
@@ -56,7 +58,7 @@ def initialize(
 
     Raises:
         EnvPipeError: a version of DeepSpeed, a feature of the engine or an option that does not
-            go with EnvPipe, no GPU, or another rank raised one.
+            go with EnvPipe, or another rank raised one.
     """
     given = inspect.signature(deepspeed.initialize).bind(*arguments, **named).arguments
     given, settings = take_block(given, envpipe)
@@ -93,8 +95,10 @@ def begin(
     *,
     sequence_length: int | None = None,
     tells: bool = True,
-) -> EnvPipeEngine:
+) -> PipelineEngine:
     """Make the job of an engine that DeepSpeed has made; every rank does. Raises as `initialize`.
+
+    The engine stays DeepSpeed's own where a GPU cannot be read.
 
     Args:
         engine: a PipelineEngine.
@@ -104,7 +108,10 @@ def begin(
         tells: as in `adopt`.
     """
     check_engine(engine)
-    job = Job(options, _placement(engine), _facts(engine, config, sequence_length), say_line)
+    try:
+        job = Job(options, _placement(engine), _facts(engine, config, sequence_length), say_line)
+    except WithoutEnvPipeError:
+        return engine
     close_at_exit(job.close)
     if job.collectives.is_planner:
         say_line(job.banner())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,9 +23,8 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-
-T = TypeVar("T")
 
 
 class Training:
@@ -41,7 +40,7 @@ class Training:
 
     Raises:
         LevelError: the level that options name cannot be had.
-        EnvPipeError: as `Job` raises it.
+        WithoutEnvPipeError, EnvPipeError: as `Job` raises them.
     """
 
     #: Why this step ran by Megatron's own function.
@@ -59,7 +58,7 @@ class Training:
         self._pipeline_group = pipeline_group
         # Stages may have models of different classes, and layers of different kinds.
         own = [(limit.feature, limit.highest, limit.reason) for limit in limits_of(model)]
-        of_all = dict.fromkeys(found for stage in _gathered(own) for found in stage)
+        of_all = dict.fromkeys(found for stage in of_all_ranks(own) for found in stage)
         self._limits = *limits, *(stands_against(*found) for found in of_all)
         self._decision = self._decide(options.level)
         self._checked = bool(self._decision.to_check) or options.self_check == "always"
@@ -197,10 +196,3 @@ class Training:
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._full = str(error)
             return self._replaced(**arguments)
-
-
-def _gathered(value: T) -> list[T]:
-    """Of all ranks."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooks.hooking import options_of
-from envpipe_megatron.integrations.job import say_line
+from envpipe_megatron.integrations.job import WithoutEnvPipeError, say_line
 from envpipe_megatron.integrations.megatron.limits import check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.megatron_bridge.arguments import (
@@ -77,7 +77,10 @@ class EnvPipeCallback:
         with named_as_settings():
             options = options_of(args)
         group = get_pg_collection(context.model).pp
-        self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
+        try:
+            self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
+        except WithoutEnvPipeError:
+            return
         self._training.in_place_of(self._framework_function)
         self._training.announce()
 

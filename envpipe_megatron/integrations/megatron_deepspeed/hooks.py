@@ -67,7 +67,7 @@ class _State:
     """One process trains one job at a time."""
 
     options: Options | None = None
-    engine: EnvPipeEngine | None = None
+    engine: PipelineEngine | None = None
     log_interval: int = 1
     reached: Reached = field(default_factory=Reached)
 
@@ -95,7 +95,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
     Raises:
         SystemExit: arguments that did not come from the command line, a model without DeepSpeed's
             pipeline, ranks that were started differently, or a limit that cannot be kept.
-        EnvPipeError: no GPU, no control though it is required, or another rank raised one.
+        EnvPipeError: no control though it is required, or another rank raised one.
     """
     _state.reached.note("begin_training")
     try:
@@ -134,7 +134,10 @@ def log(iteration: int, writer: Any) -> str:
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
     _state.reached.note("log")
-    report = running(_state.engine).report_interval()
+    engine = running(_state.engine)
+    if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
+        return ""
+    report = engine.report_interval()
     if writer.is_enabled():
         for name, value in report.scalars().items():
             writer.add_scalar(name, value, iteration)
@@ -145,6 +148,8 @@ def end_training() -> None:
     """Give clocks back, and print the bill; the engine is DeepSpeed's own again."""
     engine = running(_state.engine)
     _state.engine = None
+    if not isinstance(engine, EnvPipeEngine):
+        return
     engine.end_training()
     has_profile = engine.session.state.profile is not None
     engine.__class__ = PipelineEngine

@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.hooks.hooking import (
     running,
     validated,
 )
-from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.job import JobError, WithoutEnvPipeError
 from envpipe_megatron.integrations.levels import LevelError, decide
 from envpipe_megatron.integrations.megatron import recomputation
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
@@ -40,6 +40,8 @@ class _State:
 
     options: Options | None = None
     training: Training | None = None
+    #: Whether the job trains without EnvPipe: hooks do nothing.
+    without: bool = False
     reached: Reached = field(default_factory=Reached)
 
 
@@ -89,6 +91,9 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     try:
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _state.training = Training(args, options, LIMITS, model, group)
+    except WithoutEnvPipeError:
+        _state.without = True
+        return
     except (JobError, LevelError) as error:
         refuse(error)
 
@@ -109,6 +114,8 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
 
 def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
+    if _state.without:
+        return
     _state.reached.note("begin_step")
     running(_state.training).begin_step(iteration)
 
@@ -118,6 +125,8 @@ def end_step(skipped: int) -> None:
 
     Raises SystemExit if only the profile was asked for, and it is written.
     """
+    if _state.without:
+        return
     count = _state.reached.note("end_step")
     running(_state.training).end_step(skipped=bool(skipped))
     if count == NEEDED_BY_ITERATION:
@@ -129,6 +138,8 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
 
     Every rank calls it at the same iteration; all but one without writers.
     """
+    if _state.without:
+        return ""
     _state.reached.note("log")
     return running(_state.training).log(iteration, writer, wandb_writer, _meter())
 
@@ -141,6 +152,8 @@ def pause() -> None:
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
+    if _state.without:
+        return
     training, _state.training = running(_state.training), None
     _hooked_schedules().envpipe_hook = None
     training.end()

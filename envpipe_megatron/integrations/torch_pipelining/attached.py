@@ -22,12 +22,14 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
     Placement,
+    WithoutEnvPipeError,
     check_in_flight,
     check_level_of_files,
     close_at_exit,
@@ -46,6 +48,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     stages_of,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -75,7 +78,8 @@ def attach(
     """Attach EnvPipe to a schedule, whose `step` and `eval` are called as ever.
 
     Every rank of the job calls this at the same point of the program, replicas and the other ranks
-    of a stage too, before the schedule's first step.
+    of a stage too, before the schedule's first step. Where a GPU cannot be read, the schedule stays
+    torch's.
 
     Args:
         schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
@@ -92,7 +96,7 @@ def attach(
     Raises:
         AttachError: the schedule has none of torch's stages, or does not train.
         LevelError: the level that settings name cannot be had.
-        EnvPipeError: an option or file is wrong, there is no GPU, or no control that is required.
+        EnvPipeError: an option or file is wrong, or there is no control that is required.
     """
     return AttachedPipeline(schedule, facts, timeout, say, settings)
 
@@ -143,7 +147,7 @@ class AttachedPipeline:
         self._units.hear_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
-        self._begun = self._closed = self._seen = False
+        self._begun = self._closed = self._seen = self._without = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
@@ -151,7 +155,12 @@ class AttachedPipeline:
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
-        self.job = self._make_job()
+        try:
+            self.job = self._make_job()
+        except WithoutEnvPipeError:
+            self._without = True
+            self._release()
+            return
         self._announce()
         self._units.replace(schedule, "step", self._step)
 
@@ -163,7 +172,7 @@ class AttachedPipeline:
     @property
     def phase(self) -> str:
         """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
-        return self.job.session.state.phase.value
+        return FRAMEWORK if self._without else self.job.session.state.phase.value
 
     def pause(self) -> None:
         """Something that is not training follows, such as a checkpoint; `eval` says so by itself.
@@ -180,6 +189,8 @@ class AttachedPipeline:
         The last step is in the next report, since it has not ended.
         """
         self._unreported = None
+        if self._without:
+            return IntervalReport(None, None)
         return IntervalReport.gather(self.job.session)
 
     def end_training(self) -> None:
@@ -201,8 +212,9 @@ class AttachedPipeline:
         The schedule is torch's alone from here on.
         """
         self._release()
-        self.job.close()
-        atexit.unregister(self.job.close)
+        if not self._without:
+            self.job.close()
+            atexit.unregister(self.job.close)
 
     def _release(self) -> None:
         if not self._closed:
@@ -409,8 +421,6 @@ def _message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
 
 def _of_all_ranks(limits: Sequence[Limit]) -> list[Limit]:
     """What stands against levels on any rank, the same on all of them."""
-    everyone: list[Any] = [None] * dist.get_world_size()
     own = [(limit.feature, limit.highest, limit.reason) for limit in limits]
-    dist.all_gather_object(everyone, own)
-    found = dict.fromkeys(each for of_rank in everyone for each in of_rank)
+    found = dict.fromkeys(each for of_rank in of_all_ranks(own) for each in of_rank)
     return [stands_against(*each) for each in found]

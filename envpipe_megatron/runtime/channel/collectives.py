@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain, count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -177,11 +177,16 @@ class Collectives:
             ) from error
 
 
+def of_all_ranks(value: T) -> list[T]:
+    """The value of each rank of the job, over the framework's default group."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def all_pipelines(pipeline: Sequence[int]) -> list[tuple[int, ...]]:
     """The pipelines of a job: every rank gives its own, over the framework's default group."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tuple(pipeline))
-    return sorted(set(everyone))
+    return sorted(set(of_all_ranks(tuple(pipeline))))
 
 
 #: How often this process has made collectives: groups of the same ranks have names of their own.

@@ -23,12 +23,15 @@ FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
 _GATHER_TAG = 0
+#: gloo may wait five times as long for a rank that cannot be reached.
+_CONNECT = timedelta(seconds=20)
 
 
 class HostGroup:
     """Exchanges of a group; each is called by all of its ranks, in one order.
 
-    Every method raises RuntimeError when a rank is gone, or silent for the time-out.
+    Every method raises RuntimeError when a rank is gone, or silent for the time-out; so does making
+    one whose ranks cannot reach each other, within two minutes.
 
     Args:
         ranks: the global ranks, this one among them.
@@ -44,7 +47,10 @@ class HostGroup:
         self._transport: Any = None
         if self._size > 1:
             store = PrefixStore(f"envpipe/{name}", _get_default_store())
-            self._transport = dist.ProcessGroupGloo(store, self._index, self._size, timeout)
+            place = self._index, self._size
+            # The first shows soon whether all can be reached. It lives until the next is connected.
+            first = dist.ProcessGroupGloo(PrefixStore("first", store), *place, _CONNECT)
+            self._transport, _ = dist.ProcessGroupGloo(store, *place, timeout), first
 
     @property
     def leads(self) -> bool:

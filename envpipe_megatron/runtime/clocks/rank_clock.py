@@ -57,7 +57,7 @@ class RankClock:
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
         as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
-        if guarded is None:
+        if guarded is None or gpu.read_only:
             on_agents_node = AGENT_VARIABLE in os.environ
             guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
         if count_by is None and not gpu.is_emulated:
@@ -186,16 +186,17 @@ class RankClock:
             self._release()
 
 
-def make_everywhere(collectives: Collectives, make: Callable[[], RankClock]) -> RankClock:
-    """A clock on every rank, or on none: nobody trains beside a rank that was refused.
-
-    Raises GpuError as `RankClock` does, CollectivesError if another rank raised it.
-    """
+def make_everywhere(
+    collectives: Collectives, make: Callable[[], RankClock]
+) -> RankClock | Exception:
+    """A clock on every rank; why not, on every rank, if one was refused: all do the same."""
     made: list[RankClock] = []
     try:
         collectives.everywhere(lambda: made.append(make()))
-    except BaseException:
+    except BaseException as error:
         for clock in made:
             clock.close()
+        if isinstance(error, Exception):
+            return error
         raise
     return made[0]

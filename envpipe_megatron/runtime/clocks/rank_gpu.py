@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.control import (
     ChosenControl,
     beside_power_profiles,
     choose_control,
+    given_up,
     open_controlled,
 )
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
-from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ def open_rank_gpu(
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
-    rank has no control, every rank opens its GPU for reading alone, and the planner logs why.
+    rank has no control, or a site configuration that cannot be used, every rank opens its GPU for
+    reading alone, and the planner logs why.
     Nothing is locked or held yet; the clock was reset, to see that it can be.
 
     Args:
@@ -43,15 +45,19 @@ def open_rank_gpu(
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.
     """
-    site = collectives.everywhere(read_site)
 
-    def choose() -> ChosenControl:
+    def choose() -> tuple[SiteConfig, ChosenControl]:
+        try:
+            site = SiteConfig() if wanted == "emulated" else read_site()
+        except GpuError as error:
+            none, remedies = ChosenControl(wanted, None, ""), (f"{error.remedy}.",)
+            return SiteConfig(), given_up(none, error.what, remedies, require=require)
         allowed = choose_control(wanted, site, require=require)
-        if one_clock:
-            return allowed
-        return beside_power_profiles(allowed, uid, site, require=require)
+        if not one_clock:
+            allowed = beside_power_profiles(allowed, uid, site, require=require)
+        return site, allowed
 
-    chosen = collectives.everywhere(choose)
+    site, chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
     if first is None:  # all may lock; can all reset?

@@ -103,7 +103,7 @@ class Batches:
             job.folder.keep_baselines(job.energy.baselines)
         batch.order = batch.phases.send(last)
         if job.state.notes != notes:
-            self._describe_job({"notes": list(job.state.notes)})
+            self._describe_job({"notes": [*job.folder.notes, *job.state.notes]})
         if job.state.plan is not plan and not batch.name and job.collectives.is_planner:
             self._describe_job({"predicted": predicted(job.state.plan)})
         if batch.order.phase is not ended:

@@ -37,6 +37,7 @@ class SessionConfig:
             that of least energy of those by which steps last no longer than this allows.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
         guarded: whether the node's guard holds the GPU; by default if it is real.
+        require_control: whether a GPU that cannot be held is an error; by default it is only read.
         reorders: whether a framework that runs its units itself runs any order of whole backwards
             that is planned; its messages never wait for one another.
         labels: labels for each line of the energy log, beside the rank's own.
@@ -60,6 +61,7 @@ class SessionConfig:
     one_clock_slowdown_percent: float | None = None
     gpu_preset: str | None = None
     guarded: bool | None = None
+    require_control: bool = False
     reorders: bool = False
     labels: Mapping[str, object] = field(default_factory=dict)
     facts: Sidecar = field(default_factory=Sidecar)

@@ -11,6 +11,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -44,8 +45,8 @@ __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
-    Every rank of the job makes one, together. If a GPU is opened for reading alone, the job runs
-    the framework's own order and no rank requests a clock; energy is still measured.
+    Every rank of the job makes one, together. If a GPU is opened for reading alone or not held, the
+    job runs the framework's own order and no rank requests a clock; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
@@ -62,8 +63,7 @@ class Session:
 
     Raises:
         EnvPipeError: on every rank of the job: a memory limit is set but memory cannot be measured,
-            another job holds the GPU, or there is no guard.
-        OSError: the output folder cannot be made.
+            or control is required and a GPU cannot be held.
     """
 
     def __init__(
@@ -88,49 +88,43 @@ class Session:
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
         collectives.everywhere(lambda: _prepare(config, memory, reads_files=collectives.is_planner))
         self._folder = JobFolder(config.output_dir, collectives)
-        self._controlled = collectives.on_all(not gpu.read_only)
-        self._config = config if self._controlled else config.without_control()
-        if self._controlled:
-            self._folder.resume(config, num_stages, channel, gpu)
-            found = self._folder.found
-            if found is not None and found.phases_done:
-                self.state.reconfigure_steps = found.reconfigure_steps
-                self.state.reconfigure_ended = found.reconfigure_ended
-                done = ", ".join(found.phases_done)
-                self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
-        else:
-            self.state.notes = (
-                "A GPU is opened for reading alone: the framework's order at baseline clocks",
-            )
-        self._labels: dict[str, object] = {
-            **self._folder.run_label(config.labels),
-            "node": self._folder.node,
-            "gpu": gpu.name,
-            "gpu_uid": gpu.address.uid,
-            "clock_backend": gpu.address.backend,
-            "rank": channel.ranks[self._stage],
-            "stage": self._stage,
-        }
-        self._agent = connect_to_agent(gpu, self._labels, collectives)
-        if self._agent is not None:
-            self._labels["node"] = self._agent.node  # the agent's lines use this name
-        self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
+        #: Why control was given up when the GPUs were to be held; empty if it was not.
+        self.refused = ""
+        self._agent = None
+        self._timeline = TimelineLog(None, {})  # for a clock that is looked at before it has one
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._folder.close)
-            half_made.callback(self._timeline.close)
+            self._rank_clock = self._held(config)
+            half_made.callback(self._rank_clock.close)
+            gpu = self._gpu
+            self._controlled = collectives.on_all(not gpu.read_only)
+            self._config = config if self._controlled else config.without_control()
+            if self._controlled:
+                self._folder.resume(config, num_stages, channel, gpu)
+                found = self._folder.found
+                if found is not None and found.phases_done:
+                    self.state.reconfigure_steps = found.reconfigure_steps
+                    self.state.reconfigure_ended = found.reconfigure_ended
+                    done = ", ".join(found.phases_done)
+                    self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
+            else:
+                why = "A GPU is opened for reading alone: the framework's order at baseline clocks"
+                self.state.notes = (why, *([self.refused] if self.refused else []))
+            self._labels: dict[str, object] = {
+                **self._folder.run_label(config.labels),
+                "node": self._folder.node,
+                "gpu": gpu.name,
+                "gpu_uid": gpu.address.uid,
+                "clock_backend": gpu.address.backend,
+                "rank": channel.ranks[self._stage],
+                "stage": self._stage,
+            }
+            self._agent = connect_to_agent(gpu, self._labels, collectives)
             if self._agent is not None:
                 half_made.callback(self._agent.close)
-            self._rank_clock = make_everywhere(
-                collectives,
-                lambda: RankClock(
-                    gpu,
-                    config.min_dwell_s,
-                    relock=config.relock,
-                    guarded=config.guarded,
-                    on_sample=self._see_clock,
-                ),
-            )
-            half_made.callback(self._rank_clock.close)
+                self._labels["node"] = self._agent.node  # the agent's lines use this name
+            self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
+            half_made.callback(self._timeline.close)
             self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
@@ -176,6 +170,26 @@ class Session:
         self._closed = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
+
+    def _held(self, config: SessionConfig) -> RankClock:
+        """The clock of a GPU that is held, or on every rank of one that is only read."""
+
+        def make() -> RankClock:
+            return RankClock(
+                self._gpu,
+                config.min_dwell_s,
+                relock=config.relock,
+                guarded=config.guarded,
+                on_sample=self._see_clock,
+            )
+
+        clock = make_everywhere(self._collectives, make)
+        if isinstance(clock, Exception) and not config.require_control:
+            self.refused, self._gpu = str(clock), ReadOnlyGpu(self._gpu)
+            clock = make_everywhere(self._collectives, make)
+        if isinstance(clock, Exception):
+            raise clock
+        return clock
 
     @property
     def executed(self) -> list[str]:
@@ -390,7 +404,7 @@ class Session:
             "stage": self._stage,
             "phase": state.phase.value,
             "iteration": state.iteration,
-            "notes": list(state.notes),
+            "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
             "reconfigure": {
                 "steps": state.reconfigure_steps,
@@ -465,8 +479,9 @@ def _unheard(frequency_mhz: int, after: Completion) -> None:
 
 
 def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:
-    """Make the output folder; refuse a memory limit if memory cannot be measured."""
+    """Make the output folder if it can be; refuse a limit of memory that cannot be measured."""
     if config.plan_file is None and (reads_files or config.profile_file is None):
         check_memory_is_known(config.request, config.profile_file, memory)
     if config.output_dir:
-        config.output_dir.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # what cannot be written is logged
+            config.output_dir.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,10 @@ from envpipe_megatron.gpu.base import (
     ClockState,
     GpuAddress,
 )
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.site import SiteConfig
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
 RESET = "nvmlDeviceResetGpuLockedClocks"
@@ -82,10 +85,38 @@ def test_found_by_pci_bus_id_with_the_uuid_as_address(node, written):
     assert gpu.pci_bus_id == node.pci_bus_ids[2]
 
 
-def test_a_gpu_without_clocks_to_choose_from(node, monkeypatch):
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda *_: [])
-    with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{node.uuids[0]}"):
-        _ = NvmlGpu(node.uuids[0]).supported_frequencies_mhz
+def not_supported(*arguments):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        ("SupportedMemoryClocks",),
+        ("SupportedGraphicsClocks",),
+        ("SupportedMemoryClocks", "MaxClockInfo"),
+    ],
+)
+def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypatch, lacks):
+    """As under WSL, on boards with one memory, and on some cards for displays."""
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxClockInfo", lambda handle, kind: 1980)
+    others = ("EnforcedPowerLimit", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
+    for name in (*lacks, *others, "FieldValues"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
+    uid = node.uuids[0]
+    gpu = open_gpu(GpuAddress("none", uid))
+    highest = gpu.observed_frequency_mhz if "MaxClockInfo" in lacks else 1980
+    assert gpu.supported_frequencies_mhz == (highest,)
+    assert gpu.read_energy().energy_j > 0
+    assert gpu.power_w > 0
+    assert gpu.clock_state() == ClockState(None, gpu.observed_frequency_mhz)
+    for backend in ("nvml", "dry_run"):
+        with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{uid}"):
+            open_gpu(GpuAddress(backend, uid))
+        chosen = ChosenControl("auto", backend, "so")
+        assert "lists no SM clocks" in that_can_be_undone(chosen, uid, SiteConfig()).warning
+    assert "lists no SM clocks" in str(NvmlGpu(uid).control_obstacle())
+    assert node.changes() == []
 
 
 def test_lock_and_reset(node):

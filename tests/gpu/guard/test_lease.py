@@ -311,6 +311,7 @@ class Clock:
         pytest.param({}, {}, 0.2, LeaseHeldError, id="a job that lives"),
         pytest.param({}, {"start_ticks": 1}, 5.0, LeaseHeldError, id="its rank has ended"),
         pytest.param({"start_ticks": 1}, None, 5.0, None, id="somebody undoes it"),
+        pytest.param({}, None, 5.0, LeaseHeldError, id="somebody resets the GPU"),
         pytest.param({"pid_namespace": 1}, {}, 0.2, LeaseHeldError, id="a guard out of sight"),
         pytest.param(None, None, 5.0, GpuError, id="being written"),
     ],

@@ -4,8 +4,9 @@ import pytest
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import SiteConfig
@@ -49,9 +50,11 @@ def test_who_may_not_reset_may_not_lock(node):
 
 def test_a_clock_that_a_job_holds_is_left_alone(node):
     address = GpuAddress("nvml", node.uuids[0])
-    lease = Lease.take(address, "another", rank=None, open_gpu=open_gpu)
+    lease = Lease.take(address, "another", rank=ProcessIdentity.own(), open_gpu=open_gpu)
     open_gpu(address).lock_frequency(1200)
-    with pytest.raises(LeaseHeldError, match="another"):
-        that_can_be_undone(NVML, address.uid, SiteConfig())
+    found = that_can_be_undone(NVML, address.uid, SiteConfig())
+    assert "job another" in found.warning
+    with pytest.raises(GpuPermissionError, match=r"required, but .*job another"):
+        that_can_be_undone(NVML, address.uid, SiteConfig(), require=True)
     assert node.locked_mhz(address.uid) == (1200, 1200)
     lease.release()

@@ -176,6 +176,27 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
     return refused, levels
 
 
+def train_where_no_gpu_is_read(rank: int, case: Case, root: Path) -> Any:
+    """What a schedule and what is attached to it do where rank 1's GPU is not there."""
+    emulate(rank, case, root)
+    schedule, _ = make(case, rank, dist.get_world_size())
+    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
+    own, said = schedule.step, []
+    with patch.dict(os.environ):
+        if rank == 1:
+            del os.environ[PRESET_VARIABLE]
+        pipeline = attach(schedule, say=said.append)
+    untouched = schedule.step == own
+    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
+    for _ in range(2):
+        schedule.step(*([data[0]] if 0 in mine else []), target=data[1] if last in mine else None)
+        pipeline.pause()
+    told = pipeline.phase, pipeline.report().line(), said
+    pipeline.end_training()
+    pipeline.close()
+    return untouched, *told
+
+
 def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") -> dict[str, Any]:
     """Train with EnvPipe attached, or by torch alone where there is no `root`.
 

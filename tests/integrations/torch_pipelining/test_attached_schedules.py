@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,3 +254,15 @@ def test_long_runs_save_and_keep_their_bits(trained, name):
     compared = ours[0]["summary"]["job"]["comparison"]
     assert compared["saving_percent"] > -0.5
     assert compared["slowdown_percent"] < 0.5
+
+
+def test_where_a_gpu_cannot_be_read_the_schedule_stays_torchs(two_ranks: RankPool) -> None:
+    with memory_folder() as folder:
+        told = two_ranks.run(
+            attached_ranks.train_where_no_gpu_is_read, Case("Schedule1F1B"), folder
+        )
+    why = "This job trains without EnvPipe: .*no CUDA GPU in this process"
+    for rank, (untouched, phase, line, said) in enumerate(told):
+        assert untouched
+        assert (phase, line) == ("framework", "")
+        assert [bool(re.match(why, text)) for text in said] == [True] * (rank == 0)

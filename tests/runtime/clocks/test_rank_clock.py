@@ -236,11 +236,31 @@ def test_a_clock_on_every_rank_or_on_none(guard):
         make()
         raise GpuError("another rank was refused")
 
-    with pytest.raises(GpuError, match="another rank"):
-        make_everywhere(
-            SimpleNamespace(everywhere=refused), lambda: RankClock(gpus[1], guarded=True)
-        )
+    why = make_everywhere(
+        SimpleNamespace(everywhere=refused), lambda: RankClock(gpus[1], guarded=True)
+    )
+    assert isinstance(why, GpuError)
+    assert "another rank" in str(why)
     assert guard.released == 2
+
+
+@pytest.mark.parametrize("wanted", ["auto", "nvml", "dry_run"])
+def test_a_site_that_cannot_be_used_costs_control_and_no_job(monkeypatch, wanted):
+    def wrong():
+        raise GpuError("The site is wrong", remedy="Correct it")
+
+    monkeypatch.setattr(rank_gpu, "read_site", wrong)
+    monkeypatch.setattr(rank_gpu, "open_controlled", lambda uid, chosen, site: chosen.backend)
+    collectives = SimpleNamespace(
+        is_planner=True,
+        everywhere=lambda make: make(),
+        to_planner=lambda mine, merge: [merge([mine])],
+        first=lambda without: without and (0, without),
+    )
+    opened, chosen = open_rank_gpu("GPU-1", collectives, wanted)
+    assert (opened, chosen.backend, chosen.why) == (None, None, "The site is wrong")
+    with pytest.raises(GpuError, match=r"required, but The site is wrong\. Correct it"):
+        open_rank_gpu("GPU-1", collectives, wanted, require=True)
 
 
 # --- which back end ------------------------------------------------------------------------------

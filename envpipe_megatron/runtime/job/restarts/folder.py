@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from typing import IO, Any
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.files import lock_file
+from envpipe_megatron.files import lock_file, lock_holder
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.policies.reconfigure import Ended
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
+#: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
+_OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
@@ -58,7 +61,8 @@ _NOT_OF_PLAN = (
 class JobFolder:
     """The files of a job, and what an earlier start left among them; no path, no files.
 
-    Where another live job writes to the path, this one has `<path>.2` or the next that is free.
+    Where another live job writes to the path, this one has `<path>.2` or the next that is free. A
+    lock that an earlier start of this job left on a node that died is waited for, then passed over.
     """
 
     def __init__(self, path: Path | None, collectives: Collectives) -> None:
@@ -66,7 +70,10 @@ class JobFolder:
         self._lock: IO[str] | None = None
         #: Where they are.
         self.path = collectives.agreed(lambda: self._take(path)) if path else None
+        #: What the bill says of them.
+        self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
+            self.notes = (f"Another job writes to {path}: files of this one are in {self.path}",)
             with suppress(OSError):  # what cannot be written is logged
                 self.path.mkdir(exist_ok=True)
         self._collectives = collectives
@@ -200,7 +207,7 @@ class JobFolder:
             try:
                 if own != path:
                     own.mkdir(exist_ok=True)
-                self._lock = lock_file(own / _LOCK_FILE)
+                self._lock = _locked(own / _LOCK_FILE)
             except BlockingIOError:
                 continue
             except OSError:
@@ -262,6 +269,22 @@ class JobFolder:
                 error,
             )
             self._job = None
+
+
+def _locked(path: Path) -> IO[str]:
+    """Lock a file; raises as `lock_file`, unless its holder has ended or may be of this job."""
+    for left in reversed(range(_OWN_LOCK_LOOKS)):
+        with suppress(BlockingIOError):
+            return lock_file(path)
+        own_job, lives = lock_holder(path)
+        if lives is False or (own_job and lives is None and not left):
+            logger.warning("%s is of a start that has ended: this one takes its folder", path)
+            path.unlink()  # the lock goes with it
+        elif own_job is False:
+            break
+        else:
+            time.sleep(_LOOK_S)
+    return lock_file(path)
 
 
 def _keys(

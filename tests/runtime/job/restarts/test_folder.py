@@ -23,6 +23,7 @@ from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.restarts import folder as folder_module
 from envpipe_megatron.runtime.job.restarts import job_file
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
@@ -328,6 +329,48 @@ def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, 
         assert f"Another job writes to {own}: this one writes to {second.path}" in caplog.text
     second.close()
     assert job_folder(own).path == own
+
+
+@pytest.mark.parametrize(
+    ("holder", "taken", "looks"),
+    [
+        pytest.param({}, False, 0, id="another job's that lives"),
+        pytest.param({"host": "b", "boot": "2"}, False, 0, id="another job's elsewhere"),
+        pytest.param({"pid_namespace": 1}, False, 0, id="another job's out of sight"),
+        pytest.param({"pid": 2**22 + 1}, True, 0, id="of no process any more"),
+        pytest.param({"boot": "1"}, True, 0, id="of this host before it was started again"),
+        pytest.param({"job": "7", "host": "b", "boot": "2"}, True, 3, id="this job's elsewhere"),
+        pytest.param({"job": "7"}, False, 3, id="this job's that lives"),
+        pytest.param(None, False, 3, id="nobody knows whose"),
+    ],
+)
+def test_a_lock_that_a_dead_node_left_costs_no_folder(
+    tmp_path, monkeypatch, caplog, holder, taken, looks
+):
+    """As a file server keeps one whose client has lost its power."""
+    own, slept = tmp_path / "out", []
+    own.mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 3)
+    monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=slept.append))
+    with locked_file(own / ".lock"):
+        record = json.loads((own / ".lock").read_text())
+        assert (record[0], record[1]) == ("8", socket.gethostname())
+        names = ("job", "host", "boot", "pid_namespace", "pid")
+        record = {**dict(zip(names, record, strict=True)), **(holder or {})}
+        text = "" if holder is None else json.dumps(list(record.values()))
+        (own / ".lock").write_text(text)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        second = job_folder(own)
+        assert second.path == (own if taken else tmp_path / "out.2")
+        assert len(slept) == (looks - 1 if taken and looks else looks)
+        assert ("of a start that has ended" in caplog.text) is taken
+        assert second.notes == (
+            () if taken else (f"Another job writes to {own}: files of this one are in {own}.2",)
+        )
+        if taken:  # by a lock that holds
+            with pytest.raises(AssertionError), locked_file(own / ".lock"):
+                pass
 
 
 class Nodes:
