@@ -33,7 +33,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -51,6 +51,8 @@ FRAMEWORK = "framework"
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"
+#: Phases whose time lies between iterations.
+OUTSIDE_STEPS = (BETWEEN, PLAN)
 #: The label of a run ends in this if the job may be started again.
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: The phase of a batch of another size than the full one ends in this.
@@ -167,37 +169,59 @@ def name_of_run(run: str) -> str:
     return _START.sub("", run)
 
 
-def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
-    """Read energy logs; a line that is there twice, in one file or in two, counts once.
+class EnergyLines:
+    """The lines of energy logs, one after the other; one that is there twice counts once.
 
-    A file may be empty, as that of a node that never got so far. EnergyFileError: a file with
-    lines, none of which can be read; or nothing in any file.
+    A line may be twice in one file or in two. A file may be empty, as that of a node that never got
+    so far. EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
+
+    Attributes:
+        repeated, unreadable: as `EnergyLogs` has them, of what was read so far.
     """
-    kept: dict[bytes, EnergyWindow | EnergyNote] = {}
-    unreadable: list[str] = []
-    repeated = 0
-    path = Path()
-    for path in paths:
-        found = foreign = False
-        with path.open("rb") as lines:  # a torn line need not be text
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    read = parse_line(line)
-                except ValueError:
-                    unreadable.append(f"{path}:{number}")
-                    foreign = True
-                    continue
-                found = True
-                identity = hashlib.sha256(json.dumps(json.loads(line), sort_keys=True).encode())
-                repeated += identity.digest() in kept
-                kept.setdefault(identity.digest(), read)
-        if foreign and not found:
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = paths
+        self.repeated = 0
+        self.unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[EnergyWindow | EnergyNote]:
+        return (read for _, read in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[dict[str, Any], EnergyWindow | EnergyNote]]:
+        """Each line as its JSON, and as what that says."""
+        seen: set[int] = set()  # of digests: all lines are many times as large
+        path = Path()
+        for path in self._paths:
+            found = foreign = False
+            with path.open("rb") as lines:  # a torn line need not be text
+                for number, line in enumerate(lines, start=1):
+                    if not line.strip():
+                        continue
+                    try:
+                        data, read = _parsed(line)
+                    except ValueError:
+                        self.unreadable.append(f"{path}:{number}")
+                        foreign = True
+                        continue
+                    found = True
+                    written = json.dumps(data, sort_keys=True).encode()
+                    identity = int.from_bytes(hashlib.sha256(written).digest()[:8])
+                    if identity in seen:
+                        self.repeated += 1
+                        continue
+                    seen.add(identity)
+                    yield data, read
+            if foreign and not found:
+                raise _no_energy_log(path)
+        if not seen:
             raise _no_energy_log(path)
-    if not kept:
-        raise _no_energy_log(path)
-    return EnergyLogs(tuple(kept.values()), repeated, tuple(unreadable))
+
+
+def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
+    """Read energy logs, all lines at once: of long jobs, see `EnergyLines`, whose errors it has."""
+    read = EnergyLines(paths)
+    lines = tuple(read)
+    return EnergyLogs(lines, read.repeated, tuple(read.unreadable))
 
 
 def _no_energy_log(path: Path) -> EnergyFileError:
@@ -209,14 +233,31 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
+    return _parsed(line)[1]
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any], EnergyWindow | EnergyNote]:
     try:
         data = json.loads(line)
-        if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-            json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
-        return _parse(data)
+        return data, parse_entry(data)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
+
+
+def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
+    """A line from its JSON; ValueError, TypeError or KeyError if it is something else."""
+    if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+        json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
+        return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
+    return _parse(data)
+
+
+def steps_of(line: Mapping[str, Any]) -> int:
+    """Iterations of a line, as its JSON; 0 if it has none, or does not say."""
+    first, last = line.get("first_iteration"), line.get("last_iteration")
+    if line.get("phase") in OUTSIDE_STEPS or first is None or last is None:
+        return 0
+    return max(0, int(last - first + 1))
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:

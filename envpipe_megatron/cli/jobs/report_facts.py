@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,13 @@ from envpipe_megatron.cli.jobs.level_facts import predict
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
+    OUTSIDE_STEPS,
     EnergyNote,
     EnergyWindow,
     Phase,
     name_of_run,
 )
-from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS, Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
 from envpipe_megatron.report.bubbles import find_bubbles
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
@@ -110,23 +111,22 @@ def _incomplete(bills: Iterable[Bill]) -> list[str]:
 
 
 def _bill_by_run(
-    lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
+    lines: Sequence[EnergyWindow | EnergyNote], others: Container[str]
 ) -> dict[str, Bill]:
     """A bill a run, over all of its starts but others, in the order in which they turned up.
 
     A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
     """
-    by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
-    notes = []
+    by_run: dict[str, Bill] = {}
+    notes = [line for line in lines if isinstance(line, EnergyNote)]
     for line in lines:
-        if isinstance(line, EnergyNote):
-            notes.append(line)
-        elif line.run not in others:
+        if isinstance(line, EnergyWindow) and line.run not in others:
             run = name_of_run(line.run)
             node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
-            own = replace(line, run=run, node=node, gpu_uid=gpu_uid)
-            by_run.setdefault(run, []).append(own)
-    return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
+            if run not in by_run:
+                by_run[run] = bill_of(notes)
+            by_run[run].add(replace(line, run=run, node=node, gpu_uid=gpu_uid))
+    return by_run
 
 
 def _phases(bill: Bill) -> list[str]:

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import (
     BEGUN,
-    BETWEEN,
     ENDED,
     JOB,
     MAX_AMOUNT,
+    OUTSIDE_STEPS,
     PHASES,
-    PLAN,
     SHARES,
     EnergyNote,
     EnergyWindow,
@@ -34,8 +33,6 @@ from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepE
 Key = TypeVar("Key", bound=Hashable)
 
 JOULES_PER_KWH = 3.6e6
-#: Phases whose time lies between iterations.
-OUTSIDE_STEPS = (BETWEEN, PLAN)
 _UNKNOWN = (math.nan,) * len(SHARES)
 #: Facts of a job by which its steps differ: those of a start that had others are another job's.
 _ASKED = ("level", "type", "scheduling", "reconfigure", "num_gpus")

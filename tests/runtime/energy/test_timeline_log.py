@@ -14,7 +14,7 @@ from envpipe_megatron.formats.energy import Phase, append_line
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.energy import timeline_log
+from envpipe_megatron.runtime import writer
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.execution.executor import make_record
 
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(caplog):
 
 @pytest.mark.parametrize("lines", [1, 1000], ids=["few lines wait", "more than may wait"])
 def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, monkeypatch):
-    monkeypatch.setattr(timeline_log, "_JOIN_S", 0.01)
+    monkeypatch.setattr(writer, "_JOIN_S", 0.01)
     writing, hangs = threading.Event(), threading.Event()
 
     def append(line):
