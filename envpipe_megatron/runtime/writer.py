@@ -67,7 +67,8 @@ class Writer:
                     failing.pop(calls, None)
                 except OSError as error:
                     if calls not in failing:
-                        logger.error("Written later, training goes on: %s", error)
+                        said = "%s could not be written, and is tried again. Training goes on: %s"
+                        logger.error(said, error.filename, error)
                     failing[calls] = None
         if failing:
             logger.error(_LACKING, "takes nothing")
@@ -107,7 +108,7 @@ class InTurn:
             except OSError:
                 raise
             except Exception as error:  # of facts that JSON has no type for, say
-                logger.error("Not written, training goes on: %s", error, exc_info=error)
+                logger.exception("A file could not be written, training goes on: %s", error)
             self._waiting.popleft()
 
     def close(self) -> None:

@@ -114,7 +114,8 @@ class Session:
         self._agent = connect_to_agent(gpu, self._labels, collectives)
         if self._agent is not None:
             self._labels["node"] = self._agent.node  # the agent's lines use this name
-        self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
+        writer = self._folder.writer
+        self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels, writer)
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._folder.close)
             half_made.callback(self._timeline.close)
@@ -138,7 +139,11 @@ class Session:
             half_made.pop_all()
         append = self._agent.window if self._agent else self._folder.appender(own_log_name())
         self.energy_log = EnergyLog(
-            self.meter, append, self._labels, with_counter=self._agent is not None
+            self.meter,
+            append,
+            self._labels,
+            with_counter=self._agent is not None,
+            writer=writer,
         )
         self._energy = TrainingEnergy(
             self.meter,
