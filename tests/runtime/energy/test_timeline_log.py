@@ -6,12 +6,13 @@ import errno
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.formats.energy import Phase, append_line
-from envpipe_megatron.formats.timeline import read_timelines
+from envpipe_megatron.formats.timeline import is_recorded, read_timelines
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime import writer
@@ -61,6 +62,13 @@ def test_a_long_steady_phase_is_thinned_out_and_the_others_are_not():
     log.close()
     recorded = [line["iteration"] for line in lines]
     assert recorded == [*range(30), *range(30, 40), 130, 230]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_million_iterations_of_any_phase_leave_some_hundreds(phase):
+    recorded = [index for index in range(10**6) if is_recorded(phase, index)]
+    assert len(recorded) < 750
+    assert max(after / before for before, after in pairwise(recorded[300:])) < 1.5
 
 
 def test_times_that_stand_for_others_are_not_written():
@@ -131,7 +139,7 @@ def test_a_full_disk_costs_what_does_not_wait_for_it_and_is_told_of_once(caplog,
     ]
 
 
-@pytest.mark.parametrize("lines", [1, 1000], ids=["few lines wait", "more than may wait"])
+@pytest.mark.parametrize("lines", [1, 290], ids=["few lines wait", "more than may wait"])
 def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, monkeypatch):
     monkeypatch.setattr(writer, "_JOIN_S", 0.01)
     writing, hangs = threading.Event(), threading.Event()
