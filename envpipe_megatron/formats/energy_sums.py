@@ -22,8 +22,8 @@ _SUMMED = {
     "energy_uncertainty_j": math.hypot,
 }
 _PLACES = ("begin_s", "first_iteration", "last_iteration")
-#: Sums are rounded to microseconds and microjoules: digits beyond tell nothing.
-_DIGITS = 6
+#: Sums are rounded to nanoseconds and nanojoules: digits beyond are noise, and half of a line.
+_DIGITS = 9
 
 
 class LineSums:
