@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +21,7 @@ _SUMMED = {
     **dict.fromkeys(("duration_s", "energy_j", "compute_s", "blocking_s", "idle_s"), operator.add),
     "energy_uncertainty_j": math.hypot,
 }
+_BASELINE = "baseline"
 _PLACES = ("begin_s", "first_iteration", "last_iteration")
 #: Sums are rounded to nanoseconds and nanojoules: digits beyond are noise, and half of a line.
 _DIGITS = 9
@@ -51,6 +52,8 @@ class LineSums:
         self._next_iteration: int | None = None
         #: Of the present span, by all that is not added up.
         self._sums: dict[Hashable, dict[str, Any]] = {}
+        #: And what steps of each sum are held against, with how many of them are.
+        self._baselines: dict[Hashable, Counter[tuple[Any, ...]]] = {}
         #: Of spans that have ended.
         self._due: deque[dict[str, Any]] = deque()
 
@@ -63,12 +66,18 @@ class LineSums:
             self._begin_s = begin_s
         self._first_s = min(self._first_s, begin_s)
         added = [name for name in _SUMMED if line.get(name) is not None]
+        baseline = line.get(_BASELINE)
+        if baseline:
+            added.append(_BASELINE)
         said = [item for item in line.items() if item[0] not in (*added, *_PLACES)]
-        known = self._sums.setdefault((steps > 0, repr(said)), {})
+        key = steps > 0, bool(baseline), repr(said)
+        if baseline:
+            self._baselines.setdefault(key, Counter())[tuple(baseline)] += steps
+        known = self._sums.setdefault(key, {})
         if not known:
             known.update(line)
         else:
-            for name in added:
+            for name in _SUMMED.keys() & added:
                 known[name] = round(_SUMMED[name](known[name], line[name]), _DIGITS)
             if steps:
                 known["last_iteration"] += steps
@@ -86,7 +95,9 @@ class LineSums:
 
     def _end_span(self) -> None:
         iteration = None
-        for line in self._sums.values():
+        for key, line in self._sums.items():
+            if len(baselines := self._baselines.get(key, ())) > 1:
+                line[_BASELINE] = _mean_baseline(baselines)
             line["begin_s"] = self._begin_s
             self._begin_s += line["duration_s"]
             if steps := steps_of(line):
@@ -94,12 +105,29 @@ class LineSums:
                 line["first_iteration"], line["last_iteration"] = first, first + steps - 1
                 iteration = first + steps
         self._due.extend(self._sums.values())
-        self._sums = {}
+        self._sums, self._baselines = {}, {}
 
     def _write_due(self) -> None:
         while self._due:
             self._write(self._due[0])
             self._due.popleft()
+
+
+def _mean_baseline(baselines: Mapping[tuple[Any, ...], int]) -> list[Any]:
+    """The mean of baselines by the steps that are held against each; their errors are independent.
+
+    Each has its iterations, s and their uncertainty, J and theirs; None where not known.
+    """
+    shares = [steps / sum(baselines.values()) for steps in baselines.values()]
+    iterations, *columns = zip(*baselines, strict=True)
+    mean: list[Any] = [sum(iterations)]
+    for place, column in enumerate(columns):
+        if None in column:
+            mean.append(None)
+            continue
+        parts = [share * own for share, own in zip(shares, column, strict=True)]
+        mean.append(math.hypot(*parts) if place % 2 else math.fsum(parts))
+    return mean
 
 
 def summed(entries: Iterable[Mapping[str, Any]], share: float = math.inf) -> list[dict[str, Any]]:
