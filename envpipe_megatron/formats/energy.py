@@ -2,7 +2,7 @@
 
 ```json
 {"format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b…",
- "clock_backend": "nvml", "rank": 0, "stage": 0, "phase": "steady",
+ "clock_backend": "nvml", "rank": 0, "num_ranks": 8, "stage": 0, "phase": "steady",
  "first_iteration": 40, "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1,
  "energy_j": 870.2, "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5,
  "idle_s": 0.2}
@@ -33,6 +33,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,6 +113,7 @@ class EnergyWindow:
         run: the run of the job, empty if the job has only one.
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
+        num_ranks: of its start of the job.
     """
 
     node: str
@@ -128,11 +130,17 @@ class EnergyWindow:
     energy_uncertainty_j: float | None
     shares_s: tuple[float, ...] | None
     begin_s: float | None = None
+    num_ranks: int | None = None
 
     @property
     def gpu_key(self) -> tuple[str, str]:
         """A key that identifies a GPU: node and name, or node and rank if the name is missing."""
         return self.node, self.gpu_uid or f"rank {self.rank}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps it holds; 0 if it has none, or does not say."""
+        return _num_steps(self.phase, self.first_iteration, self.last_iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +261,14 @@ def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
 
 
 def steps_of(line: Mapping[str, Any]) -> int:
-    """Iterations of a line, as its JSON; 0 if it has none, or does not say."""
-    first, last = line.get("first_iteration"), line.get("last_iteration")
-    if line.get("phase") in OUTSIDE_STEPS or first is None or last is None:
+    """As `EnergyWindow.steps`, of a line's JSON."""
+    return _num_steps(*map(line.get, ("phase", "first_iteration", "last_iteration")))
+
+
+def _num_steps(phase: str | None, first: int | None, last: int | None) -> int:
+    if phase in OUTSIDE_STEPS or first is None or last is None:
         return 0
-    return max(0, int(last - first + 1))
+    return max(0, last - first + 1)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -310,6 +321,7 @@ def _parse(data: Any) -> EnergyWindow:
         energy_uncertainty_j=None if uncertainty_j is None else read_amount(uncertainty_j),
         shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
         begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
+        num_ranks=_index(data, "num_ranks"),
     )
 
 
@@ -329,7 +341,7 @@ def read_text(data: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise TypeError
     value.encode()
-    return value
+    return sys.intern(value)  # lines of a log have the same few
 
 
 def read_index(value: Any, most: int = MAX_INDEX) -> int:

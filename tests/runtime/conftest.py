@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from memory_folder import memory_folder
 from rank_pool import RankPool
 
-from envpipe_megatron.runtime.writer import InTurn, Writer
+from envpipe_megatron.runtime.writer import Writer
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +28,10 @@ def tmp_path() -> Iterator[Path]:
 @pytest.fixture
 def written_at_once(monkeypatch):
     """Files are written before a call returns: by the writer's thread, which ends each time."""
-    wake = Writer.wake
+    put = Writer.put
 
-    def wake_and_wait(writer: Writer, calls: InTurn) -> None:
-        wake(writer, calls)
+    def put_and_wait(writer: Writer, *call: Any) -> None:
+        put(writer, *call)
         writer.close()
-        writer._thread = None
 
-    monkeypatch.setattr(Writer, "wake", wake_and_wait)
+    monkeypatch.setattr(Writer, "put", put_and_wait)

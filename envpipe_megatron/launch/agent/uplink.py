@@ -151,5 +151,5 @@ def _added_up(data: bytes) -> bytes:
             entries.append(json.loads(line))
         except ValueError:
             unreadable += 1
-    said = {"bytes": len(data), "unreadable": unreadable, "lines": summed(entries)}
+    said = {"bytes": len(data), "unreadable": unreadable, "lines": list(summed(entries))}
     return EARLIER + json.dumps(said).encode() + b"}\n"

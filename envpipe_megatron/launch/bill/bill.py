@@ -277,9 +277,23 @@ class Bill:
             reasons.append(
                 f"{self.unreadable} lines cannot be read: their energy is not in the bill"
             )
+        return reasons + self.silent()
+
+    def silent(self) -> list[str]:
+        """Who must have been there, by what others say, and has no line."""
         expected, found = self.fact("num_gpus"), self.total().num_gpus
+        reasons = []
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
+        starts: dict[str, dict[int, EnergyWindow]] = {}
+        for (_, run, _, stage), phase in self.phases.items():
+            if phase.window.rank is not None:
+                starts.setdefault(run, {})[phase.window.rank] = phase.window
+        for run, ranks in sorted(starts.items()):
+            count = max(window.num_ranks or 0 for window in ranks.values()) or max(ranks) + 1
+            if len(ranks) < count:
+                of_run = f" of {run}" if run else ""
+                reasons.append(f"{count - len(ranks)} of {count} ranks{of_run} sent nothing")
         return reasons
 
     def fact(self, name: str) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError, WindowEnergy
-from envpipe_megatron.runtime.writer import InTurn, Writer
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class EnergyLog:
         with_counter: whether lines are for the node's agent, which adds them up: each window has
             its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
             and its uncertainty.
-        writer: as for `InTurn`.
+        writer: makes the calls of `append`; others may have it too.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EnergyLog:
         self._append = append
         self._labels = dict(labels)
         self._with_counter = with_counter
-        self._file = InTurn(writer)
+        self._writer = writer or Writer()
         self._sums = LineSums(self._put)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
@@ -159,7 +159,7 @@ class EnergyLog:
         while self._waiting:
             self._write(self._waiting.popleft())
         self._sums.flush()
-        self._file.close()
+        self._writer.close()
 
     def _flush(self, up_to_s: float) -> None:
         """Write the windows that ended by then, and give up on those that wait in vain."""
@@ -201,7 +201,7 @@ class EnergyLog:
 
     def _put(self, line: dict[str, Any]) -> None:
         assert self._append is not None
-        self._file.put(partial(self._append, line))
+        self._writer.put(ENERGY_FORMAT, partial(self._append, line))
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

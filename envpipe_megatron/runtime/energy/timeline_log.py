@@ -18,7 +18,7 @@ from envpipe_megatron.formats.timeline import (
 )
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.writer import InTurn, Writer
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class TimelineLog:
     """Appends the recorded iterations of one rank to a file; training never waits for it.
 
     A disk that hangs, or is full, costs lines. `append` takes each line, and may raise OSError;
-    None if nothing is recorded. Every line has `labels`. `writer` as for `InTurn`.
+    None if nothing is recorded. Every line has `labels`. Others may have the `writer` too.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class TimelineLog:
         self._seen: Counter[str] = Counter()
         self._samples: list[tuple[float, int | None, int, str]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
-        self._lines = InTurn(writer, _MOST_WAITING)
+        self._left_out = 0
+        self._writer = writer or Writer()
 
     def add(
         self,
@@ -83,15 +84,18 @@ class TimelineLog:
 
     def _put(self, line: dict[str, Any]) -> None:
         assert self._append is not None
-        self._lines.put(partial(self._append, line))
+        if self._writer.num_waiting(TIMELINE_FORMAT) > _MOST_WAITING:
+            self._left_out += 1
+        else:
+            self._writer.put(TIMELINE_FORMAT, partial(self._append, line))
 
     def close(self) -> None:
         """Write what is left; a disk that hangs is left behind."""
         if self._samples:
             self._put_samples()
-        self._lines.close()
-        if self._lines.left_out:
-            logger.warning("The timeline lacks %d lines: its disk is slow", self._lines.left_out)
+        self._writer.close()
+        if self._left_out:
+            logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
 
 
 def timeline_line(

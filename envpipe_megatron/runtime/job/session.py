@@ -109,6 +109,7 @@ class Session:
             "gpu_uid": gpu.address.uid,
             "clock_backend": gpu.address.backend,
             "rank": channel.ranks[self._stage],
+            "num_ranks": num_stages * collectives.num_replicas,
             "stage": self._stage,
         }
         self._agent = connect_to_agent(gpu, self._labels, collectives)

@@ -14,8 +14,8 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.formats.energy import Phase, append_line
 from envpipe_megatron.formats.timeline import is_recorded, read_timelines
 from envpipe_megatron.gpu.base import ClockState
-from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime import writer
+from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.execution.executor import make_record
 

@@ -42,7 +42,7 @@ from envpipe_megatron.runtime.job.restarts.job_file import (
     read_job,
     write_job,
 )
-from envpipe_megatron.runtime.writer import InTurn, Writer
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,6 @@ class JobFolder:
         #: Batches whose baseline is kept, or is to be.
         self._kept_baselines: set[str] = set()
         self.writer = Writer()
-        self._files = InTurn(self.writer)
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
 
@@ -142,7 +141,7 @@ class JobFolder:
         """Append an object to the node's file of this name."""
         append = self.appender(name)
         if append is not None:
-            InTurn(self.writer).put(partial(append, entry))
+            self.writer.put(name, partial(append, entry))
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
@@ -154,7 +153,7 @@ class JobFolder:
             with path.open("a") as file:
                 file.write(text + "\n\n")
 
-        InTurn(self.writer).put(write)
+        self.writer.put(GRIDS_FILE, write)
 
     def keep_profile(self, profile: Profile) -> None:
         """Write the profile that was measured, even if no plan can be made from it."""
@@ -210,7 +209,7 @@ class JobFolder:
 
     def _later(self, write: Callable[[], object]) -> None:
         if self.path is not None and self._collectives.is_planner:
-            self._files.put(write)
+            self.writer.put(JOB_FILE, write)
 
     def _take(self, path: Path) -> Path:
         """The first folder that no live job writes to; the path where that cannot be known."""
