@@ -34,7 +34,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -99,6 +99,10 @@ PHASES = (
 )
 
 
+#: Logs of more bytes are large; of these, lines are added up over this share of the time before.
+_LARGE_BYTES, _SHARE_OF_LARGE = 16_000_000, 0.05
+
+
 class EnergyFileError(EnvPipeError):
     """A file that holds no energy log."""
 
@@ -140,7 +144,7 @@ class EnergyWindow:
     @property
     def steps(self) -> int:
         """How many steps it holds; 0 if it has none, or does not say."""
-        return _num_steps(self.phase, self.first_iteration, self.last_iteration)
+        return num_steps(self.phase, self.first_iteration, self.last_iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,59 +181,54 @@ def name_of_run(run: str) -> str:
     return _START.sub("", run)
 
 
-class EnergyLines:
-    """The lines of energy logs, one after the other; one that is there twice counts once.
-
-    A line may be twice in one file or in two. A file may be empty, as that of a node that never got
-    so far. EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
-
-    Attributes:
-        repeated, unreadable: as `EnergyLogs` has them, of what was read so far.
-    """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = paths
-        self.repeated = 0
-        self.unreadable: list[str] = []
-
-    def __iter__(self) -> Iterator[EnergyWindow | EnergyNote]:
-        return (read for _, read in self.pairs())
-
-    def pairs(self) -> Iterator[tuple[dict[str, Any], EnergyWindow | EnergyNote]]:
-        """Each line as its JSON, and as what that says."""
-        seen: set[int] = set()  # of digests: all lines are many times as large
-        path = Path()
-        for path in self._paths:
-            found = foreign = False
-            with path.open("rb") as lines:  # a torn line need not be text
-                for number, line in enumerate(lines, start=1):
-                    if not line.strip():
-                        continue
-                    try:
-                        data, read = _parsed(line)
-                    except ValueError:
-                        self.unreadable.append(f"{path}:{number}")
-                        foreign = True
-                        continue
-                    found = True
-                    written = json.dumps(data, sort_keys=True).encode()
-                    identity = int.from_bytes(hashlib.sha256(written).digest()[:8])
-                    if identity in seen:
-                        self.repeated += 1
-                        continue
-                    seen.add(identity)
-                    yield data, read
-            if foreign and not found:
-                raise _no_energy_log(path)
-        if not seen:
-            raise _no_energy_log(path)
-
-
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
-    """Read energy logs, all lines at once: of long jobs, see `EnergyLines`, whose errors it has."""
-    read = EnergyLines(paths)
-    lines = tuple(read)
-    return EnergyLogs(lines, read.repeated, tuple(read.unreadable))
+    """Read energy logs; a line that is there twice, in one file or in two, counts once.
+
+    Where they are large, lines of each GPU are added up as they are read: see `energy_sums`. A file
+    may be empty, as that of a node that never got so far. EnergyFileError: a file with lines, none
+    of which can be read; or nothing in any file.
+    """
+    from envpipe_megatron.formats.energy_sums import LogSums  # which imports this module
+
+    paths = list(paths)
+    lines: list[EnergyWindow | EnergyNote] = []
+    sums = None
+    if sum(path.stat().st_size for path in paths) > _LARGE_BYTES:
+        sums = LogSums(lambda line: lines.append(parse_entry(line)), _SHARE_OF_LARGE)
+    seen: set[int] = set()  # of digests
+    unreadable: list[str] = []
+    repeated = 0
+    path = Path()
+    for path in paths:
+        found = foreign = False
+        with path.open("rb") as file:  # a torn line need not be text
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    read = parse_line(line)
+                except ValueError:
+                    unreadable.append(f"{path}:{number}")
+                    foreign = True
+                    continue
+                found = True
+                data = json.loads(line)
+                digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
+                identity = int.from_bytes(digest[:8])
+                if identity in seen:
+                    repeated += 1
+                elif sums is None:
+                    lines.append(read)
+                else:
+                    sums.add(data)
+                seen.add(identity)
+        if foreign and not found:
+            raise _no_energy_log(path)
+    if not seen:
+        raise _no_energy_log(path)
+    if sums is not None:
+        sums.flush()
+    return EnergyLogs(tuple(lines), repeated, tuple(unreadable))
 
 
 def _no_energy_log(path: Path) -> EnergyFileError:
@@ -241,31 +240,22 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
-    return _parsed(line)[1]
-
-
-def _parsed(line: bytes) -> tuple[dict[str, Any], EnergyWindow | EnergyNote]:
     try:
-        data = json.loads(line)
-        return data, parse_entry(data)
+        return parse_entry(json.loads(line))
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
 
 
 def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
-    """A line from its JSON; ValueError, TypeError or KeyError if it is something else."""
+    """A line from its JSON; an error of those that `parse_line` catches if it is something else."""
     if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
         json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
         return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
     return _parse(data)
 
 
-def steps_of(line: Mapping[str, Any]) -> int:
-    """As `EnergyWindow.steps`, of a line's JSON."""
-    return _num_steps(*map(line.get, ("phase", "first_iteration", "last_iteration")))
-
-
-def _num_steps(phase: str | None, first: int | None, last: int | None) -> int:
+def num_steps(phase: str | None, first: int | None, last: int | None) -> int:
+    """Steps of a line, by its phase, first and last iteration."""
     if phase in OUTSIDE_STEPS or first is None or last is None:
         return 0
     return max(0, last - first + 1)

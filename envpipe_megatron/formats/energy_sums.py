@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from envpipe_megatron.formats.energy import BEGUN, steps_of
+from envpipe_megatron.formats.energy import BEGUN, num_steps
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
 #: this. So much is lost with a process that is killed, or a node that loses its power.
@@ -21,6 +21,11 @@ _SUMMED = {
 _OTHER = ("begin_s", "first_iteration", "last_iteration", "baseline")
 #: Sums are rounded to nanoseconds and nanojoules: digits beyond are noise, and half of a line.
 _DIGITS = 9
+
+
+def steps_of(line: Mapping[str, Any]) -> int:
+    """How many steps a line has, as its JSON; 0 if it does not say."""
+    return num_steps(*map(line.get, ("phase", "first_iteration", "last_iteration")))
 
 
 class LineSums:
@@ -110,26 +115,30 @@ def _mean(known: Mapping[str, Any], line: Mapping[str, Any]) -> list[Any]:
     return [max(iterations, others), *means]
 
 
-def summed(
-    entries: Iterable[Mapping[str, Any]], share: float = math.inf
-) -> Iterator[Mapping[str, Any]]:
-    """Entries of energy logs, with the lines of each GPU added up between its node's starts.
+class LogSums:
+    """Adds up the lines of all GPUs of energy logs, between the starts of their nodes' agents.
 
-    The bill of them is the same but for the number of lines. `share` is as for `LineSums`; by
-    default, all lines are of one span.
+    `write` gets sums and notes, by which a bill is the same but for the number of lines. `share` is
+    as for `LineSums`; by default, all lines are of one span.
     """
-    made: list[Mapping[str, Any]] = []
-    sums: dict[Hashable, LineSums] = {}
-    for entry in entries:
+
+    def __init__(self, write: Callable[[dict[str, Any]], object], share: float = math.inf) -> None:
+        self._write, self._share = write, share
+        self._gpus: dict[Hashable, LineSums] = {}
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Take the next line or note."""
         if entry.get("begin_s") is not None:
             whose = tuple(map(entry.get, ("node", "gpu_uid", "rank", "run")))
-            sums.setdefault(whose, LineSums(made.append, share, math.inf)).add(entry)
-        else:
-            for own in sums.values() if entry.get("note") == BEGUN else ():
-                own.flush()
-            made.append(entry)
-        yield from made
-        made.clear()
-    for own in sums.values():
-        own.flush()
-    yield from made
+            if whose not in self._gpus:
+                self._gpus[whose] = LineSums(self._write, self._share, math.inf)
+            self._gpus[whose].add(entry)
+            return
+        if entry.get("note") == BEGUN:
+            self.flush()
+        self._write(entry)
+
+    def flush(self) -> None:
+        """Write what there is."""
+        for sums in self._gpus.values():
+            sums.flush()

@@ -15,23 +15,18 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     ENDED,
     EnergyFileError,
-    EnergyLines,
     EnergyLogs,
     EnergyNote,
     EnergyWindow,
     name_of_run,
-    parse_entry,
     read_energy_logs,
 )
-from envpipe_megatron.formats.energy_sums import summed
 from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
 
 T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
-#: Of energy logs of more bytes, lines are added up over this share of the time before them.
-_MOST_BYTES, _SHARE = 100_000_000, 0.05
 
 
 @dataclass(frozen=True)
@@ -172,31 +167,22 @@ def _timelines(path: Path, missing: list[str]) -> TimelineLogs:
 def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
     paths = sorted(path.glob("energy*.jsonl"))
     try:
-        read = _read_logs(paths)
+        read = read_energy_logs(paths)
     except EnergyFileError:
         readable = [file for file in paths if _is_energy_log(file, missing)]
         if not readable:
             missing.append("energy.jsonl: no energies")
             return None
-        read = _read_logs(readable)
+        read = read_energy_logs(readable)
     if not read.windows:
         missing.append("energy.jsonl: no energies, only what agents noted")
     missing += _torn(read.unreadable)
     return read
 
 
-def _read_logs(paths: Sequence[Path]) -> EnergyLogs:
-    """All lines; of jobs of weeks, sums of them."""
-    if sum(path.stat().st_size for path in paths) <= _MOST_BYTES:
-        return read_energy_logs(paths)
-    logs = EnergyLines(paths)
-    lines = tuple(map(parse_entry, summed((data for data, _ in logs.pairs()), _SHARE)))
-    return EnergyLogs(lines, logs.repeated, tuple(logs.unreadable))
-
-
 def _is_energy_log(file: Path, missing: list[str]) -> bool:
     try:
-        next(iter(EnergyLines([file])))
+        read_energy_logs([file])
     except EnergyFileError:
         missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,16 +61,10 @@ class Writer:
     def _run(self) -> None:
         failing: set[str] = set()
         key: str | None = ""
-        again_s = 0.0
         while key is not None:
-            ready: set[str] = set()
-            with suppress(Empty):
-                wait_s = max(0.0, again_s - time.monotonic()) if failing else None
-                key = self._ready.get(timeout=wait_s)
-                ready = {key} if key else ready
-            if key is None or time.monotonic() >= again_s:
-                ready, again_s = ready | failing, time.monotonic() + _AGAIN_S
-            for each in ready:
+            with suppress(Empty):  # what failed is tried again all the same
+                key = self._ready.get(timeout=_AGAIN_S if failing else None)
+            for each in failing | {key or ""}:
                 try:
                     self._make(self._waiting[each])
                     failing.discard(each)

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import EXISTING_FILE, Finite
-from envpipe_megatron.formats.energy import EnergyLines
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.launch.bill.tables import Tariff, bill_facts, show_bill
 
@@ -48,8 +48,8 @@ def sum_energy(
 
       envpipe energy sum node0/energy.jsonl node1/energy.jsonl --price 0.2 --grid-intensity 350
     """
-    logs = EnergyLines(files)
-    bill, tariff = bill_of(logs), Tariff(price, grid_intensity)
+    logs = read_energy_logs(files)
+    bill, tariff = bill_of(logs.lines), Tariff(price, grid_intensity)
     bill.unreadable = len(logs.unreadable)
     if as_json:
         facts = bill_facts(bill, tariff) | {

@@ -17,9 +17,8 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     parse_entry,
     read_amount,
-    steps_of,
 )
-from envpipe_megatron.formats.energy_sums import LineSums
+from envpipe_megatron.formats.energy_sums import LineSums, steps_of
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.energy.meter import RESOLUTION_J

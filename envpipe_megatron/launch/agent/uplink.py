@@ -9,7 +9,7 @@ import logging
 from typing import Any, NoReturn
 
 from envpipe_megatron.formats.energy import parse_line
-from envpipe_megatron.formats.energy_sums import summed
+from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.collector import EARLIER, MAX_BYTES, holds_within
 from envpipe_megatron.launch.agent.node_log import NodeLog
 
@@ -143,13 +143,15 @@ class Uplink:
 
 
 def _added_up(data: bytes) -> bytes:
-    """A message for lines of a log: their sums."""
-    entries, unreadable = [], 0
+    """A message with the sums of a log's lines."""
+    made: list[Any] = []
+    sums, unreadable = LogSums(made.append), 0
     for line in filter(bytes.strip, data.splitlines()):
         try:
             parse_line(line)
-            entries.append(json.loads(line))
+            sums.add(json.loads(line))
         except ValueError:
             unreadable += 1
-    said = {"bytes": len(data), "unreadable": unreadable, "lines": list(summed(entries))}
+    sums.flush()
+    said = {"bytes": len(data), "unreadable": unreadable, "lines": made}
     return EARLIER + json.dumps(said).encode() + b"}\n"

@@ -286,7 +286,7 @@ class Bill:
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         starts: dict[str, dict[int, EnergyWindow]] = {}
-        for (_, run, _, stage), phase in self.phases.items():
+        for (_, run, *_), phase in self.phases.items():
             if phase.window.rank is not None:
                 starts.setdefault(run, {})[phase.window.rank] = phase.window
         for run, ranks in sorted(starts.items()):
@@ -354,11 +354,11 @@ class Bill:
         """J per iteration, token and sample of training; those that are known.
 
         What an iteration has is known where all batches have one size, and of one run alone. None
-        is known if lines cannot be read, or a run began twice: as well as a start of the same job,
-        that may be another job.
+        is known if lines cannot be read or are missing, or a run began twice: as well as a start of
+        the same job, that may be another job.
         """
         iterations = self.num_iterations
-        if not iterations or self.unreadable or self._began_twice():
+        if not iterations or self.unreadable or self.silent() or self._began_twice():
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}

@@ -16,10 +16,10 @@ from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
     EnergyFileError,
-    EnergyLines,
     EnergyWindow,
     append_line,
     name_of_run,
+    read_energy_logs,
 )
 from envpipe_megatron.launch.agent.node_log import log_path
 from envpipe_megatron.launch.bill.bill import Bill
@@ -142,11 +142,10 @@ class BillReport:
         starts = {run for _, run, _, _ in bill.phases if run != name_of_run(run)}
         known = {log_path(self._folder, node) for node in bill.nodes}
         for log in sorted(set(self._folder.glob("energy-*.jsonl")) - known):
-            found = False
+            windows: list[EnergyWindow] = []
             with contextlib.suppress(OSError, EnergyFileError):
-                for line in EnergyLines([log]):
-                    if isinstance(line, EnergyWindow) and line.run in starts:
-                        bill.add(line)
-                        found = True
-            if not found:
+                windows = [w for w in read_energy_logs([log]).windows if w.run in starts]
+            for window in windows:
+                bill.add(window)
+            if not windows:
                 logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)

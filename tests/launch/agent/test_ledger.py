@@ -12,7 +12,8 @@ from fake_gpu import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.formats.energy import parse_line, steps_of
+from envpipe_megatron.formats.energy import parse_line
+from envpipe_megatron.formats.energy_sums import steps_of
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, GpuError
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.ledger import GpuLedger

@@ -17,7 +17,8 @@ import pytest
 from fake_gpu import FakeGpu
 from on_request import asked_for
 
-from envpipe_megatron.formats.energy import append_line, steps_of
+from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.formats.energy_sums import steps_of
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
