@@ -277,14 +277,14 @@ class Bill:
             reasons.append(
                 f"{self.unreadable} lines cannot be read: their energy is not in the bill"
             )
+        expected, found = self.fact("num_gpus"), self.total().num_gpus
+        if expected is not None and found < expected:
+            reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         return reasons + self.silent()
 
     def silent(self) -> list[str]:
-        """Who must have been there, by what others say, and has no line."""
-        expected, found = self.fact("num_gpus"), self.total().num_gpus
+        """How many ranks of each start have no line, though others' lines tell of them."""
         reasons = []
-        if expected is not None and found < expected:
-            reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         starts: dict[str, dict[int, EnergyWindow]] = {}
         for (_, run, *_), phase in self.phases.items():
             if phase.window.rank is not None:

@@ -208,11 +208,6 @@ def test_each_start_has_its_own_ranks(tmp_path):
     assert bill(*lines[1:]).missing() == [f"1 of 4 ranks of {STARTS[0]} sent nothing"]
 
 
-def test_as_long_as_gpus_are_missing_there_is_no_j_per_iteration():
-    made = bill(job(num_gpus=2), window(0))
-    assert (made.missing(), made.per_unit()) == (["1 of 2 GPUs sent nothing"], {})
-
-
 STARTS = ("2026-01-31T12:00:00.000+00:00", "2026-01-31T13:00:00.000+00:00")
 
 
