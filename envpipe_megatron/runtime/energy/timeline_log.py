@@ -39,6 +39,7 @@ class TimelineLog:
         self,
         append: Callable[[dict[str, Any]], None] | None,
         labels: Mapping[str, object],
+        *,
         writer: Writer | None = None,
     ) -> None:
         self._append = append

@@ -115,8 +115,9 @@ class Session:
         self._agent = connect_to_agent(gpu, self._labels, collectives)
         if self._agent is not None:
             self._labels["node"] = self._agent.node  # the agent's lines use this name
-        writer = self._folder.writer
-        self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels, writer)
+        self._timeline = TimelineLog(
+            self._folder.appender("timeline"), self._labels, writer=self._folder.writer
+        )
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._folder.close)
             half_made.callback(self._timeline.close)
@@ -144,7 +145,7 @@ class Session:
             append,
             self._labels,
             with_counter=self._agent is not None,
-            writer=writer,
+            writer=self._folder.writer,
         )
         self._energy = TrainingEnergy(
             self.meter,

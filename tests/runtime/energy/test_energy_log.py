@@ -280,19 +280,6 @@ def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
     logged.meter.close()
 
 
-def test_a_disk_that_is_full_to_the_end_is_told_of_and_ends_no_training(caplog):
-    """A device that is always full: it takes the file's open, and no byte."""
-    if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full here")
-    logged = Logged(Path("/dev/full"))
-    logged.run([("steady", 0.5)] * 20)
-    assert logged.log.totals["steady"].energy_j == pytest.approx(1000)  # counted to the end
-    assert caplog.text.count("/dev/full could not be written") == 1
-    assert "No space left on device: '/dev/full'" in caplog.text
-    assert "The files of this rank are not complete" in caplog.text
-    logged.meter.close()
-
-
 def test_a_disk_that_hangs_holds_up_no_step_and_costs_no_line(logged):
     hangs, writing = threading.Event(), threading.Event()
 
