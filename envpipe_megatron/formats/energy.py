@@ -14,10 +14,10 @@ within a node alone. The three times add up to the duration: units, waits in rec
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
-The older a job, the more windows are added up in a line, and lines are laid end to end in their
-order: their instants and iterations are right to such a line (`energy_sums`). `num_ranks` is of the
-start of the job. A writer may add fields, such as the name of a run. What many ranks wrote and some were killed while
-writing may hold torn lines; readers pass over them and count them.
+The older a job, the more windows are added up in a line, and lines are laid end to end: their
+instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
+the name of a run. What many ranks wrote and some were killed while writing may hold torn lines;
+readers pass over them and count them.
 
 A node's agent adds notes, which carry no energy. A node whose last `begun` has no `ended` was lost:
 
