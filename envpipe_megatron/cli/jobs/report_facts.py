@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,22 +111,23 @@ def _incomplete(bills: Iterable[Bill]) -> list[str]:
 
 
 def _bill_by_run(
-    lines: Sequence[EnergyWindow | EnergyNote], others: Container[str]
+    lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
 ) -> dict[str, Bill]:
     """A bill a run, over all of its starts but others, in the order in which they turned up.
 
     A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
     """
-    by_run: dict[str, Bill] = {}
-    notes = [line for line in lines if isinstance(line, EnergyNote)]
+    by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
+    notes = []
     for line in lines:
-        if isinstance(line, EnergyWindow) and line.run not in others:
+        if isinstance(line, EnergyNote):
+            notes.append(line)
+        elif line.run not in others:
             run = name_of_run(line.run)
             node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
-            if run not in by_run:
-                by_run[run] = bill_of(notes)
-            by_run[run].add(replace(line, run=run, node=node, gpu_uid=gpu_uid))
-    return by_run
+            own = replace(line, run=run, node=node, gpu_uid=gpu_uid)
+            by_run.setdefault(run, []).append(own)
+    return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
 
 
 def _phases(bill: Bill) -> list[str]:

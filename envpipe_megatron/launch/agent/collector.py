@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: Size limit of a line, and of what an agent sends at once.
 MAX_BYTES = 256 * 1024
-#: A message that stands for lines begins with it.
+#: A message in place of lines begins with it.
 EARLIER = b'{"earlier": '
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
@@ -158,7 +158,7 @@ class Collector:
         return self._sending.get(log[0]) == (log[1], writer)
 
     def _take(self, log: tuple[str, str], lines: Iterable[bytes]) -> None:
-        """Add whole lines of a log to the bill, or what stands for them."""
+        """Add whole lines of a log to the bill, or what comes in their place."""
         for line in lines:
             if line.startswith(EARLIER):
                 said = json.loads(line)["earlier"]

@@ -105,11 +105,11 @@ class Uplink:
             self.trouble = ""
             while True:
                 self._grown.clear()
-                data, stands_for = self._piece(self.known_bytes)
+                data, log_bytes = self._piece(self.known_bytes)
                 if not data:
                     await self._grown.wait()
                     continue
-                wanted = self.known_bytes + stands_for
+                wanted = self.known_bytes + log_bytes
                 writer.write(data)
                 while self.known_bytes < wanted:
                     await self._answered(reader)
@@ -117,10 +117,7 @@ class Uplink:
             writer.close()
 
     def _piece(self, offset: int) -> tuple[bytes, int]:
-        """What to send next, and how many bytes of the log it stands for.
-
-        Lines of earlier starts that the collector lacks are sent as sums.
-        """
+        """The next data to send, sums of earlier starts; and how many bytes of the log it covers."""
         left = self._log.earlier_bytes - offset
         earlier = self._log.read(offset, min(left, _PIECE_BYTES)) if left > 0 else b""
         if earlier:

@@ -91,8 +91,8 @@ class EnergyLog:
     no disk: lines that one does not take are written when it does.
 
     Args:
-        append: takes each line: into the JSON Lines file that all ranks of a node may share, or to
-            the node's agent. The former may raise OSError. None counts alone.
+        append: takes each line: into the JSON Lines file that all ranks of a node may share, where
+            it may raise OSError, or to the node's agent. None only counts.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
         with_counter: whether lines are for the node's agent, which adds them up: each window has
             its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
