@@ -117,7 +117,7 @@ class Uplink:
             writer.close()
 
     def _piece(self, offset: int) -> tuple[bytes, int]:
-        """The next data to send, sums of earlier starts; and how many bytes of the log it covers."""
+        """Data to send next, of earlier starts sums; and how many bytes of the log they cover."""
         left = self._log.earlier_bytes - offset
         earlier = self._log.read(offset, min(left, _PIECE_BYTES)) if left > 0 else b""
         if earlier:
