@@ -2,7 +2,7 @@
 
 ```json
 {"format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b…",
- "clock_backend": "nvml", "rank": 0, "stage": 0, "phase": "steady",
+ "clock_backend": "nvml", "rank": 0, "num_ranks": 8, "stage": 0, "phase": "steady",
  "first_iteration": 40, "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1,
  "energy_j": 870.2, "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5,
  "idle_s": 0.2}
@@ -14,8 +14,10 @@ within a node alone. The three times add up to the duration: units, waits in rec
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
-A writer may add fields, such as the name of a run. What many ranks wrote and some were killed while
-writing may hold torn lines; readers pass over them and count them.
+The older a job, the more windows are added up in a line, and lines are laid end to end: their
+instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
+the name of a run. What many ranks wrote and some were killed while writing may hold torn lines;
+readers pass over them and count them.
 
 A node's agent adds notes, which carry no energy. A node whose last `begun` has no `ended` was lost:
 
@@ -33,6 +35,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,6 +54,8 @@ FRAMEWORK = "framework"
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"
+#: Phases whose time lies between iterations.
+OUTSIDE_STEPS = (BETWEEN, PLAN)
 #: The label of a run ends in this if the job may be started again.
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: The phase of a batch of another size than the full one ends in this.
@@ -96,6 +101,10 @@ PHASES = (
 )
 
 
+#: Logs of more bytes are large; of these, lines are added up over this share of the time before.
+_LARGE_BYTES, _SHARE_OF_LARGE = 16_000_000, 0.05
+
+
 class EnergyFileError(EnvPipeError):
     """A file that holds no energy log."""
 
@@ -110,6 +119,7 @@ class EnergyWindow:
         run: the run of the job, empty if the job has only one.
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
+        num_ranks: of its start of the job.
     """
 
     node: str
@@ -126,11 +136,17 @@ class EnergyWindow:
     energy_uncertainty_j: float | None
     shares_s: tuple[float, ...] | None
     begin_s: float | None = None
+    num_ranks: int | None = None
 
     @property
     def gpu_key(self) -> tuple[str, str]:
         """A key that identifies a GPU: node and name, or node and rank if the name is missing."""
         return self.node, self.gpu_uid or f"rank {self.rank}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps it holds; 0 if it has none, or does not say."""
+        return num_steps(self.phase, self.first_iteration, self.last_iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +186,25 @@ def name_of_run(run: str) -> str:
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
     """Read energy logs; a line that is there twice, in one file or in two, counts once.
 
-    A file may be empty, as that of a node that never got so far. EnergyFileError: a file with
-    lines, none of which can be read; or nothing in any file.
+    Where they are large, lines of each GPU are added up as they are read: see `energy_sums`. A file
+    may be empty, as that of a node that never got so far. EnergyFileError: a file with lines, none
+    of which can be read; or nothing in any file.
     """
-    kept: dict[bytes, EnergyWindow | EnergyNote] = {}
+    from envpipe_megatron.formats.energy_sums import LogSums  # which imports this module
+
+    paths = list(paths)
+    lines: list[EnergyWindow | EnergyNote] = []
+    sums = None
+    if sum(path.stat().st_size for path in paths) > _LARGE_BYTES:
+        sums = LogSums(lambda line: lines.append(parse_entry(line)), _SHARE_OF_LARGE)
+    seen: set[int] = set()  # of digests
     unreadable: list[str] = []
     repeated = 0
     path = Path()
     for path in paths:
         found = foreign = False
-        with path.open("rb") as lines:  # a torn line need not be text
-            for number, line in enumerate(lines, start=1):
+        with path.open("rb") as file:  # a torn line need not be text
+            for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
@@ -190,14 +214,23 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
                     foreign = True
                     continue
                 found = True
-                identity = hashlib.sha256(json.dumps(json.loads(line), sort_keys=True).encode())
-                repeated += identity.digest() in kept
-                kept.setdefault(identity.digest(), read)
+                data = json.loads(line)
+                digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
+                identity = int.from_bytes(digest[:8])
+                if identity in seen:
+                    repeated += 1
+                elif sums is None:
+                    lines.append(read)
+                else:
+                    sums.add(data)
+                seen.add(identity)
         if foreign and not found:
             raise _no_energy_log(path)
-    if not kept:
+    if not seen:
         raise _no_energy_log(path)
-    return EnergyLogs(tuple(kept.values()), repeated, tuple(unreadable))
+    if sums is not None:
+        sums.flush()
+    return EnergyLogs(tuple(lines), repeated, tuple(unreadable))
 
 
 def _no_energy_log(path: Path) -> EnergyFileError:
@@ -210,13 +243,24 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
     try:
-        data = json.loads(line)
-        if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-            json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
-        return _parse(data)
+        return parse_entry(json.loads(line))
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
+
+
+def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
+    """A line from its JSON; an error of those that `parse_line` catches if it is something else."""
+    if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+        json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
+        return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
+    return _parse(data)
+
+
+def num_steps(phase: str | None, first: int | None, last: int | None) -> int:
+    """Steps of a line, by its phase, first and last iteration."""
+    if phase in OUTSIDE_STEPS or first is None or last is None:
+        return 0
+    return max(0, last - first + 1)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -269,6 +313,7 @@ def _parse(data: Any) -> EnergyWindow:
         energy_uncertainty_j=None if uncertainty_j is None else read_amount(uncertainty_j),
         shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
         begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
+        num_ranks=_index(data, "num_ranks"),
     )
 
 
@@ -288,7 +333,7 @@ def read_text(data: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise TypeError
     value.encode()
-    return value
+    return sys.intern(value)  # lines of a log have the same few
 
 
 def read_index(value: Any, most: int = MAX_INDEX) -> int:

@@ -51,18 +51,22 @@ CLOCK_FORMAT = "envpipe-clock/1"
 
 #: What a GPU without work says holds its clock back.
 IDLE = "idle"
-#: The first iterations of the steady phase, all of which are recorded.
-FIRST_STEADY = 10
-#: After these, every n-th is recorded: a job of weeks leaves megabytes per rank.
-STEADY_STRIDE = 100
+#: The first iterations of the steady phase, and of another, all of which are recorded.
+FIRST_STEADY, FIRST_OTHER = 10, 300
+#: After these, every n-th is recorded, and half as many each time that the phase has become twice
+#: as long as this: a job of weeks leaves megabytes per rank.
+STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
 #: Most looks at a clock that are recorded: those of the first hour.
 MOST_CLOCK_SAMPLES = 7200
 
 
 def is_recorded(phase: str, index: int) -> bool:
     """Whether the iteration of a phase is recorded; its first one has index 0."""
-    steady = split_phase(phase)[0] == Phase.STEADY
-    return not steady or index < FIRST_STEADY or index % STEADY_STRIDE == 0
+    stride = STEADY_STRIDE << (index // STRIDE_GROWS).bit_length()
+    if split_phase(phase)[0] == Phase.STEADY:
+        return index < FIRST_STEADY or index % stride == 0
+    # Not the first one of a stretch at the highest clock, as which multiples of four come.
+    return index < FIRST_OTHER or (index + 1) % stride == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Lines of energy logs: what they say, what they may leave out, and what is none of them."""
 
 import json
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envpipe_megatron.formats import energy
 from envpipe_megatron.formats.energy import (
     EnergyFileError,
     EnergyNote,
@@ -17,6 +19,8 @@ from envpipe_megatron.formats.energy import (
     parse_line,
     read_energy_logs,
 )
+from envpipe_megatron.formats.energy_sums import LineSums
+from envpipe_megatron.launch.bill.bill import bill_of
 
 WINDOW = {
     "format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b",
@@ -99,6 +103,59 @@ def test_each_line_counts_once_however_it_is_written(tmp_path):
     assert logs.windows == (parsed(WINDOW), parsed(LEAST), parsed(WINDOW | {"rank": 1}))
     assert logs.repeated == 2
     assert logs.unreadable == (f"{second}:2",)
+
+
+def written(tmp_path, lines):
+    path = tmp_path / "energy.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def steps_of_gpus(count, num_gpus=2, **fields):
+    """Two seconds each, of which every tenth is one at the highest clock."""
+    return [
+        WINDOW
+        | {"gpu_uid": f"GPU-{gpu}", "rank": gpu, "phase": "steady" if i % 10 else "baseline"}
+        | {"first_iteration": i, "last_iteration": i, "begin_s": 5.0 + 2 * i, "duration_s": 2.0}
+        | {"energy_j": 100.0 + i % 7, **fields}
+        for i in range(count)
+        for gpu in range(num_gpus)
+    ]
+
+
+def test_of_large_logs_sums_are_read_and_make_the_same_bill(tmp_path, monkeypatch):
+    """Lines that are there twice count once, also in another file; starts stay apart."""
+    lines = steps_of_gpus(2000)
+    again = [
+        {"format": "envpipe-note/1", "node": "n1", "note": "begun"},
+        *steps_of_gpus(500, run="b"),
+    ]
+    path = written(tmp_path, [*lines, *again, *lines[:100]])
+    whole = read_energy_logs([path])
+    monkeypatch.setattr(energy, "_LARGE_BYTES", 10_000)
+    logs = read_energy_logs([path, path])
+    assert (logs.repeated, logs.unreadable) == (100 + len(lines) + len(again) + 100, ())
+    assert len(logs.lines) < 1500 < len(whole.lines)
+    one, other = bill_of(logs.lines), bill_of(whole.lines)
+    assert one.total().energy_j == pytest.approx(other.total().energy_j, rel=1e-9)
+    assert one.total().energy_uncertainty_j == pytest.approx(other.total().energy_uncertainty_j)
+    assert one.iterations.keys() == other.iterations.keys()
+    assert one.num_iterations == other.num_iterations
+    for phase in ("steady", "baseline"):
+        assert one.steps(phase).iterations == other.steps(phase).iterations
+        assert one.steps(phase).energy_j == pytest.approx(other.steps(phase).energy_j)
+
+
+def test_steps_of_several_baselines_are_held_against_their_mean():
+    written = []
+    sums = LineSums(written.append, share=math.inf, longest_s=math.inf)
+    for iteration, (seconds, joules) in enumerate([(1.0, 100.0)] * 3 + [(2.0, 140.0)]):
+        place = {"first_iteration": iteration, "last_iteration": iteration}
+        sums.add(WINDOW | place | {"baseline": [9, seconds, 0.01, joules, None]})
+    sums.flush()
+    (line,) = written
+    assert line["baseline"] == [9, 1.25, 0.01, 110.0, None]
+    assert (line["first_iteration"], line["last_iteration"]) == (0, 3)
 
 
 def test_files_without_an_energy_log_are_refused_by_name(tmp_path):

@@ -10,12 +10,13 @@ from envpipe_megatron.cli.jobs.level_facts import predict
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
+    OUTSIDE_STEPS,
     EnergyNote,
     EnergyWindow,
     Phase,
     name_of_run,
 )
-from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS, Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
 from envpipe_megatron.report.bubbles import find_bubbles
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder

@@ -214,9 +214,10 @@ class NodeAgent:
             self._reading.discard(ledger)
             return reading
 
+        reading = None
         with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
             reading = await asyncio.wait_for(self._apart(read), _READ_S)
-            self._guarded(ledger.bill_up_to, reading)
+        self._guarded(ledger.bill_up_to, reading)
 
     async def _apart(self, call: Callable[[], T]) -> T:
         """What a driver is asked, by a thread that nobody waits for as this process ends."""

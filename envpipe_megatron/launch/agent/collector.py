@@ -5,7 +5,8 @@ energy log are known, and sends the log's bytes from there on:
 
     agent -> collector   {"token": ..., "node": ..., "log": identity of its file}
     collector -> agent   {"have": bytes} or {"error": why}
-    agent -> collector   lines of the energy log
+    agent -> collector   lines of the energy log, or in place of lines that earlier starts wrote
+                         {"earlier": {"bytes": of these, "unreadable": ..., "lines": their sums}}
     collector -> agent   {"have": bytes}, after each piece
 
 The file is the truth: after a cut, or when the collector has moved to another node, an agent sends
@@ -24,13 +25,15 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from envpipe_megatron.formats.energy import parse_line
+from envpipe_megatron.formats.energy import parse_entry, parse_line
 from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
 #: Size limit of a line, and of what an agent sends at once.
 MAX_BYTES = 256 * 1024
+#: A message in place of lines begins with it.
+EARLIER = b'{"earlier": '
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
 _REPORT_EACH_S = 1.0
@@ -155,8 +158,15 @@ class Collector:
         return self._sending.get(log[0]) == (log[1], writer)
 
     def _take(self, log: tuple[str, str], lines: Iterable[bytes]) -> None:
-        """Add whole lines of a log to the bill."""
+        """Add whole lines of a log to the bill, or what comes in their place."""
         for line in lines:
+            if line.startswith(EARLIER):
+                said = json.loads(line)["earlier"]
+                for read in list(map(parse_entry, said["lines"])):
+                    self.bill.add(read)
+                self.bill.unreadable += said["unreadable"]
+                self._known_bytes[log] += said["bytes"]
+                continue
             self._known_bytes[log] += len(line) + 1
             if not line.strip():
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -13,14 +12,15 @@ from typing import Any, NamedTuple
 from envpipe_megatron.formats.energy import (
     BETWEEN,
     ENERGY_FORMAT,
+    OUTSIDE_STEPS,
     SHARES,
     EnergyWindow,
-    parse_line,
+    parse_entry,
     read_amount,
 )
+from envpipe_megatron.formats.energy_sums import LineSums, steps_of
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS
 from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -53,26 +53,27 @@ class GpuLedger:
     between two windows is billed as phase `between`, and so is what lies behind the last one, up to
     a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
     its counter: when its rank first said hello and when the last one ended. What a counter that
-    went back had counted since the last line is lost.
+    went back had counted since the last line is lost. As the job grows old, windows are added up
+    (`LineSums`); what is said of the GPU here has them at once.
 
     Args:
         gpu: opened for reading alone; GpuError if it does not tell the time.
         labels: what every line says of it.
-        write: gets each line.
+        write: gets each line; OSError is raised on, and it gets the line again with the next one.
 
     Attributes:
-        phase: of the last line; empty before the first.
-        step: s and J of an iteration in the last line; None if it has none.
+        phase: of the last window; empty before the first.
+        step: s and J of an iteration in the last window; None if it has none.
         shares_s: where the time of training went, by `SHARES`; of windows that say it.
         throttled_s: for how long the clock was held back, by reason, as far as looks tell.
     """
 
     def __init__(
-        self, gpu: Gpu, labels: Mapping[str, Any], write: Callable[[dict[str, Any]], None]
+        self, gpu: Gpu, labels: Mapping[str, Any], write: Callable[[dict[str, Any]], object]
     ) -> None:
         self.gpu = gpu
         self.labels = dict(labels)
-        self._write = write
+        self._sums = LineSums(write)
         self._last_iteration: int | None = 0
         self._failing = False
         self._most_metered_j = 0.0
@@ -145,7 +146,7 @@ class GpuLedger:
         """Bill a rank's window, a line of `EnergyLog` with the counter's readings.
 
         One that is none raises ValueError, TypeError, KeyError or OverflowError, and changes
-        nothing; OSError: it cannot be written, and its energy will be in the next line.
+        nothing; OSError: it is billed, and will be written with the next line.
         """
         whole = {**self.labels, **line}
         begin_s = whole["begin_s"]
@@ -154,13 +155,13 @@ class GpuLedger:
             Reading(time_s, *map(read_amount, whole.pop(name)))
             for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
         )
-        if not isinstance(parse_line(json.dumps(whole).encode()), EnergyWindow):
+        if not isinstance(parse_entry(whole), EnergyWindow):
             raise ValueError("Not a window of training")
         if not begin_s <= end_s <= self.gpu.time_s() + _SOON_S:
             raise ValueError(f"A window that ends at {end_s} s, which is still to come")
-        if count := _steps(whole):
+        if count := steps_of(whole):
             self._longest_step_s = max(self._longest_step_s or 0.0, (end_s - begin_s) / count)
-        self.bill_up_to(begin)
+        self._bill_gap(begin)
         until = self._billed[0] or begin
         if end_s <= until.time_s:
             return  # billed already, as part of a long gap
@@ -180,9 +181,15 @@ class GpuLedger:
         return self.gpu.time_s() - until.time_s > longest_s
 
     def bill_up_to(self, end: Reading | None) -> None:
-        """Bill as `between` what no window had up to a reading, if there is one; as in `take`."""
-        if end is None:
-            return
+        """Bill as `between` what no window had up to a reading, if there is one, and write all.
+
+        Errors as in `take`.
+        """
+        if end is not None:
+            self._bill_gap(end)
+        self._sums.flush()
+
+    def _bill_gap(self, end: Reading) -> None:
         until = self._billed[0]
         if until is None:
             self._billed = end, 0.0
@@ -222,22 +229,12 @@ class GpuLedger:
         compute_s, blocking_s = line.get("compute_s"), line.get("blocking_s")
         if compute_s is not None and blocking_s is not None:
             line["idle_s"] = max(0.0, line["duration_s"] - compute_s - blocking_s)
-        self._write(line)
-        # Only now: what could not be written is in the next line.
         self._billed = end, billed_j + energy_j
         self.phase, self.step = str(line.get("phase", "")), None
-        if self.phase in OUTSIDE_STEPS:
-            return
-        if count := _steps(line):
-            self.step = line["duration_s"] / count, energy_j / count
-        if line.get("idle_s") is not None:
-            for name in SHARES:
-                self.shares_s[name] += line[name]
-
-
-def _steps(line: Mapping[str, Any]) -> int:
-    """Iterations of a line; 0 if it has none, or does not say."""
-    first, last = line.get("first_iteration"), line.get("last_iteration")
-    if line.get("phase") in OUTSIDE_STEPS or first is None or last is None:
-        return 0
-    return max(0, int(last - first + 1))
+        if self.phase not in OUTSIDE_STEPS:
+            if count := steps_of(line):
+                self.step = line["duration_s"] / count, energy_j / count
+            if line.get("idle_s") is not None:
+                for name in SHARES:
+                    self.shares_s[name] += line[name]
+        self._sums.add(line)

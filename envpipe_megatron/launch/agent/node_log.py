@@ -26,6 +26,7 @@ class NodeLog:
         grown: called after each line.
         goes_on: whether an earlier start has written it, too.
         identity: tells this file from another of a node of the same name; its first note keeps it.
+        earlier_bytes: what earlier starts have written.
 
     Raises EnvPipeError if another agent writes it, OSError if it cannot be written.
     """
@@ -52,6 +53,7 @@ class NodeLog:
             earlier = self._earlier_identity()
             self.goes_on = earlier is not None
             self.identity = earlier or uuid.uuid4().hex
+            self.earlier_bytes = self.size
             self.note(BEGUN, log=self.identity)
         except OSError:
             os.close(self._lock)

@@ -8,7 +8,9 @@ import json
 import logging
 from typing import Any, NoReturn
 
-from envpipe_megatron.launch.agent.collector import MAX_BYTES, holds_within
+from envpipe_megatron.formats.energy import parse_line
+from envpipe_megatron.formats.energy_sums import LogSums
+from envpipe_megatron.launch.agent.collector import EARLIER, MAX_BYTES, holds_within
 from envpipe_megatron.launch.agent.node_log import NodeLog
 
 logger = logging.getLogger(__name__)
@@ -16,6 +18,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
 _NEXT_ADDRESS_S = 0.25
+#: Lines of earlier starts that are added up at once: those of some tenths of a second.
+_PIECE_BYTES = 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -101,16 +105,27 @@ class Uplink:
             self.trouble = ""
             while True:
                 self._grown.clear()
-                data = self._log.read(self.known_bytes, MAX_BYTES)
+                data, log_bytes = self._piece(self.known_bytes)
                 if not data:
                     await self._grown.wait()
                     continue
-                wanted = self.known_bytes + len(data)
+                wanted = self.known_bytes + log_bytes
                 writer.write(data)
                 while self.known_bytes < wanted:
                     await self._answered(reader)
         finally:
             writer.close()
+
+    def _piece(self, offset: int) -> tuple[bytes, int]:
+        """Data to send next, of earlier starts sums; and how many bytes of the log they cover."""
+        left = self._log.earlier_bytes - offset
+        earlier = self._log.read(offset, min(left, _PIECE_BYTES)) if left > 0 else b""
+        if earlier:
+            made = _added_up(earlier)
+            if len(made) <= MAX_BYTES:
+                return made, len(earlier)
+        data = self._log.read(offset, MAX_BYTES)
+        return data, len(data)
 
     async def _answered(self, reader: asyncio.StreamReader) -> None:
         async with asyncio.timeout(_ANSWER_S):
@@ -122,3 +137,18 @@ class Uplink:
             raise ConnectionError(answer["error"])
         self.known_bytes = answer["have"]
         self._known.set()
+
+
+def _added_up(data: bytes) -> bytes:
+    """A message with the sums of a log's lines."""
+    made: list[Any] = []
+    sums, unreadable = LogSums(made.append), 0
+    for line in filter(bytes.strip, data.splitlines()):
+        try:
+            parse_line(line)
+            sums.add(json.loads(line))
+        except ValueError:
+            unreadable += 1
+    sums.flush()
+    said = {"bytes": len(data), "unreadable": unreadable, "lines": made}
+    return EARLIER + json.dumps(said).encode() + b"}\n"

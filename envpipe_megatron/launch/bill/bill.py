@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import (
     BEGUN,
-    BETWEEN,
     ENDED,
     JOB,
     MAX_AMOUNT,
+    OUTSIDE_STEPS,
     PHASES,
-    PLAN,
     SHARES,
     EnergyNote,
     EnergyWindow,
@@ -34,8 +33,6 @@ from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepE
 Key = TypeVar("Key", bound=Hashable)
 
 JOULES_PER_KWH = 3.6e6
-#: Phases whose time lies between iterations.
-OUTSIDE_STEPS = (BETWEEN, PLAN)
 _UNKNOWN = (math.nan,) * len(SHARES)
 #: Facts of a job by which its steps differ: those of a start that had others are another job's.
 _ASKED = ("level", "type", "scheduling", "reconfigure", "num_gpus")
@@ -283,6 +280,20 @@ class Bill:
         expected, found = self.fact("num_gpus"), self.total().num_gpus
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
+        return reasons + self.silent()
+
+    def silent(self) -> list[str]:
+        """How many ranks of each start have no line, though others' lines tell of them."""
+        reasons = []
+        starts: dict[str, dict[int, EnergyWindow]] = {}
+        for (_, run, *_), phase in self.phases.items():
+            if phase.window.rank is not None:
+                starts.setdefault(run, {})[phase.window.rank] = phase.window
+        for run, ranks in sorted(starts.items()):
+            count = max(window.num_ranks or 0 for window in ranks.values()) or max(ranks) + 1
+            if len(ranks) < count:
+                of_run = f" of {run}" if run else ""
+                reasons.append(f"{count - len(ranks)} of {count} ranks{of_run} sent nothing")
         return reasons
 
     def fact(self, name: str) -> float | None:
@@ -343,11 +354,11 @@ class Bill:
         """J per iteration, token and sample of training; those that are known.
 
         What an iteration has is known where all batches have one size, and of one run alone. None
-        is known if lines cannot be read, or a run began twice: as well as a start of the same job,
-        that may be another job.
+        is known if lines cannot be read or are missing, or a run began twice: as well as a start of
+        the same job, that may be another job.
         """
         iterations = self.num_iterations
-        if not iterations or self.unreadable or self._began_twice():
+        if not iterations or self.unreadable or self.silent() or self._began_twice():
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}

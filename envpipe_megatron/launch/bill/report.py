@@ -68,16 +68,18 @@ class BillReport:
         if not self._interval:
             return
         now: dict[tuple[str, str], tuple[int, float]] = {}
+        longest = self._interval  # of lines, by which GPUs may lie apart
         for phase in bill.phases.values():
             gpu = phase.window.gpu_key
             if phase.window.phase != BETWEEN:
+                longest = max(longest, phase.window.steps)
                 steps, energy_j = now.get(gpu, (0, 0.0))
                 now[gpu] = steps + phase.steps, energy_j + phase.energy_j
         counts = [steps for steps, _ in now.values()]
         if len(counts) < (bill.fact("num_gpus") or 0):
             counts.append(0)  # of GPUs that have sent nothing yet
         # All GPUs together; but one that is cut off ends no lines.
-        done = max(min(counts, default=0), max(counts, default=0) - 2 * self._interval)
+        done = max(min(counts, default=0), max(counts, default=0) - 2 * longest)
         if done - self._done < self._interval:
             return
         each_j = 0.0

@@ -135,7 +135,7 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
-    elif bill.num_iterations and not bill.unreadable:
+    elif bill.num_iterations and not bill.unreadable and not bill.silent():
         lines.append("J per iteration are left out: a run began twice, by a restart or as another")
     compared = bill.comparison()
     if compared is not None and compared.saving_percent is not None:

@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import (
-    BETWEEN,
     PHASES,
-    PLAN,
     EnergyWindow,
     name_of_run,
     split_phase,
@@ -75,7 +73,7 @@ def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
     """Steps of each run, over all starts; a window of several steps stands for their mean."""
     by_run: dict[str, list[EnergyWindow]] = {}
     for window in windows:
-        if window.phase not in (PLAN, BETWEEN) and _steps(window):
+        if window.steps:
             by_run.setdefault(name_of_run(window.run), []).append(window)
     return [_series_of(run, own) for run, own in by_run.items()]
 
@@ -83,12 +81,6 @@ def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
 def _member(window: EnergyWindow) -> Hashable:
     """A key for a job's members: ranks, whose GPUs may be others after a restart."""
     return window.gpu_key if window.rank is None else window.rank
-
-
-def _steps(window: EnergyWindow) -> int:
-    """How many steps a window holds; 0 if it does not say."""
-    first, last = window.first_iteration, window.last_iteration
-    return 0 if first is None or last is None else max(0, last - first + 1)
 
 
 def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:

@@ -7,10 +7,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
+from envpipe_megatron.formats.energy_sums import LineSums
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError, WindowEnergy
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +85,19 @@ class EnergyLog:
     A window lasts at least ten refreshes of the counter, unless its phase ends before, and is
     metered when the counter has refreshed past its end: while the counter stands still, the window
     grows. Of a window that cannot be metered to its end, the steps that the counter had passed are
-    written; the rest is left out, with one message, and later windows are written again. A file
-    that cannot be written (disk full) ends the log, not the training.
+    written; the rest is left out, with one message, and later windows are written again.
+
+    The longer a job runs, the more windows are added up in a line (`LineSums`). Training waits for
+    no disk: lines that one does not take are written when it does.
 
     Args:
-        append: takes each line: into the JSON Lines file that all ranks of a node may share, or to
-            the node's agent. It may raise OSError. None counts alone.
+        append: takes each line: into the JSON Lines file that all ranks of a node may share, where
+            it may raise OSError, or to the node's agent. None only counts.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
-        with_counter: whether lines say where the counter stood, for the node's agent:
-            `begin_counter` and `end_counter`, each J and its uncertainty.
+        with_counter: whether lines are for the node's agent, which adds them up: each window has
+            its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
+            and its uncertainty.
+        writer: makes the calls of `append`; others may have it too.
     """
 
     def __init__(
@@ -100,11 +107,14 @@ class EnergyLog:
         labels: Mapping[str, object],
         *,
         with_counter: bool = False,
+        writer: Writer | None = None,
     ) -> None:
         self._meter = meter
         self._append = append
         self._labels = dict(labels)
         self._with_counter = with_counter
+        self._writer = writer or Writer()
+        self._sums = LineSums(self._put)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
         self._failing = False
@@ -148,6 +158,8 @@ class EnergyLog:
         self._meter.catch_up()
         while self._waiting:
             self._write(self._waiting.popleft())
+        self._sums.flush()
+        self._writer.close()
 
     def _flush(self, up_to_s: float) -> None:
         """Write the windows that ended by then, and give up on those that wait in vain."""
@@ -183,12 +195,13 @@ class EnergyLog:
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
         if self._with_counter:
-            line |= {"begin_counter": energy.begin, "end_counter": energy.end}
-        try:
-            self._append(line)
-        except OSError as error:
-            logger.error("The energy log ends, training goes on: %s", error)
-            self._append = None
+            self._append(line | {"begin_counter": energy.begin, "end_counter": energy.end})
+        else:
+            self._sums.add(line)
+
+    def _put(self, line: dict[str, Any]) -> None:
+        assert self._append is not None
+        self._writer.put(ENERGY_FORMAT, partial(self._append, line))
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,41 +18,37 @@ from envpipe_megatron.formats.timeline import (
 )
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 #: Iterations that wait for a slow disk; of more, those that come while it is slow are left out.
 _MOST_WAITING = 256
-#: How long the end of a job waits for a disk.
-_JOIN_S = 5.0
 #: Looks at a clock per line: those of a minute.
 _SAMPLES_A_LINE = 120
 
 
 class TimelineLog:
-    """Appends the recorded iterations of one rank to a file, on a thread of its own.
+    """Appends the recorded iterations of one rank to a file; training never waits for it.
 
-    Training never waits for it: a disk that hangs costs lines, a full one ends the log. `append`
-    takes each line, and may raise OSError; None if nothing is recorded. Every line has `labels`.
+    A disk that hangs, or is full, costs lines. `append` takes each line, and may raise OSError;
+    None if nothing is recorded. Every line has `labels`. Others may have the `writer` too.
     """
 
     def __init__(
-        self, append: Callable[[dict[str, Any]], None] | None, labels: Mapping[str, object]
+        self,
+        append: Callable[[dict[str, Any]], None] | None,
+        labels: Mapping[str, object],
+        *,
+        writer: Writer | None = None,
     ) -> None:
         self._append = append
         self._labels = dict(labels)
         self._seen: Counter[str] = Counter()
-        self._left_out = 0
         self._samples: list[tuple[float, int | None, int, str]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
-        #: None follows the last line. Its lock cannot stay taken when a signal handler raises.
-        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if append is not None:
-            self._thread = threading.Thread(
-                target=self._write, args=(append,), name="envpipe-timeline", daemon=True
-            )
-            self._thread.start()
+        self._left_out = 0
+        self._writer = writer or Writer()
 
     def add(
         self,
@@ -89,32 +84,19 @@ class TimelineLog:
         self._put({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
 
     def _put(self, line: dict[str, Any]) -> None:
-        if self._lines.qsize() < _MOST_WAITING:
-            self._lines.put(line)
-        else:
+        assert self._append is not None
+        if self._writer.num_waiting(TIMELINE_FORMAT) > _MOST_WAITING:
             self._left_out += 1
+        else:
+            self._writer.put(TIMELINE_FORMAT, partial(self._append, line))
 
     def close(self) -> None:
         """Write what is left; a disk that hangs is left behind."""
-        if self._thread is None:
-            return
         if self._samples:
             self._put_samples()
-        self._lines.put(None)
-        self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
-            logger.error("The timeline is not complete: its file cannot be written any more")
-        elif self._left_out:
+        self._writer.close()
+        if self._left_out:
             logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
-
-    def _write(self, append: Callable[[dict[str, Any]], None]) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                append(line)
-            except OSError as error:
-                logger.error("The timeline ends, training goes on: %s", error)
-                self._append = None
-                return
 
 
 def timeline_line(

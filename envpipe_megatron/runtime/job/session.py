@@ -117,13 +117,16 @@ class Session:
                 "gpu_uid": gpu.address.uid,
                 "clock_backend": gpu.address.backend,
                 "rank": channel.ranks[self._stage],
+                "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
             self._agent = connect_to_agent(gpu, self._labels, collectives)
             if self._agent is not None:
                 half_made.callback(self._agent.close)
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
-            self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
+            self._timeline = TimelineLog(
+                self._folder.appender("timeline"), self._labels, writer=self._folder.writer
+            )
             half_made.callback(self._timeline.close)
             self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
@@ -132,7 +135,11 @@ class Session:
             half_made.pop_all()
         append = self._agent.window if self._agent else self._folder.appender(own_log_name())
         self.energy_log = EnergyLog(
-            self.meter, append, self._labels, with_counter=self._agent is not None
+            self.meter,
+            append,
+            self._labels,
+            with_counter=self._agent is not None,
+            writer=self._folder.writer,
         )
         self._energy = TrainingEnergy(
             self.meter,

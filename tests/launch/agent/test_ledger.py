@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.formats.energy import parse_line
+from envpipe_megatron.formats.energy_sums import steps_of
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, GpuError
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.ledger import GpuLedger
@@ -416,14 +417,32 @@ def test_a_window_may_tell_no_shares(bills, unknown):
     assert [line[name] for name in shares] == [window[name] for name in shares]
 
 
-def test_what_cannot_be_written_is_in_the_next_line(bills):
-    write, full = bills.ledger._write, OSError("No space left on device")
-    bills.ledger._write = lambda line: (_ for _ in ()).throw(full)
+def test_what_cannot_be_written_is_written_with_the_next_line(bills):
+    write, full = bills.ledger._sums._write, OSError("No space left on device")
+    bills.ledger._sums._write = lambda line: (_ for _ in ()).throw(full)
     for begin in (5, 6):
         with pytest.raises(OSError, match="No space"):
-            bills.take(begin, begin + 1)
-    assert bills.ledger.energy_j == 0
-    bills.ledger._write = write
-    bills.take(7.0, 8.0)
-    assert bills.spans() == [("between", 5, 7), ("steady", 7, 8)]
+            bills.take(begin, begin + 1, begin)
+    assert bills.lines == []
+    bills.ledger._sums._write = write
+    bills.take(7.0, 8.0, 7)
+    assert bills.spans() == [("steady", 5, 6), ("steady", 6, 7), ("steady", 7, 8)]
     bills.check()
+
+
+def test_a_gpu_that_trains_for_a_day_has_some_thousand_lines_and_all_joules(bills):
+    """And what is shown of it is of its last window."""
+    for iteration in range(8640):
+        if iteration % 100 == 99:
+            bills.at(bills.gpu.now_s + 60.0)  # an evaluation
+        begin_s = bills.gpu.now_s
+        bills.take(begin_s, begin_s + 10.0, iteration)
+    step_j = bills.gpu.counter_j(bills.gpu.now_s) - bills.gpu.counter_j(begin_s)
+    assert bills.ledger.step == pytest.approx((10.0, step_j))
+    behind_s = bills.gpu.now_s - bills.spans()[-1][2]
+    assert 0 < behind_s < 610, "the log lacks ten minutes at most"
+    bills.finish()
+    assert len(bills.lines) < 700
+    bills.check()
+    steady = [line for line in bills.lines if line["phase"] == "steady"]
+    assert sum(map(steps_of, steady)) == 8640

@@ -19,7 +19,10 @@ from collecting_nodes import (
     in_time,
 )
 
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent import uplink as uplink_module
+from envpipe_megatron.launch.agent.collector import Collector
+from envpipe_megatron.launch.bill.bill import bill_of
 
 # Cuts ----------------------------------------------------------------------------------------
 
@@ -133,6 +136,41 @@ async def test_an_agent_that_starts_again_goes_on(tmp_path):
                     agent.log.end(1)
                     await agent.is_known()
                     assert collector.bill.running() == []
+
+
+@in_time
+async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, monkeypatch):
+    """Each piece once, also over a connection that is cut; torn lines are counted."""
+    async with agents(tmp_path, "a", gpus=8) as (agent,):
+        agent.append(0, 300)
+        agent.log.note("job", facts={"num_gpus": 8})
+        agent.log.end(1)
+        with agent.log.path.open("ab") as file:
+            file.write(b'{"format": "envpipe-ener\n{"torn')
+    before, sent = agent.log.path.stat().st_size, []
+    monkeypatch.setattr(uplink_module, "_PIECE_BYTES", before // 5)
+    take = Collector._take
+
+    def take_and_cut(collector: Collector, log: tuple[str, str], lines: list[bytes]) -> None:
+        sent.extend(lines)
+        take(collector, log, lines)
+        if len(sent) in (2, 4):
+            for task in collector._connections:
+                task.cancel()
+
+    monkeypatch.setattr(Collector, "_take", take_and_cut)
+    async with agents(tmp_path, "a", gpus=8) as (agent,), collecting() as collector:
+        agent.append(300, 10)
+        agent.uplink.send_to(await collector.start("localhost"))
+        await agent.is_known()
+        assert agent.log.earlier_bytes == before
+        assert sum(map(len, sent)) < agent.log.size - before + 0.05 * before
+        live, whole = collector.bill, bill_of(read_energy_logs([agent.log.path]).lines)
+        assert live.total().energy_j == pytest.approx(whole.total().energy_j, rel=1e-12)
+        assert live.total().duration_s == pytest.approx(whole.total().duration_s)
+        assert live.num_iterations == whole.num_iterations == 310
+        assert live.steps("steady").iterations == whole.steps("steady").iterations
+        assert (live.unreadable, live.facts, live.nodes) == (2, whole.facts, whole.nodes)
 
 
 @in_time

@@ -184,6 +184,30 @@ def test_energy_per_token_and_sample():
     assert bill(job(tokens_per_iteration=1000)).per_unit() == {}
 
 
+@pytest.mark.parametrize("says", [{}, {"num_ranks": 4}], ids=["no size", "its size"])
+@pytest.mark.parametrize("there", [(2, 3), (1, 2, 3), (0, 1), (0, 2, 3)])
+def test_a_bill_of_survivors_is_incomplete_and_has_no_j_per_iteration(there, says):
+    """Those of a node are missing; of the last one's ranks, only what lines say of all tells."""
+    made = bill(*(window(rank, i, **says) for rank in there for i in range(3)))
+    if there == (0, 1) and not says:
+        assert made.per_unit() == {"iteration": 200}
+        return
+    assert made.missing() == [f"{4 - len(there)} of 4 ranks sent nothing"]
+    assert made.per_unit() == {}
+    lines = bill_lines(made, Tariff())
+    assert lines[-1] == f"INCOMPLETE: {4 - len(there)} of 4 ranks sent nothing"
+    assert not [line for line in lines if "J per" in line]
+    assert not bill_facts(made, Tariff())["complete"]
+
+
+def test_each_start_has_its_own_ranks(tmp_path):
+    """A job may go on with fewer; but those of each start must be there."""
+    lines = [window(rank, 0, run=STARTS[0], num_ranks=4) for rank in range(4)]
+    lines += [window(rank, 1, run=STARTS[1], num_ranks=2) for rank in range(2)]
+    assert bill(*lines).missing() == []
+    assert bill(*lines[1:]).missing() == [f"1 of 4 ranks of {STARTS[0]} sent nothing"]
+
+
 STARTS = ("2026-01-31T12:00:00.000+00:00", "2026-01-31T13:00:00.000+00:00")
 
 

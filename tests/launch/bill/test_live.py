@@ -128,3 +128,14 @@ def test_the_saving_is_told_once_it_is_known():
     live.add(job(baseline=baseline), window(0, 1))
     assert "saved" not in live.told[0]
     assert live.told[1].endswith("; saved 20.00 %, slower -20.00 %")
+
+
+def test_gpus_whose_lines_are_long_and_come_at_different_times():
+    """As those of old jobs: no line is of some GPUs only."""
+    live = Live(10)
+    live.add(job(num_gpus=2))
+    for first in range(0, 300, 60):
+        live.add(window(0, first, 600.0, last_iteration=first + 59))
+        live.add(window(1, first, 1800.0, last_iteration=first + 59))
+    assert live.iterations == [60, 120, 180, 240, 300]
+    assert all("40.0 J each" in line for line in live.told)

@@ -321,6 +321,7 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, made_now):
         ({**FILES, "plan_file": "own"}, True, True, True),
     ],
 )
+@pytest.mark.usefixtures("written_at_once")
 def test_the_plan_is_left_where_it_is_not_yet(
     saving, tmp_path, options, is_planner, made_now, left
 ):
@@ -383,6 +384,7 @@ def measuring(monkeypatch) -> Any:
 
 
 @pytest.mark.parametrize("is_planner", [True, False])
+@pytest.mark.usefixtures("written_at_once")
 def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, is_planner):
     settings = ProfilerSettings(2, 3, 4)
     config = SessionConfig(

@@ -563,6 +563,7 @@ LABELS = {
     "gpu_uid": "GPU-7",
     "clock_backend": "emulated",
     "rank": 4,
+    "num_ranks": 1,
     "stage": 0,
 }
 

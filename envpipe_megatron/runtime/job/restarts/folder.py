@@ -3,7 +3,7 @@
 Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node. The
 planning rank alone reads and writes profile, plan, and `job.json` (see `job_file`), by which a job
 that is started again goes on where it was. A folder that cannot be read or written ends no
-training: what is lost is logged.
+training, nor holds it up: once a job has begun, all is written by the rank's `Writer`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from envpipe_megatron.runtime.job.restarts.job_file import (
     read_job,
     write_job,
 )
+from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +86,18 @@ class JobFolder:
         self.found: StoredJob | None = None
         #: When this start began; empty if no later start can continue it.
         self.started = ""
-        #: What `job.json` says; None if it is not kept, and on all ranks but the planning one.
+        #: What `job.json` says; None if it is not kept, and on all ranks but the planning one. Once
+        #: the job has begun, it is the writer's.
         self._job: StoredJob | None = None
+        #: Batches whose baseline is kept, or is to be.
+        self._kept_baselines: set[str] = set()
+        self.writer = Writer()
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
 
     def close(self) -> None:
-        """Let another job write to the folder."""
+        """Write what is left, and let another job write to the folder."""
+        self.writer.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -141,64 +147,76 @@ class JobFolder:
     def append(self, name: str, entry: dict[str, Any]) -> None:
         """Append an object to the node's file of this name."""
         append = self.appender(name)
-        if append is None:
-            return
-        try:
-            append(entry)
-        except OSError as error:
-            logger.error("%s could not be written: %s", error.filename, error)
+        if append is not None:
+            self.writer.put(name, partial(append, entry))
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
         if self.path is None:
             return
         path = self.path / GRIDS_FILE
-        try:
+
+        def write() -> None:
             with path.open("a") as file:
                 file.write(text + "\n\n")
-        except OSError as error:
-            logger.error("%s could not be written: %s", path, error)
+
+        self.writer.put(GRIDS_FILE, write)
 
     def keep_profile(self, profile: Profile) -> None:
         """Write the profile that was measured, even if no plan can be made from it."""
-        digests = self._written(PROFILE_FILE, profile)
-        if digests:
-            self._store(profile=digests, plan={})  # plans of another profile are not this one's
+
+        def write() -> None:
+            if digests := self._written(PROFILE_FILE, profile):
+                self._store(profile=digests, plan={})  # plans of another profile are not this one's
+
+        self._later(write)
 
     def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
         """Write the plan of a batch once nothing changes it any more."""
-        digests = self._written(plan_file(batch), plan)
-        if digests and self._job is not None:
-            plans = {**self._job.plan, **digests}
-            self._store(plan=plans, reconfigure_steps=steps, reconfigure_ended=ended)
+
+        def write() -> None:
+            digests = self._written(plan_file(batch), plan)
+            if digests and self._job is not None:
+                plans = {**self._job.plan, **digests}
+                self._store(plan=plans, reconfigure_steps=steps, reconfigure_ended=ended)
+
+        self._later(write)
 
     def copy_plan(self, plan: Plan, source: Path) -> None:
         """Write a plan that the user gave, unless it is the file that would be written."""
         if self.path is not None and source != self.path / plan_file(""):
-            self._written(plan_file(""), plan)
+            self._later(partial(self._written, plan_file(""), plan))
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
         """Keep the clock that was found for the whole job."""
-        self._store(one_clock_mhz=frequency_mhz)
+        self._later(partial(self._store, one_clock_mhz=frequency_mhz))
 
     def forget_profile(self) -> None:
         """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
         if self.found is not None and self.found.profile:
             self.found = replace(self.found, profile={}, plan={})
-            self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
+            forgotten: dict[str, Any] = {"profile": {}, "plan": {}, "reconfigure_ended": None}
+            self._later(partial(self._store, reconfigure_steps=0, **forgotten))
 
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
         """Keep each batch's first; one without energies is measured again by each start."""
-        if self._job is None:
-            return
         new = {
             batch: replace(baseline, own=None)
             for batch, baseline in baselines.items()
-            if batch not in self._job.baselines
+            if batch not in self._kept_baselines
             and all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
         }
         if new:
-            self._store(baselines={**self._job.baselines, **new})
+            self._kept_baselines |= new.keys()
+            self._later(partial(self._add_baselines, new))
+
+    def _add_baselines(self, new: Mapping[str, BaselineEnergy]) -> None:
+        if self._job is not None:
+            self._store(baselines={**new, **self._job.baselines})
+
+    def _later(self, write: Callable[[], object]) -> None:
+        if self.path is not None and self._collectives.is_planner:
+            self.writer.put(JOB_FILE, write)
 
     def _take(self, path: Path) -> Path:
         """The first folder that no live job writes to; the path where that cannot be known."""
@@ -234,41 +252,29 @@ class JobFolder:
             self._job = StoredJob(keys, starts=(started,))
             return None, started
         self._job = found or StoredJob(keys)
-        self._store(starts=(*self._job.starts, started))
+        self._kept_baselines = set(self._job.baselines)
+        self._later(partial(self._store, starts=(*self._job.starts, started)))
         if found is not None and found.changed:
             left = ", ".join(found.phases_done) or "nothing"
             why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
-            _set_aside(plan_files(path), config, why)
+            self._later(partial(_set_aside, plan_files(path), config, why))
         return found, started
 
     def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
-        """Write a result on the planning rank; the digests of its files, none if it failed."""
-        if self.path is None or not self._collectives.is_planner:
-            return {}
+        """Write a result; the digests of its files, none if earlier ones cannot make way."""
+        assert self.path is not None
         path = self.path / name
-        try:
-            if not self._make_way():
-                return {}
-            result.write(path)
-            files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
-            return {file.name: digest(file) for file in files}
-        except Exception as error:
-            logger.error("%s could not be written, training goes on: %s", path, error)
+        if not self._make_way():
             return {}
+        result.write(path)
+        files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
+        return {file.name: digest(file) for file in files}
 
     def _store(self, **changes: Any) -> None:
         if self._job is None or self.path is None or not self._make_way():
             return
         self._job = replace(self._job, **changes)
-        try:
-            write_job(self.path, self._job)
-        except Exception as error:  # of a disk, or of facts that JSON has no type for
-            logger.error(
-                "%s could not be written. Training goes on, but a restart would begin afresh: %s",
-                self.path / JOB_FILE,
-                error,
-            )
-            self._job = None
+        write_job(self.path, self._job)
 
 
 def _locked(path: Path) -> IO[str]:

@@ -28,6 +28,7 @@ from envpipe_megatron.runtime.job.restarts import job_file
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
 
+pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
 
 
@@ -297,24 +298,30 @@ def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
     assert read_job(tmp_path, KEYS).plan == {}
 
 
-def test_nothing_is_kept_of_what_could_not_be_written(tmp_path, caplog):
+def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
     for name in ("profile.csv", "plan.json"):
         (tmp_path / name).mkdir()  # as little to be written as a file on a full disk
     folder = job_folder(tmp_path)
     folder.keep_profile(profiled())
     folder.keep_plan(planned(), 0, Ended.ENVELOPE)
-    assert caplog.text.count("could not be written, training goes on") == 2
+    assert "profile.csv could not be written" in caplog.text
     assert read_job(tmp_path, KEYS).phases_done == ()
+    for name in ("profile.csv", "plan.json"):
+        (tmp_path / name).rmdir()
+    folder.keep_one_clock(1200)  # all is tried again, in its order
+    kept = read_job(tmp_path, KEYS)
+    assert kept.phases_done == ("profile", "plan", "reconfigure", "one clock")
 
 
 def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     gone = tmp_path / "gone"
     folder = job_folder(gone)
     folder.keep_baselines({"": BASELINE})
-    assert caplog.text.count("could not be written") == 1
+    assert f"{gone}/job.json could not be written" in caplog.text
     assert not gone.exists()
+    caplog.clear()
     job_folder(tmp_path, JobKeys({"type": object()}))  # of none of JSON's types
-    assert caplog.text.count("could not be written") == 2
+    assert caplog.text.count("A file could not be written") == 1
 
 
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):

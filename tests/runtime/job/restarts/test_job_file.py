@@ -25,6 +25,8 @@ from envpipe_megatron.runtime.job.restarts.job_file import (
     write_job,
 )
 
+pytestmark = pytest.mark.usefixtures("written_at_once")
+
 
 @pytest.fixture
 def folder(tmp_path) -> Path:

@@ -1,0 +1,111 @@
+"""Files are written beside training: by one thread, in order, again after an error."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from kept_job import job_folder, planned, profiled
+
+from envpipe_megatron.runtime import writer as writer_module
+from envpipe_megatron.runtime.writer import Writer
+
+LONG_S = 20.0
+
+
+class Disk:
+    """One whose calls of `write` hang until there is `room`, or fail."""
+
+    def __init__(self) -> None:
+        self.room, self.asked = threading.Event(), threading.Semaphore(0)
+        self.fails: set[str] = set()
+        self.written: list[str] = []
+
+    def write(self, name: str) -> Callable[[], None]:
+        def call() -> None:
+            self.asked.release()
+            assert self.room.wait(LONG_S)
+            if name in self.fails:
+                raise PermissionError(13, "Permission denied", name)
+            self.written.append(name)
+
+        return call
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    made = Disk()
+    yield made
+    made.room.set()
+
+
+def test_a_file_that_cannot_be_written_holds_up_no_other_and_keeps_its_order(disk, caplog):
+    writer = Writer()
+    disk.room.set()
+    disk.fails = {"plan 1"}
+    writer.put("log", lambda: {}["no such fact"])
+    for key, name in (("plan", "plan 1"), ("plan", "plan 2"), ("log", "line 1")):
+        writer.put(key, disk.write(name))
+    assert all(disk.asked.acquire(timeout=LONG_S) for _ in range(2))
+    writer.put("log", disk.write("line 2"))
+    writer.close()
+    assert disk.written == ["line 1", "line 2"]
+    assert caplog.text.count("plan 1 could not be written, and is tried again") == 1
+    assert "A file could not be written" in caplog.text, "of what is no error of the disk"
+    assert "not complete" in caplog.text
+    disk.fails = set()
+    writer.put("plan", disk.write("plan 3"))
+    writer.close()
+    assert disk.written[2:] == ["plan 1", "plan 2", "plan 3"]
+
+
+def test_what_failed_is_tried_again_though_nothing_follows(disk, monkeypatch):
+    monkeypatch.setattr(writer_module, "_AGAIN_S", 0.01)
+    writer, written = Writer(), threading.Event()
+    disk.fails = {"plan"}
+    disk.room.set()
+    writer.put("plan", disk.write("plan"))
+    writer.put("plan", written.set)
+    assert all(disk.asked.acquire(timeout=LONG_S) for _ in range(3))
+    disk.fails = set()
+    assert written.wait(LONG_S)
+    writer.close()
+
+
+def test_the_end_waits_for_a_disk_that_hangs_once_and_not_for_long(disk, monkeypatch, caplog):
+    monkeypatch.setattr(writer_module, "_JOIN_S", 0.01)
+    writer = Writer()
+    writer.put("log", disk.write("line"))
+    for _ in range(3):
+        writer.close()
+    assert caplog.text.count("their disk does not answer") == 1
+
+
+def test_training_waits_for_no_file_of_its_folder(tmp_path, monkeypatch):
+    """Neither a plan, which is made safe on the disk, nor a line, whatever becomes of the disk."""
+    goes_on, asked = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def hang(descriptor: int) -> None:
+        asked.set()
+        assert goes_on.wait(LONG_S)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    folder = job_folder(tmp_path)
+    begin_s = time.monotonic()
+    for number in range(50):
+        folder.keep_profile(profiled())
+        folder.keep_plan(planned(), number, None)
+        folder.keep_one_clock(1200)
+        folder.append("loop", {"number": number})
+        folder.add_grid("a grid")
+    assert asked.wait(LONG_S)
+    assert time.monotonic() - begin_s < LONG_S / 2
+    goes_on.set()
+    folder.close()
+    assert job_folder(tmp_path).found.reconfigure_steps == 49
+    assert len((tmp_path / "loop.jsonl").read_text().splitlines()) == 50
