@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,13 +43,17 @@ from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     Runner,
+    facts_of,
     group_size,
+    is_prepared,
     own_order,
     stages_of,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+logger = logging.getLogger(__name__)
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
@@ -153,6 +158,10 @@ class AttachedPipeline:
         self.job = self._make_job()
         self._announce()
         self._units.replace(schedule, "step", self._step)
+        self._planned_facts = facts_of(schedule)
+        #: Whether messages have the shapes that were planned for, and whether it was said that a
+        #: step is not the one that is.
+        self._has_known_shapes, self._said_by_itself = True, False
 
     @property
     def level(self) -> Level:
@@ -208,7 +217,7 @@ class AttachedPipeline:
             self._closed = True
             self._units.release()
             if self._runner is not None and self._own is not None:
-                self._runner.turn_to(self._own)
+                self._runner.turn_back()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -224,22 +233,61 @@ class AttachedPipeline:
         if not self._seen:
             return self._first_step(*args, **kwargs)
         specs = StageSpecs.alike(self._message)
-        if self.level is Level.UNIFORM or self._decision.against.get(Level.UNITS):
-            self._whole = session.open_iteration(builders.whole_iteration(self._num_stages), specs)
-            self._whole.begin_unit()
-            return self._torch_step(*args, **kwargs)
-        assert self._own is not None
-        return self._told(session.open_iteration(self._own, specs), *args, **kwargs)
+        is_whole = self.level is Level.UNIFORM or bool(self._decision.against.get(Level.UNITS))
+        order = builders.whole_iteration(self._num_stages) if is_whole else self._own
+        assert order is not None
+        run, infers_shapes = session.open_iteration(order, specs), not is_prepared(self._schedule)
+        is_planned = self._is_planned(run, infers_shapes=infers_shapes)
+        if is_whole:
+            self._whole = run
+            run.whole = is_planned
+            run.begin_unit()
+            result = self._torch_step(*args, **kwargs)
+        else:
+            result = self._told(run, is_planned, *args, **kwargs)
+        if infers_shapes:  # all ranks of a pipeline do
+            same = _message_of(self._stages) == self._own_message
+            self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
+            run.whole &= self._has_known_shapes
+        return result
 
-    def _told(self, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
+    def _is_planned(self, run: StageRun, *, infers_shapes: bool) -> bool:
+        """Whether a step is the one that is planned for; without a word to other ranks.
+
+        All ranks of a pipeline see the same, or torch's own step could not run. Replicas may see
+        another: they have an iteration of the same phase, which does not count here.
+        """
+        planned = (
+            self._has_known_shapes
+            and facts_of(self._schedule) == self._planned_facts
+            and (self._runner is None or not self._runner.has_other_table)
+        )
+        if not planned and not self._said_by_itself:
+            self._said_by_itself = True
+            if self._placement.stage == 0:
+                logger.warning(
+                    "A step has another number or shape of microbatches than EnvPipe plans for, or "
+                    "other functions or units: such steps run as by torch alone, at the highest "
+                    "clock. If they stay so, call end_training, and attach again"
+                )
+        # While shapes are inferred nobody knows yet whether another order still fits.
+        is_own = self._own is None or run.order.schedule.stages == self._own.stages
+        return planned and (not infers_shapes or is_own)
+
+    def _told(self, run: StageRun, is_planned: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """A step whose units are told; one that is not planned is torch's alone."""
         assert self._runner is not None
+        order, highest_clock = run.order.schedule, self.job.session.highest_clock
         try:
-            runs = self._runner.turn_to(run.order.schedule)
+            self._runner.prepare(order)
         except Exception as error:  # alike on every rank, which all have the same order
             return self._in_own_order(error, run, *args, **kwargs)
-        followed = Followed(run, self.job.session.highest_clock)
+        runs = self._runner.turn_to(order) if is_planned else self._runner.turn_back()
+        if not is_planned:
+            highest_clock()
+        followed = Followed(run, highest_clock)
         self._units.hear_losses_of(runs)
-        self._units.reporter = followed
+        self._units.reporter = followed if is_planned else None
         try:
             if runs is self._schedule:
                 result = self._torch_step(*args, **kwargs)
@@ -249,7 +297,7 @@ class AttachedPipeline:
             # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
             self._units.forget()
             self._failed = followed
-            self.job.session.highest_clock()
+            highest_clock()
             raise
         self._units.reporter = None
         followed.complete()
@@ -257,6 +305,8 @@ class AttachedPipeline:
 
     def _in_own_order(self, error: Exception, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
         """A step by torch alone, and the job's level from here on: its runtime refused an order."""
+        assert self._runner is not None
+        self._runner.turn_back()
         result = self._torch_step(*args, **kwargs)
         Followed(run, self.job.session.highest_clock).complete()
         self._end_step()
@@ -274,11 +324,13 @@ class AttachedPipeline:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
         self._seen = True
+        self._own_message = _message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.
-        shapes, dtypes = self.job.collectives.from_planner(_message_of(self._stages))
+        shapes, dtypes = self.job.collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
-            as_told = seen.shows(self._own.stages[self._placement.stage])
+            own = _own_order(self._schedule)[0] or self._own  # of the number in this step
+            as_told = seen.shows(own.stages[self._placement.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(_of_all_ranks(found))
         return result

@@ -109,22 +109,38 @@ class Runner:
         self._tables: dict[Any, tuple[Any, Any]] = {}
         #: The order of the last step and its table: to compare all units takes long.
         self._turned: tuple[Schedule, tuple[Any, Any] | None] | None = None
+        self._left = _table(schedule)
         if isinstance(schedule, _PipelineScheduleRuntime):
             self._runtime = schedule
             self._tables[own.stages] = schedule.pipeline_order, schedule.pipeline_order_with_comms
 
-    def turn_to(self, order: Schedule) -> Any:
-        """What is to make the next step, so that it runs this order of the same units.
+    @property
+    def has_other_table(self) -> bool:
+        """Whether the user has given the schedule another table of units than it was left with."""
+        return any(new is not old for new, old in zip(_table(self._schedule), self._left))
+
+    def turn_back(self) -> Any:
+        """Give the schedule its own order again, unless the user has given it another one."""
+        return self._schedule if self.has_other_table else self.turn_to(self._own)
+
+    def prepare(self, order: Schedule) -> None:
+        """Have torch make a table of this order of the same units; the schedule stays as it is.
 
         Raises what torch raises if its runtime does not take the order.
         """
         if self._turned is None or self._turned[0] is not order:
             self._turned = None  # torch may refuse this one
             self._turned = order, self._table_of(order)
+
+    def turn_to(self, order: Schedule) -> Any:
+        """What is to make the next step, so that it runs this order. Raises as `prepare`."""
+        self.prepare(order)
+        assert self._turned is not None
         table = self._turned[1]
         if table is None:
             return self._schedule
         self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
+        self._left = _table(self._schedule)
         return self._runtime
 
     def _table_of(self, order: Schedule) -> tuple[Any, Any] | None:
@@ -132,7 +148,7 @@ class Runner:
         if order.stages == self._own.stages and order.stages not in self._tables:
             return None
         if self._runtime is None:
-            self._runtime = _runtime_like(self._schedule)
+            self._runtime = _runtime_like(self._schedule, self._own.num_microbatches)
         if order.stages not in self._tables:
             self._tables[order.stages] = self._lowered(order)
             for oldest in list(self._tables)[:-_KEPT_TABLES]:
@@ -143,36 +159,59 @@ class Runner:
     def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A step by what `turn_to` returned, that is not the schedule itself.
 
-        The schedule is the user's, who may change it or have it evaluate between two steps; its
-        stages are shared, and whether they are prepared for training is in either.
+        The schedule is the user's, who may change it between two steps; its stages, which are
+        shared, are prepared.
         """
         for name in _HANDED_ON:
             setattr(runs, name, getattr(self._schedule, name))
-        theirs = _prepared(self._schedule)
-        ours = _prepared(runs)
-        for own, other in zip(ours, theirs, strict=True):
-            setattr(runs, own, getattr(self._schedule, other))
-        try:
-            return runs.step(*args, **kwargs)
-        finally:
-            for own, other in zip(ours, theirs, strict=True):
-                setattr(self._schedule, other, getattr(runs, own))
+        return runs.step(*args, **kwargs)
 
     def _lowered(self, order: Schedule) -> tuple[Any, Any]:
         rows = enumerate(table_rows(order))
         table = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
-        self._runtime._prepare_schedule_with_comms(table)
-        return table, self._runtime.pipeline_order_with_comms
+        runtime = self._runtime
+        theirs = runtime._n_microbatches, runtime.pipeline_order_with_comms
+        runtime._n_microbatches = order.num_microbatches  # the next step may have another number
+        try:
+            runtime._prepare_schedule_with_comms(table)
+            return table, runtime.pipeline_order_with_comms
+        finally:
+            runtime._n_microbatches, runtime.pipeline_order_with_comms = theirs
 
 
-def _runtime_like(schedule: Any) -> Any:
-    """A runtime for the stages of a schedule."""
-    return _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
-        stages_of(schedule), schedule._n_microbatches, loss_fn=schedule._loss_fn
+def _runtime_like(schedule: Any, num_microbatches: int) -> Any:
+    """A runtime for the stages of a schedule, which are prepared."""
+    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
+        stages_of(schedule), num_microbatches, loss_fn=schedule._loss_fn
+    )
+    runtime._stages_forward_initialized = runtime._stages_backward_initialized = True
+    return runtime
+
+
+def facts_of(schedule: Any) -> tuple[object, ...]:
+    """What a step goes by besides its inputs, its table and what is handed on: equal if alike."""
+    functions = {
+        name: value
+        for name, value in vars(schedule).items()
+        if callable(value) and name not in (*_HANDED_ON, "step", "eval")
+    }
+    own_units = dict(getattr(schedule, "_comp_type_to_function_map", {}))
+    return schedule._n_microbatches, functions, own_units
+
+
+def is_prepared(schedule: Any) -> bool:
+    """Whether a step takes the shapes that stages know: else they are inferred anew.
+
+    So they are behind an evaluation, and where the user asks for it.
+    """
+    stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
+    return all(
+        getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward")
     )
 
 
-def _prepared(schedule: Any) -> list[str]:
-    """Where a schedule keeps whether its stages are prepared for forwards, and for backwards."""
-    stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
-    return [f"{stages}_forward_initialized", f"{stages}_backward_initialized"]
+def _table(schedule: Any) -> tuple[Any, Any]:
+    """What units a schedule lists, and what its runtime makes of them."""
+    names = "pipeline_order", "pipeline_order_with_comms"
+    order, with_messages = (getattr(schedule, name, None) for name in names)
+    return order, with_messages

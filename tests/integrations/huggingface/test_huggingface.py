@@ -378,13 +378,11 @@ def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypa
     parts = [0, 2, 4, 7, 8]
     asked: dict[int, int] = {}
 
-    def exchange(operations):
-        for operation in operations:
-            asked[rank] = operation["group_peer"]
-        return []
+    def exchanged(mine, peer, group):
+        asked[rank] = peer
+        return mine
 
-    monkeypatch.setattr(dist, "P2POp", lambda *_, **how: how)
-    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(torch_stages, "_exchanged", exchanged)
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(ranks))
     for rank, of_rank in enumerate(ranks):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
