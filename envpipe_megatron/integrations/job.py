@@ -25,7 +25,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Packages whose kernels units may run, beside torch's.
 _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
+#: A job with such is metered and no more.
+OTHER_REPLICAS = "replicas with other numbers of microbatches"
 
 
 class JobError(EnvPipeError):
@@ -125,6 +127,16 @@ class Job:
         *,
         one_clock: bool = False,
     ) -> None:
+        num_microbatches = placement.num_microbatches
+        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
+        self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
+        of_pipeline = set(self.collectives.in_pipeline(num_microbatches))
+        same = None if len(of_pipeline) == 1 else num_microbatches
+        check_same_everywhere(self.collectives, _of_all_ranks(options, same))
+        planners = self.collectives.from_planner(num_microbatches)
+        replicas_alike = self.collectives.on_all(num_microbatches == planners)
+        if not replicas_alike:  # what they run differs, so no plan is one of all
+            options, one_clock = replace(observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
         slowdown = options.max_slowdown_percent
@@ -133,10 +145,6 @@ class Job:
         self._keeps_order = placement.keeps_order
         self._order_name = placement.order_name or options.scheduling
         self.say = say
-        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
-        num_microbatches = placement.num_microbatches
-        self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
-        check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
         own = PlanRequest(
             num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
         )
@@ -173,7 +181,7 @@ class Job:
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
-            if options.profile_only
+            if options.profile_only or not replicas_alike
             else {
                 **_fingerprint(facts.same_job, options, self.device.gpu.name),
                 # Other messages disturb units in another way.
@@ -205,6 +213,8 @@ class Job:
             self.collectives,
             say=say,
         )
+        if not replicas_alike:
+            self.session.state.notes += (f"{OTHER_REPLICAS}: they cannot follow one plan",)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -348,7 +358,29 @@ def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
     return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
 
-def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
+def limits_of_replicas(num_microbatches: int) -> list[Limit]:
+    """What replicas with other numbers of microbatches stand against; every rank calls it."""
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, num_microbatches)
+    if len(set(counts)) == 1:
+        return []
+    return [stands_against(OTHER_REPLICAS, Level.OBSERVE, "they cannot follow one plan")]
+
+
+def observing(options: Options) -> Options:
+    """The same options where clocks and order are left alone; without a GPU one is emulated."""
+    return replace(
+        options,
+        policy="baseline",
+        reconfigure="default",
+        max_in_flight=None,
+        profile_file=None,
+        plan_file=None,
+        gpu_control="none" if torch.cuda.is_available() else options.gpu_control,
+    )
+
+
+def _of_all_ranks(options: Options, num_microbatches: int | None) -> dict[str, object]:
     # Paths may differ from node to node: the planner alone reads, and says where.
     own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
     return {

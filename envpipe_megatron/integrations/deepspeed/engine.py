@@ -7,6 +7,7 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -49,7 +50,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     _job: Job
     _own_steps: int
-    _own_steps_left: int
+    #: Endless where EnvPipe does not run what the first steps have shown.
+    _own_steps_left: float
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
@@ -117,11 +119,10 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if self._own_steps_left > 0:
             self._own_steps_left -= 1
             super()._exec_schedule(pipe_schedule)
-            self._specs = self._learned_specs()
+            if self._own_steps_left < math.inf:
+                self._learn()
             return
-        if not self._job.session.executed:
-            check_units(self)
-            self.full_microbatches = self.full_microbatches or self.micro_batches
+        self.full_microbatches = self.full_microbatches or self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -143,8 +144,26 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         """Whether a message's last tensor holds truth values, which DeepSpeed sends as fp16."""
         return bool(self.has_attention_mask or self.has_bool_tensors)
 
-    def _learned_specs(self) -> StageSpecs:
-        """What messages carry, from the buffers that DeepSpeed has received them in."""
+    def _learn(self) -> None:
+        """Learn what messages carry, or leave all steps to DeepSpeed, on all ranks, and say so."""
+        receives, why = {}, None
+        try:
+            check_units(self)
+            receives = self._received()
+        except UnsupportedEngineError as error:
+            why = str(error)
+        first = self._job.collectives.first(why)
+        if first is None:
+            self._specs = self._specs_of(receives)
+            return
+        self._own_steps_left = math.inf
+        note = f"DeepSpeed's own schedule, at the highest clock: {first[1]}"
+        self._job.session.state.notes += (note,)
+        if self._job.collectives.is_planner:
+            self._job.say(note)
+
+    def _received(self) -> dict[Kind, TensorSpec]:
+        """What this stage's messages carry, from the buffers it received them in."""
         receives = {}
         if not self.is_first_stage():
             received = _as_list(self.pipe_recv_buf)
@@ -157,9 +176,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             if not gradients:
                 raise UnsupportedEngineError(
                     f"No output of stage {self.stage_id} needs a gradient",
-                    remedy="Split the layers elsewhere, or train without EnvPipe.",
+                    remedy="Split the layers elsewhere.",
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)
+        return receives
+
+    def _specs_of(self, receives: dict[Kind, TensorSpec]) -> StageSpecs:
         # Those of this pipeline: parts of partitioned activations may differ in size.
         by_stage = self._job.collectives.in_pipeline(receives)
         sends = {}
@@ -295,7 +317,7 @@ def check_units(engine: PipelineEngine) -> None:
     """Refuse what waits for the device within a unit, and so for a receive that is posted.
 
     And what has room for as many microbatches as 1F1B holds. Both may be set after the engine was
-    made, so that it is looked at again before the first unit.
+    made, so that it is looked at again behind DeepSpeed's own steps.
     """
     checkpoints = engine._config.activation_checkpointing_config
     _refuse(

@@ -156,19 +156,17 @@ def reduce_tied_gradients(
     if not own:
         return
     weights = [weight for _, weight in own]
-    sides = [(weight.requires_grad, weight.grad is not None) for weight in weights]
-    if len(weights) == 1:
+    sides = [[weight.requires_grad, weight.grad is not None] for weight in weights]
+    if len(sides) == 1:
         peer = _peer(own[0][0], [stage.index for stage in ours], group)
         facts = torch.tensor(sides[0], dtype=torch.uint8, device=weights[0].device)
-        is_trained, has_gradient = _exchanged(facts, peer, group).tolist()
-        sides.append((bool(is_trained), bool(has_gradient)))
+        sides.append(_exchanged(facts, peer, group).tolist())
     trained, given = zip(*sides, strict=True)
     if not any(trained):
         return
     if not all(trained) or not any(given):
         raise EnvPipeError(
             "Shared weights have no gradient, or are frozen on one of their two stages only",
-            value=[f"trained: {trains}, gradient: {has}" for trains, has in sides],
             remedy="Call reduce_tied_gradients after schedule.step, before gradients are cleared, "
             "and set requires_grad alike on both stages.",
         )

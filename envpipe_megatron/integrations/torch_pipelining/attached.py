@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_level_of_files,
     close_at_exit,
+    limits_of_replicas,
+    observing,
     own_gloo_group,
     say_line,
 )
@@ -139,6 +142,7 @@ class AttachedPipeline:
         prepare_files(self._options, self._num_stages)
         self._own, why_not = _own_order(schedule)
         self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
+        self._limits += limits_of_replicas(schedule._n_microbatches)
         self._placement = Placement(
             own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
         )
@@ -159,9 +163,8 @@ class AttachedPipeline:
         self._announce()
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
-        #: Whether messages have the shapes that were planned for, and whether it was said that a
-        #: step is not the one that is.
-        self._has_known_shapes, self._said_by_itself = True, False
+        #: Whether messages have the shapes that are planned for.
+        self._has_known_shapes, self._said_changed = True, False
 
     @property
     def level(self) -> Level:
@@ -199,7 +202,7 @@ class AttachedPipeline:
         if not self._closed:
             if self._failed is None:  # else the device may wait for a peer that is gone
                 self._end_step()
-            self._release()
+            self._units.release()
             self.job.end()
             self.close()
 
@@ -208,16 +211,10 @@ class AttachedPipeline:
 
         The schedule is torch's alone from here on.
         """
-        self._release()
+        self._closed = True
+        self._units.release()
         self.job.close()
         atexit.unregister(self.job.close)
-
-    def _release(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._units.release()
-            if self._runner is not None and self._own is not None:
-                self._runner.turn_back()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -236,63 +233,48 @@ class AttachedPipeline:
         is_whole = self.level is Level.UNIFORM or bool(self._decision.against.get(Level.UNITS))
         order = builders.whole_iteration(self._num_stages) if is_whole else self._own
         assert order is not None
-        run, infers_shapes = session.open_iteration(order, specs), not is_prepared(self._schedule)
-        is_planned = self._is_planned(run, infers_shapes=infers_shapes)
+        run = session.open_iteration(order, specs)
+        # All ranks of a pipeline see the same here, or torch's own step could not run. Replicas may
+        # see another: they have an iteration of the same phase, which does not count here.
+        infers_shapes = not is_prepared(self._schedule)
+        changed = facts_of(self._schedule) != self._planned_facts or not self._has_known_shapes
+        if changed and not self._said_changed and self._placement.stage == 0:
+            self._said_changed = True
+            logger.warning(
+                "A step has other microbatches, functions or units than EnvPipe plans for: such "
+                "steps run as by torch alone. If they stay so, call end_training and attach again"
+            )
         if is_whole:
             self._whole = run
-            run.whole = is_planned
+            run.whole = not changed
             run.begin_unit()
             result = self._torch_step(*args, **kwargs)
-        else:
-            result = self._told(run, is_planned, *args, **kwargs)
-        if infers_shapes:  # all ranks of a pipeline do
+        else:  # while shapes are inferred, nobody knows yet whether another order still fits
+            alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
+            result = self._told(run, alone, *args, **kwargs)
+        if infers_shapes:
             same = _message_of(self._stages) == self._own_message
             self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
         return result
 
-    def _is_planned(self, run: StageRun, *, infers_shapes: bool) -> bool:
-        """Whether a step is the one that is planned for; without a word to other ranks.
-
-        All ranks of a pipeline see the same, or torch's own step could not run. Replicas may see
-        another: they have an iteration of the same phase, which does not count here.
-        """
-        planned = (
-            self._has_known_shapes
-            and facts_of(self._schedule) == self._planned_facts
-            and (self._runner is None or not self._runner.has_other_table)
-        )
-        if not planned and not self._said_by_itself:
-            self._said_by_itself = True
-            if self._placement.stage == 0:
-                logger.warning(
-                    "A step has another number or shape of microbatches than EnvPipe plans for, or "
-                    "other functions or units: such steps run as by torch alone, at the highest "
-                    "clock. If they stay so, call end_training, and attach again"
-                )
-        # While shapes are inferred nobody knows yet whether another order still fits.
-        is_own = self._own is None or run.order.schedule.stages == self._own.stages
-        return planned and (not infers_shapes or is_own)
-
-    def _told(self, run: StageRun, is_planned: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """A step whose units are told; one that is not planned is torch's alone."""
+    def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """A step whose units are told, or by torch alone."""
         assert self._runner is not None
-        order, highest_clock = run.order.schedule, self.job.session.highest_clock
+        step, highest_clock = self._torch_step, self.job.session.highest_clock
         try:
-            self._runner.prepare(order)
+            runs = self._runner.turn_to(run.order.schedule)
         except Exception as error:  # alike on every rank, which all have the same order
             return self._in_own_order(error, run, *args, **kwargs)
-        runs = self._runner.turn_to(order) if is_planned else self._runner.turn_back()
-        if not is_planned:
-            highest_clock()
         followed = Followed(run, highest_clock)
-        self._units.hear_losses_of(runs)
-        self._units.reporter = followed if is_planned else None
+        if alone:
+            highest_clock()
+        else:
+            self._units.hear_losses_of(runs)
+            self._units.reporter = followed
+            step = partial(self._runner.step, step)
         try:
-            if runs is self._schedule:
-                result = self._torch_step(*args, **kwargs)
-            else:
-                result = self._runner.step(runs, *args, **kwargs)
+            result = step(*args, **kwargs)
         except BaseException:
             # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
             self._units.forget()
@@ -305,8 +287,6 @@ class AttachedPipeline:
 
     def _in_own_order(self, error: Exception, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
         """A step by torch alone, and the job's level from here on: its runtime refused an order."""
-        assert self._runner is not None
-        self._runner.turn_back()
         result = self._torch_step(*args, **kwargs)
         Followed(run, self.job.session.highest_clock).complete()
         self._end_step()
@@ -382,10 +362,7 @@ class AttachedPipeline:
             # What is planned for is the own order, whatever options could call it.
             options = replace(options, scheduling="1f1b", max_in_flight=None)
         if level is Level.OBSERVE:
-            control = "none" if torch.cuda.is_available() else options.gpu_control
-            options = replace(
-                options, policy="baseline", reconfigure="default", gpu_control=control
-            )
+            options = observing(options)
         count = self._placement.num_microbatches
         placement = replace(
             self._placement,

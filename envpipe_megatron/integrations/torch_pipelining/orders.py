@@ -7,7 +7,7 @@ It has no public name; torch's documentation and torchtitan use it by this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,113 +105,95 @@ class Runner:
         self._schedule, self._own = schedule, own
         #: What runs orders by table; a schedule of one stage a rank runs none.
         self._runtime: Any = None
-        #: What torch makes of orders, by their units: of the own one, and of those that ran last.
+        #: What torch makes of orders, by their units: of those that ran last.
         self._tables: dict[Any, tuple[Any, Any]] = {}
         #: The order of the last step and its table: to compare all units takes long.
         self._turned: tuple[Schedule, tuple[Any, Any] | None] | None = None
-        self._left = _table(schedule)
         if isinstance(schedule, _PipelineScheduleRuntime):
             self._runtime = schedule
-            self._tables[own.stages] = schedule.pipeline_order, schedule.pipeline_order_with_comms
 
-    @property
-    def has_other_table(self) -> bool:
-        """Whether the user has given the schedule another table of units than it was left with."""
-        return any(new is not old for new, old in zip(_table(self._schedule), self._left))
-
-    def turn_back(self) -> Any:
-        """Give the schedule its own order again, unless the user has given it another one."""
-        return self._schedule if self.has_other_table else self.turn_to(self._own)
-
-    def prepare(self, order: Schedule) -> None:
-        """Have torch make a table of this order of the same units; the schedule stays as it is.
+    def turn_to(self, order: Schedule) -> Any:
+        """What is to make the next step, so that it runs this order of the same units.
 
         Raises what torch raises if its runtime does not take the order.
         """
         if self._turned is None or self._turned[0] is not order:
             self._turned = None  # torch may refuse this one
             self._turned = order, self._table_of(order)
-
-    def turn_to(self, order: Schedule) -> Any:
-        """What is to make the next step, so that it runs this order. Raises as `prepare`."""
-        self.prepare(order)
-        assert self._turned is not None
-        table = self._turned[1]
-        if table is None:
-            return self._schedule
-        self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
-        self._left = _table(self._schedule)
-        return self._runtime
+        return self._schedule if self._turned[1] is None else self._runtime
 
     def _table_of(self, order: Schedule) -> tuple[Any, Any] | None:
-        """What torch made of an order; None if it is a schedule's own that runs no tables."""
-        if order.stages == self._own.stages and order.stages not in self._tables:
+        """What torch made of an order; None if it is the schedule's own."""
+        if order.stages == self._own.stages:
             return None
         if self._runtime is None:
-            self._runtime = _runtime_like(self._schedule, self._own.num_microbatches)
+            self._runtime = self._runtime_like(self._schedule)
         if order.stages not in self._tables:
             self._tables[order.stages] = self._lowered(order)
             for oldest in list(self._tables)[:-_KEPT_TABLES]:
-                if oldest != self._own.stages:
-                    del self._tables[oldest]
+                del self._tables[oldest]
         return self._tables[order.stages]
 
-    def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A step by what `turn_to` returned, that is not the schedule itself.
+    def step(self, torch_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A step in the order that was turned to, by `torch_step` if that is the schedule's own.
 
-        The schedule is the user's, who may change it between two steps; its stages, which are
-        shared, are prepared.
+        The schedule is the user's, who may change it between two steps: it keeps its own table.
+        Its stages are shared, and are prepared.
         """
-        for name in _HANDED_ON:
-            setattr(runs, name, getattr(self._schedule, name))
-        return runs.step(*args, **kwargs)
+        assert self._turned is not None
+        table, runtime = self._turned[1], self._runtime
+        if table is None:
+            return torch_step(*args, **kwargs)
+        if runtime is not self._schedule:
+            torch_step = runtime.step
+            for name in _HANDED_ON:
+                setattr(runtime, name, getattr(self._schedule, name))
+        theirs = _table(runtime)
+        try:
+            runtime.pipeline_order, runtime.pipeline_order_with_comms = table
+            return torch_step(*args, **kwargs)
+        finally:
+            runtime.pipeline_order, runtime.pipeline_order_with_comms = theirs
 
     def _lowered(self, order: Schedule) -> tuple[Any, Any]:
         rows = enumerate(table_rows(order))
         table = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
         runtime = self._runtime
-        theirs = runtime._n_microbatches, runtime.pipeline_order_with_comms
-        runtime._n_microbatches = order.num_microbatches  # the next step may have another number
+        theirs, number = _table(runtime), runtime._n_microbatches
         try:
+            runtime._n_microbatches = order.num_microbatches  # the next step may have another
             runtime._prepare_schedule_with_comms(table)
             return table, runtime.pipeline_order_with_comms
         finally:
-            runtime._n_microbatches, runtime.pipeline_order_with_comms = theirs
+            runtime._n_microbatches, runtime.pipeline_order_with_comms = number, theirs[1]
 
-
-def _runtime_like(schedule: Any, num_microbatches: int) -> Any:
-    """A runtime for the stages of a schedule, which are prepared."""
-    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
-        stages_of(schedule), num_microbatches, loss_fn=schedule._loss_fn
-    )
-    runtime._stages_forward_initialized = runtime._stages_backward_initialized = True
-    return runtime
+    def _runtime_like(self, schedule: Any) -> Any:
+        """A runtime for the stages of a schedule, which are prepared."""
+        runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
+            stages_of(schedule), self._own.num_microbatches, loss_fn=schedule._loss_fn
+        )
+        runtime._stages_forward_initialized = runtime._stages_backward_initialized = True
+        return runtime
 
 
 def facts_of(schedule: Any) -> tuple[object, ...]:
-    """What a step goes by besides its inputs, its table and what is handed on: equal if alike."""
+    """What a step goes by besides its inputs and what is handed on: equal where that is alike."""
     functions = {
         name: value
         for name, value in vars(schedule).items()
         if callable(value) and name not in (*_HANDED_ON, "step", "eval")
     }
     own_units = dict(getattr(schedule, "_comp_type_to_function_map", {}))
-    return schedule._n_microbatches, functions, own_units
+    return schedule._n_microbatches, functions, own_units, *_table(schedule)
 
 
 def is_prepared(schedule: Any) -> bool:
-    """Whether a step takes the shapes that stages know: else they are inferred anew.
-
-    So they are behind an evaluation, and where the user asks for it.
-    """
+    """Whether shapes are known: else, as behind an evaluation, the next step infers them anew."""
     stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
-    return all(
-        getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward")
-    )
+    return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))
 
 
 def _table(schedule: Any) -> tuple[Any, Any]:
-    """What units a schedule lists, and what its runtime makes of them."""
-    names = "pipeline_order", "pipeline_order_with_comms"
-    order, with_messages = (getattr(schedule, name, None) for name in names)
-    return order, with_messages
+    """The units that a schedule lists, and what its runtime makes of them."""
+    with_messages = getattr(schedule, "pipeline_order_with_comms", None)
+    return getattr(schedule, "pipeline_order", None), with_messages

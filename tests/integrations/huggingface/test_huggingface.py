@@ -382,7 +382,7 @@ def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypa
         asked[rank] = peer
         return mine
 
-    monkeypatch.setattr(torch_stages, "_exchanged", exchanged)
+    monkeypatch.setattr(f"{reduce_tied_gradients.__module__}._exchanged", exchanged)
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(ranks))
     for rank, of_rank in enumerate(ranks):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
