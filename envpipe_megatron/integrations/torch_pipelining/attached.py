@@ -237,7 +237,8 @@ class AttachedPipeline:
         # All ranks of a pipeline see the same here, or torch's own step could not run. Replicas may
         # see another: they have an iteration of the same phase, which does not count here.
         infers_shapes = not is_prepared(self._schedule)
-        changed = facts_of(self._schedule) != self._planned_facts or not self._has_known_shapes
+        changed = facts_of(self._schedule) != self._planned_facts
+        changed |= not (self._has_known_shapes or infers_shapes)
         if changed and not self._said_changed and self._placement.stage == 0:
             self._said_changed = True
             logger.warning(
