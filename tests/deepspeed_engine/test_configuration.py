@@ -32,7 +32,11 @@ from envpipe_megatron.integrations.deepspeed import (
     initialize,
 )
 from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
-from envpipe_megatron.integrations.deepspeed.engine import check_engine, check_units
+from envpipe_megatron.integrations.deepspeed.engine import (
+    EnvPipeEngine,
+    check_engine,
+    check_units,
+)
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 
@@ -178,6 +182,26 @@ def test_checkpointing_that_was_configured_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
     with pytest.raises(UnsupportedEngineError, match="contiguous"):
         check_units(an_engine())
+
+
+@pytest.mark.parametrize("first", [lambda own: own and (0, own), lambda own: (1, "elsewhere")])
+def test_what_the_first_steps_show_leaves_all_steps_to_deepspeed(first: Any) -> None:
+    """On all ranks, whichever has seen it, in place of an error in training."""
+    said: list[str] = []
+    waits = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
+    engine = an_engine(waits)
+    engine.__class__ = EnvPipeEngine
+    engine._job = SimpleNamespace(
+        collectives=SimpleNamespace(first=first, is_planner=True),
+        session=SimpleNamespace(state=SimpleNamespace(notes=())),
+        say=said.append,
+    )
+    engine._own_steps_left = 0
+    engine._learn()
+    assert engine._own_steps_left - 1 > 10**9
+    assert engine._job.session.state.notes == tuple(said)
+    assert "DeepSpeed's own schedule" in said[0]
+    assert ("contiguous" if first(None) is None else "elsewhere") in said[0]
 
 
 def test_an_engine_of_another_class_keeps_it() -> None:
