@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Packages whose kernels units may run, beside torch's.
 _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
-#: A job with such is metered and no more.
-OTHER_REPLICAS = "replicas with other numbers of microbatches"
 
 
 class JobError(EnvPipeError):
@@ -130,12 +128,9 @@ class Job:
         num_microbatches = placement.num_microbatches
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
-        of_pipeline = set(self.collectives.in_pipeline(num_microbatches))
-        same = None if len(of_pipeline) == 1 else num_microbatches
-        check_same_everywhere(self.collectives, _of_all_ranks(options, same))
-        planners = self.collectives.from_planner(num_microbatches)
-        replicas_alike = self.collectives.on_all(num_microbatches == planners)
-        if not replicas_alike:  # what they run differs, so no plan is one of all
+        check_same_everywhere(self.collectives, _of_all_ranks(options))
+        against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
+        if against:
             options, one_clock = replace(observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
@@ -181,7 +176,7 @@ class Job:
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
-            if options.profile_only or not replicas_alike
+            if options.profile_only or against
             else {
                 **_fingerprint(facts.same_job, options, self.device.gpu.name),
                 # Other messages disturb units in another way.
@@ -213,8 +208,7 @@ class Job:
             self.collectives,
             say=say,
         )
-        if not replicas_alike:
-            self.session.state.notes += (f"{OTHER_REPLICAS}: they cannot follow one plan",)
+        self.session.state.notes += tuple(against)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -362,30 +356,23 @@ def limits_of_replicas(num_microbatches: int) -> list[Limit]:
     """What replicas with other numbers of microbatches stand against; every rank calls it."""
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, num_microbatches)
-    if len(set(counts)) == 1:
-        return []
-    return [stands_against(OTHER_REPLICAS, Level.OBSERVE, "they cannot follow one plan")]
+    feature = "replicas with other numbers of microbatches"
+    limit = stands_against(feature, Level.OBSERVE, "they cannot follow one plan")
+    return [limit] if len(set(counts)) > 1 else []
 
 
 def observing(options: Options) -> Options:
     """The same options where clocks and order are left alone; without a GPU one is emulated."""
-    return replace(
-        options,
-        policy="baseline",
-        reconfigure="default",
-        max_in_flight=None,
-        profile_file=None,
-        plan_file=None,
-        gpu_control="none" if torch.cuda.is_available() else options.gpu_control,
-    )
+    control = "none" if torch.cuda.is_available() else options.gpu_control
+    options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
+    return replace(options, max_in_flight=None, profile_file=None, plan_file=None)
 
 
-def _of_all_ranks(options: Options, num_microbatches: int | None) -> dict[str, object]:
+def _of_all_ranks(options: Options) -> dict[str, object]:
     # Paths may differ from node to node: the planner alone reads, and says where.
     own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
     return {
         **own,
-        "microbatches": num_microbatches,
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }

@@ -185,7 +185,7 @@ def test_checkpointing_that_was_configured_by_itself(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("first", [lambda own: own and (0, own), lambda own: (1, "elsewhere")])
-def test_what_the_first_steps_show_leaves_all_steps_to_deepspeed(first: Any) -> None:
+def test_what_is_set_late_leaves_all_steps_to_deepspeed(first: Any) -> None:
     """On all ranks, whichever has seen it, in place of an error in training."""
     said: list[str] = []
     waits = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
@@ -197,7 +197,7 @@ def test_what_the_first_steps_show_leaves_all_steps_to_deepspeed(first: Any) -> 
         say=said.append,
     )
     engine._own_steps_left = 0
-    engine._learn()
+    engine._look_again()
     assert engine._own_steps_left - 1 > 10**9
     assert engine._job.session.state.notes == tuple(said)
     assert "DeepSpeed's own schedule" in said[0]

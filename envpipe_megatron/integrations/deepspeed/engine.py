@@ -50,7 +50,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     _job: Job
     _own_steps: int
-    #: Endless where EnvPipe does not run what the first steps have shown.
+    #: Endless where EnvPipe does not run what is set by its first unit.
     _own_steps_left: float
     _takes_tuple: bool
     _tells: bool
@@ -116,11 +116,13 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
+        if not self._own_steps_left and not self._job.session.executed:
+            self._look_again()
         if self._own_steps_left > 0:
             self._own_steps_left -= 1
             super()._exec_schedule(pipe_schedule)
             if self._own_steps_left < math.inf:
-                self._learn()
+                self._specs = self._learned_specs()
             return
         self.full_microbatches = self.full_microbatches or self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
@@ -135,6 +137,20 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
 
+    def _look_again(self) -> None:
+        """Leave all steps to DeepSpeed, on all ranks, if one has set what EnvPipe does not run."""
+        why = None
+        try:
+            check_units(self)
+        except UnsupportedEngineError as error:
+            why = str(error)
+        if (first := self._job.collectives.first(why)) is not None:
+            self._own_steps_left = math.inf
+            note = f"DeepSpeed's own schedule, at the highest clock: {first[1]}"
+            self._job.session.state.notes += (note,)
+            if self._job.collectives.is_planner:
+                self._job.say(note)
+
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""
         MethodType(self._INSTRUCTION_MAP[type(instruction)], self)(**instruction.kwargs)
@@ -144,26 +160,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         """Whether a message's last tensor holds truth values, which DeepSpeed sends as fp16."""
         return bool(self.has_attention_mask or self.has_bool_tensors)
 
-    def _learn(self) -> None:
-        """Learn what messages carry, or leave all steps to DeepSpeed, on all ranks, and say so."""
-        receives, why = {}, None
-        try:
-            check_units(self)
-            receives = self._received()
-        except UnsupportedEngineError as error:
-            why = str(error)
-        first = self._job.collectives.first(why)
-        if first is None:
-            self._specs = self._specs_of(receives)
-            return
-        self._own_steps_left = math.inf
-        note = f"DeepSpeed's own schedule, at the highest clock: {first[1]}"
-        self._job.session.state.notes += (note,)
-        if self._job.collectives.is_planner:
-            self._job.say(note)
-
-    def _received(self) -> dict[Kind, TensorSpec]:
-        """What this stage's messages carry, from the buffers it received them in."""
+    def _learned_specs(self) -> StageSpecs:
+        """What messages carry, from the buffers that DeepSpeed has received them in."""
         receives = {}
         if not self.is_first_stage():
             received = _as_list(self.pipe_recv_buf)
@@ -176,12 +174,9 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             if not gradients:
                 raise UnsupportedEngineError(
                     f"No output of stage {self.stage_id} needs a gradient",
-                    remedy="Split the layers elsewhere.",
+                    remedy="Split the layers elsewhere, or train without EnvPipe.",
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)
-        return receives
-
-    def _specs_of(self, receives: dict[Kind, TensorSpec]) -> StageSpecs:
         # Those of this pipeline: parts of partitioned activations may differ in size.
         by_stage = self._job.collectives.in_pipeline(receives)
         sends = {}
@@ -317,7 +312,7 @@ def check_units(engine: PipelineEngine) -> None:
     """Refuse what waits for the device within a unit, and so for a receive that is posted.
 
     And what has room for as many microbatches as 1F1B holds. Both may be set after the engine was
-    made, so that it is looked at again behind DeepSpeed's own steps.
+    made, so that it is looked at again before the first unit.
     """
     checkpoints = engine._config.activation_checkpointing_config
     _refuse(

@@ -158,7 +158,10 @@ def reduce_tied_gradients(
     weights = [weight for _, weight in own]
     sides = [[weight.requires_grad, weight.grad is not None] for weight in weights]
     if len(sides) == 1:
-        peer = _peer(own[0][0], [stage.index for stage in ours], group)
+        head, rank = own[0][0].tied_head, dist.get_rank(group)
+        assert head is not None
+        size = dist.get_world_size(group)
+        peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
         facts = torch.tensor(sides[0], dtype=torch.uint8, device=weights[0].device)
         sides.append(_exchanged(facts, peer, group).tolist())
     trained, given = zip(*sides, strict=True)
@@ -197,14 +200,6 @@ def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tens
 def _local(gradient: Tensor) -> Tensor:
     """This rank's part, where FSDP shards the weights: as many on each stage."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _peer(stage: Stage, of_this_rank: Sequence[int], group: dist.ProcessGroup | None) -> int:
-    """The rank in the group that has the other side of a stage's shared weights."""
-    if dist.get_rank(group):
-        return 0
-    assert stage.tied_head is not None
-    return _rank_of(stage.tied_head, of_this_rank, dist.get_world_size(group))
 
 
 def _rank_of(stage: int, of_first: Sequence[int], size: int) -> int:

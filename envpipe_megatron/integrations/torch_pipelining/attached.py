@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -260,22 +259,27 @@ class AttachedPipeline:
         return result
 
     def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """A step whose units are told, or by torch alone."""
+        """A step whose units are told, or by torch alone: also where its runtime refuses an order.
+
+        Then it is the job's level from here on.
+        """
         assert self._runner is not None
-        step, highest_clock = self._torch_step, self.job.session.highest_clock
+        highest_clock, order, runs = self.job.session.highest_clock, run.order.schedule, None
         try:
-            runs = self._runner.turn_to(run.order.schedule)
+            runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
-            return self._in_own_order(error, run, *args, **kwargs)
+            why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
         followed = Followed(run, highest_clock)
-        if alone:
+        if alone or runs is None:
             highest_clock()
         else:
             self._units.hear_losses_of(runs)
             self._units.reporter = followed
-            step = partial(self._runner.step, step)
         try:
-            result = step(*args, **kwargs)
+            if self._units.reporter is None or runs is self._schedule:
+                result = self._torch_step(*args, **kwargs)
+            else:
+                result = self._runner.step(runs, *args, **kwargs)
         except BaseException:
             # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
             self._units.forget()
@@ -284,15 +288,9 @@ class AttachedPipeline:
             raise
         self._units.reporter = None
         followed.complete()
-        return result
-
-    def _in_own_order(self, error: Exception, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
-        """A step by torch alone, and the job's level from here on: its runtime refused an order."""
-        result = self._torch_step(*args, **kwargs)
-        Followed(run, self.job.session.highest_clock).complete()
-        self._end_step()
-        why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        self._lower(_of_all_ranks([stands_against(run.order.schedule.name, Level.UNITS, why)]))
+        if runs is None:
+            self._end_step()
+            self._lower(_of_all_ranks([stands_against(order.name, Level.UNITS, why)]))
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
