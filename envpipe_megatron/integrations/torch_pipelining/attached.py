@@ -246,7 +246,7 @@ class AttachedPipeline:
             )
         if is_whole:
             self._whole = run
-            run.whole = not changed
+            run.whole = run.same_work = not changed
             run.begin_unit()
             result = self._torch_step(*args, **kwargs)
         else:  # while shapes are inferred, nobody knows yet whether another order still fits
@@ -256,6 +256,7 @@ class AttachedPipeline:
             same = _message_of(self._stages) == self._own_message
             self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
+            run.same_work = self._has_known_shapes and not changed
         return result
 
     def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:

@@ -63,8 +63,7 @@ class Iterations:
         record = self.last_record = run.end(number)
         if run.times_units and run.whole:
             self._timed = run.order, record
-        # One whose units came otherwise, or of another number, is the framework's own.
-        phase = phase_in_batch(run.order.phase, batch) if run.whole else FRAMEWORK
+        phase = phase_in_batch(run.order.phase, batch) if run.same_work else FRAMEWORK
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
         clocks_mhz = run.frequencies_mhz if controlled() else None
 
