@@ -245,6 +245,7 @@ class Job:
             f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
             f"in flight: {options.max_in_flight or 'no limit'}; "
             f"output: {self.session.output_dir or 'none'}",
+            *self.session.state.notes,
         ]
         if self.channel.about and not self._keeps_order:
             lines.append(f"messages: {self.channel.about}")

@@ -124,5 +124,6 @@ class Followed:
             self.run.end_unit()
         while self.run.next_unit is not None:
             self.run.whole = self.run.same_work = False
+            self.run.unit_ended = None  # memory is not what it was behind each unit
             self.run.begin_unit()
             self.run.end_unit()

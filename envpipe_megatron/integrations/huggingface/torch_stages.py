@@ -152,15 +152,13 @@ def reduce_tied_gradients(
             value=[type(stage).__name__ for stage in stages],
             remedy="Hand over the submod of what pipeline_stage gave, wrapped or not.",
         )
-    own = [(stage, stage.tied_weight) for stage in ours if stage.tied_weight is not None]
-    if not own:
+    weights = [weight for stage in ours if (weight := stage.tied_weight) is not None]
+    if not weights:
         return
-    weights = [weight for _, weight in own]
     sides = [[weight.requires_grad, weight.grad is not None] for weight in weights]
     if len(sides) == 1:
-        head, rank = own[0][0].tied_head, dist.get_rank(group)
-        assert head is not None
-        size = dist.get_world_size(group)
+        head = next(head for stage in ours if (head := stage.tied_head) is not None)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
         facts = torch.tensor(sides[0], dtype=torch.uint8, device=weights[0].device)
         sides.append(_exchanged(facts, peer, group).tolist())

@@ -255,7 +255,6 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "phases": [phase.value for phase, _, _ in session.iterations],
             "times": [time_s for _, time_s, _ in session.iterations],
             "executed": session.executed,
-            "notes": session.state.notes,
             "plan": None if plan is None else plan.schedule,
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
             "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
