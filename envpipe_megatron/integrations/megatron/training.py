@@ -103,8 +103,8 @@ class Training:
         if self._stand_in is not None:
             self._stand_in.end_step(skipped=skipped)
         self.job.session.end_step()
-        if isinstance(self._stand_in, ForwardBackward) and (why := self._stand_in.failed):
-            self._lower(None, why)
+        if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
+            self._lower(None, f"its self-check: {self._stand_in.failed}")
             self.announce()
         if self.job.has_its_profile():
             self.end()
