@@ -200,8 +200,8 @@ class ForwardBackward:
         alone = len(joined) == 1
         against = {
             f"a call for a pipeline of ranks {ranks}, not {joined}": ranks != joined,
-            "one of p2p_communicator and pg_collection": not alone and len(set(given)) > 1,
-            "no pipeline_dtype": not alone and config.pipeline_dtype is None,
+            "p2p_communicator and pg_collection apart": not alone and len(set(given)) > 1,
+            "a model without pipeline_dtype": not alone and config.pipeline_dtype is None,
             **dict.fromkeys(unsupported(config), not alone),
         }
         found = [name for name, holds in against.items() if holds]
@@ -232,7 +232,7 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         shapes, sent_shapes = adjust(list(shapes), list(shapes))
         if sent_shapes != shapes:
             raise UnsupportedModelError(
-                "EnvPipe's channel needs messages of one shape through the pipeline",
+                "messages whose shapes differ between two sides",
                 value=(shapes, sent_shapes),
             )
     spec = TensorSpec.of_one_type(
