@@ -346,16 +346,14 @@ class InstrumentedPipeline:
     def _begin_job(self) -> tuple[Job, Schedule]:
         placement = self._placement
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
-        stages: dict[tuple[int, ...], dict[int, str]] = {}
-        for ranks, stage, letters in of_all_ranks((pipeline, placement.stage, self._recorded)):
-            stages.setdefault(ranks, {})[stage] = letters
+        own = (pipeline, placement.stage, self._recorded, placement.num_microbatches)
+        stages: dict[tuple[int, ...], list[str]] = {}
+        everyone = of_all_ranks(own)
+        counts = {ranks: count for ranks, _, _, count in everyone}
+        for ranks, _, letters, _ in sorted(everyone):
+            stages.setdefault(ranks, []).append(letters)
         # Every rank checks all pipelines, so that none goes on if another is refused.
-        orders = {
-            ranks: recognized(
-                [letters for _, letters in sorted(by_stage.items())], placement.num_microbatches
-            )
-            for ranks, by_stage in stages.items()
-        }
+        orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
         kept_order = orders[pipeline]
         group = own_gloo_group(placement.pipeline_group, placement.timeout)
         placement = replace(placement, pipeline_group=group, order_name=kept_order.name)

@@ -24,7 +24,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
@@ -134,6 +134,18 @@ class Job:
         *,
         one_clock: bool = False,
     ) -> None:
+        self.say = say
+        num_microbatches = placement.num_microbatches
+        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
+        require = options.require_control or (
+            options.profile_only and options.gpu_control != "dry_run"
+        )
+        pipelines = all_pipelines(pipeline)
+        self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
+        check_same_everywhere(self.collectives, _of_all_ranks(options))
+        against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
+        if against:
+            options, one_clock = replace(observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
         slowdown = options.max_slowdown_percent
@@ -141,15 +153,6 @@ class Job:
         self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = placement.keeps_order
         self._order_name = placement.order_name or options.scheduling
-        self.say = say
-        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
-        num_microbatches = placement.num_microbatches
-        require = options.require_control or (
-            options.profile_only and options.gpu_control != "dry_run"
-        )
-        pipelines = all_pipelines(pipeline)
-        self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
-        check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
         own = PlanRequest(
             num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
         )
@@ -182,7 +185,7 @@ class Job:
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
-            if options.profile_only
+            if options.profile_only or against
             else {
                 **_fingerprint(facts.same_job, options, self.device.gpu.name),
                 # Other messages disturb units in another way.
@@ -218,6 +221,7 @@ class Job:
         if refused := self.session.refused:
             left_alone = ChosenControl(options.gpu_control, None, refused)
             self.device = replace(self.device, control=left_alone)
+        self.session.state.notes += tuple(against)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -271,6 +275,7 @@ class Job:
             f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
             f"in flight: {options.max_in_flight or 'no limit'}; "
             f"output: {self.session.output_dir or 'none'}",
+            *self.session.state.notes,
         ]
         if self.channel.about and not self._keeps_order:
             lines.append(f"messages: {self.channel.about}")
@@ -374,12 +379,25 @@ def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
     return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
 
-def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
+def limits_of_replicas(num_microbatches: int) -> list[Limit]:
+    """What replicas with other numbers of microbatches stand against; every rank calls it."""
+    feature = "replicas with other numbers of microbatches"
+    limit = stands_against(feature, Level.OBSERVE, "they cannot follow one plan")
+    return [limit] if len(set(of_all_ranks(num_microbatches))) > 1 else []
+
+
+def observing(options: Options) -> Options:
+    """The same options where clocks and order are left alone; without a GPU one is emulated."""
+    control = "none" if torch.cuda.is_available() else options.gpu_control
+    options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
+    return replace(options, max_in_flight=None, profile_file=None, plan_file=None)
+
+
+def _of_all_ranks(options: Options) -> dict[str, object]:
     # Paths may differ from node to node: the planner alone reads, and says where.
     own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
     return {
         **own,
-        "microbatches": num_microbatches,
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }

@@ -186,6 +186,23 @@ def test_checkpointing_that_was_configured_by_itself(monkeypatch: pytest.MonkeyP
         check_units(an_engine())
 
 
+@pytest.mark.parametrize("elsewhere", [None, (1, "seen on another rank")])
+def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere: Any) -> None:
+    """On all ranks, in place of an error in training."""
+    said: list[str] = []
+    waits = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
+    engine = an_engine(None if elsewhere else waits, _own_steps_left=0)
+    engine.__class__ = EnvPipeEngine
+    engine._job = SimpleNamespace(
+        collectives=SimpleNamespace(first=lambda own: elsewhere or (0, own), is_planner=True),
+        session=SimpleNamespace(state=SimpleNamespace(notes=())),
+        say=said.append,
+    )
+    engine._look_again()
+    assert engine._own_steps_left == float("inf")
+    assert ("another rank" if elsewhere else "contiguous") in said[0]
+
+
 def test_an_engine_of_another_class_keeps_it() -> None:
     class Own(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
         pass

@@ -185,25 +185,32 @@ def step(pipeline: InstrumentedPipeline, letters: str, group: Any = None) -> Non
 
 
 def train_letters(
-    rank: int, root: Path, preset: Path, letters: Sequence[str], steps: int, settings: Any
+    rank: int,
+    root: Path,
+    preset: Path,
+    letters: Sequence[str],
+    steps: int,
+    settings: Any,
+    stages: int | None = None,
 ) -> Any:
     """Steps in an order of units; what the job came to, or the error.
 
     Args:
-        letters: for each stage; ranks beyond are replicas of the first stages.
+        letters: for each stage; ranks beyond are replicas of the first stages. Or for each rank of
+            pipelines of so many stages.
     """
     emulate(rank, root, preset)
-    stages = len(letters)
+    stages, own = stages or len(letters), letters[rank % len(letters)]
     os.environ[FORWARD_VARIABLE] = ",".join(map(str, FORWARD_S[-stages:]))
     pipelines = [list(range(at, at + stages)) for at in range(0, dist.get_world_size(), stages)]
     groups = [dist.new_group(ranks) for ranks in pipelines]
-    microbatches = letters[0].count("F")
+    microbatches = own.count("F")
     group = groups[rank // stages]
     pipeline = FastPipeline(group, microbatches, say=lambda text: None, **settings)
     reports = []
     try:
         for _ in range(steps):
-            step(pipeline, letters[rank % stages], group)
+            step(pipeline, own, group)
             pipeline.pause()
             with pipeline.instruction("forward"):
                 pass  # an evaluation

@@ -123,6 +123,19 @@ def test_units_of_a_framework_are_timed_as_our_own(pool, folder, preset, trained
             assert here[name] == there[name]
 
 
+def test_replicas_with_other_numbers_of_microbatches_are_metered(pool, folder, preset):
+    both = [letters(builders.one_f_one_b(2, count)) for count in (2, 4)]
+    root, given = folder / "other-numbers", {**QUICK, "type": "optimal"}
+    order = [*both[0], *both[1]]
+    told = pool.run(instruction_ranks.train_letters, root, preset, order, 8, given, 2)
+    for rank, job in enumerate(told):
+        assert job["phase"] == "steady"
+        assert len(job["executed"]) == len(order[rank])
+        assert job["reports"][-1]
+    (note,) = told[0]["summary"]["notes"]
+    assert "replicas with other numbers of microbatches" in note
+
+
 def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[str, str]:
     """Options that run a plan by file."""
     known = profile(preset)

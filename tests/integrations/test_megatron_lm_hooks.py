@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -408,32 +409,60 @@ def test_a_check_tries_what_a_plan_may_run(
         "fine_grained_activation_offloading",
     ],
 )
-def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> None:
-    """Also where megatron-core's own function would run that one."""
+def test_what_the_interpreter_does_not_run_goes_to_megatron_itself(feature: str) -> None:
+    """On all ranks alike, from the first call on, and the job gets another level."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
 
-    from envpipe_megatron.integrations.megatron.core import ForwardBackward, UnsupportedModelError
-
-    def train(**_: Any) -> Any:
-        raise AssertionError("it trained")
-
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     setattr(config, feature, 1)
-    session: Any = SimpleNamespace()
-    groups: Any = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
-    model: Any = SimpleNamespace(config=config)
-    with pytest.raises(UnsupportedModelError, match=feature):
-        ForwardBackward(session, 2, train)(
-            forward_step_func=train,
-            data_iterator=iter(()),
-            model=model,
-            num_microbatches=4,
-            seq_length=8,
-            micro_batch_size=1,
-            p2p_communicator=object(),
-            pg_collection=groups,
-        )
+    own, failed = called(config)
+    assert len(own) == 3
+    assert feature in failed
+
+
+def test_calls_that_the_channel_cannot_carry_go_to_megatron_itself() -> None:
+    """As ModelOpt's shapes that differ between sides: on this rank, or on another one."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    assert "without pipeline_dtype" in called(config)[1]
+    config.pipeline_dtype = torch.float32
+    assert "not [0, 1]" in called(config, ranks=[0, 2])[1]
+    assert "pg_collection" in called(config, p2p_communicator=None)[1]
+    differ = {"adjust_tensor_shapes_fn": lambda received, sent: (received, [(1, 1, 4)])}
+    assert "differ between" in called(config, **differ)[1]
+    assert called(config, told=(1, "elsewhere"))[1] == "elsewhere"
+    # The interpreter would drop what such a call collects.
+    own, failed = called(config, collect_non_loss_data=True)
+    assert len(own) == 3
+    assert failed is None
+
+
+def called(config: Any, ranks: Any = (0, 1), told: Any = None, **named: Any) -> tuple[Any, Any]:
+    """Three training calls that reached Megatron's own function, and what is said against ours."""
+    from envpipe_megatron.integrations.megatron.core import ForwardBackward
+
+    own: list[Any] = []
+    asked: list[str | None] = []
+
+    def first(why: str | None) -> Any:
+        asked.append(why)
+        return told or (why and (0, why))
+
+    one: Any = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2), tp=one, cp=one)
+    names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
+    given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
+    given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
+    session: Any = SimpleNamespace(pipeline_ranks=[0, 1])
+    stand_in = ForwardBackward(session, 1, lambda **given: own.append(given), first=first)
+    with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
+        for _ in range(3):
+            stand_in(**given)
+    assert len(asked) == 1  # ranks exchange it once
+    return own, stand_in.failed
 
 
 def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
@@ -446,9 +475,9 @@ def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
         data_parallel_size=2,
         step_batch_size_schedule=None,
     )
-    assert job._num_microbatches(args) == 16
+    assert job.num_microbatches_of(args) == 16
     args.gtp_weight_remat_size = 2
-    assert job._num_microbatches(args) == 8
+    assert job.num_microbatches_of(args) == 8
 
 
 def test_messages_of_a_teacher_are_counted_once() -> None:

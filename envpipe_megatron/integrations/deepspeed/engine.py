@@ -7,6 +7,7 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     _job: Job
     _own_steps: int
-    _own_steps_left: int
+    #: Endless where EnvPipe does not run what is set by its first unit.
+    _own_steps_left: float
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
@@ -116,14 +118,15 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
+        if not self._own_steps_left and not self._job.session.executed:
+            self._look_again()
         if self._own_steps_left > 0:
             self._own_steps_left -= 1
             super()._exec_schedule(pipe_schedule)
-            self._specs = self._learned_specs()
+            if self._own_steps_left < math.inf:
+                self._specs = self._learned_specs()
             return
-        if not self._job.session.executed:
-            check_units(self)
-            self.full_microbatches = self.full_microbatches or self.micro_batches
+        self.full_microbatches = self.full_microbatches or self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -142,6 +145,20 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             return
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
+
+    def _look_again(self) -> None:
+        """Leave all steps to DeepSpeed, on all ranks, if one has set what EnvPipe does not run."""
+        why = None
+        try:
+            check_units(self)
+        except UnsupportedEngineError as error:
+            why = str(error)
+        if (first := self._job.collectives.first(why)) is not None:
+            self._own_steps_left = math.inf
+            note = f"DeepSpeed's own schedule, at the highest clock: {first[1]}"
+            self._job.session.state.notes += (note,)
+            if self._job.collectives.is_planner:
+                self._job.say(note)
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""

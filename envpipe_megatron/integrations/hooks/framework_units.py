@@ -123,6 +123,7 @@ class Followed:
         if self.running:  # it has failed
             self.run.end_unit()
         while self.run.next_unit is not None:
-            self.run.whole = False
+            self.run.whole = self.run.same_work = False
+            self.run.unit_ended = None  # memory is not what it was behind each unit
             self.run.begin_unit()
             self.run.end_unit()

@@ -114,7 +114,8 @@ class SplitModel:
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps it as it is
         index = 0 if self.entries[layer.index].tied else layer.index
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + index)
+            # The CPU's generator only: the GPUs' are seeded by the user, and not put back here.
+            torch.default_generator.manual_seed(self._seed + index)
             for attribute in layer.names:
                 self._skeleton.initialize(layer.get_submodule(attribute))
 

@@ -134,14 +134,16 @@ def reduce_tied_gradients(
 
     Every rank of the pipeline calls it in each step: after `schedule.step`, and before gradients
     are clipped and the optimizer steps. Weights begin equal, and so they stay. Without shared
-    weights it does nothing.
+    weights, or where they are frozen, it does nothing; a side without a gradient in this step adds
+    none and gets the other's.
 
     Args:
         stages: this rank's `Stage`s, or what has been wrapped around them.
         group: of the pipeline, whose ranks have the stages in turn, from the first rank on, or in
             a V; None for all ranks.
 
-    Raises EnvPipeError without a `Stage`, and where shared weights have no gradient.
+    Raises EnvPipeError without a `Stage`; and, on both ranks, where neither side of weights that
+    are trained has a gradient, or only one side is frozen.
     """
     ours = [each for stage in stages for each in stage.modules() if isinstance(each, Stage)]
     if not ours:
@@ -150,31 +152,47 @@ def reduce_tied_gradients(
             value=[type(stage).__name__ for stage in stages],
             remedy="Hand over the submod of what pipeline_stage gave, wrapped or not.",
         )
-    own = [(stage, stage.tied_weight) for stage in ours if stage.tied_weight is not None]
-    gradients = [_local(weight.grad) for _, weight in own if weight.grad is not None]
-    if len(gradients) != len(own):
+    weights = [weight for stage in ours if (weight := stage.tied_weight) is not None]
+    if not weights:
+        return
+    sides = [[weight.requires_grad, weight.grad is not None] for weight in weights]
+    if len(sides) == 1:
+        head = next(head for stage in ours if (head := stage.tied_head) is not None)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
+        facts = torch.tensor(sides[0], dtype=torch.uint8, device=weights[0].device)
+        sides.append(_exchanged(facts, peer, group).tolist())
+    trained, given = zip(*sides, strict=True)
+    if not any(trained):
+        return
+    if not all(trained) or not any(given):
         raise EnvPipeError(
-            "Shared weights have no gradient",
-            remedy="Call reduce_tied_gradients after schedule.step, before gradients are cleared.",
+            "Shared weights have no gradient, or are frozen on one of their two stages only",
+            remedy="Call reduce_tied_gradients after schedule.step, before gradients are cleared, "
+            "and set requires_grad alike on both stages.",
         )
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    gradients = [_local(weight.grad) for weight in weights if weight.grad is not None]
     if len(gradients) == 2:
         total = gradients[0] + gradients[1]
         for gradient in gradients:
             gradient.copy_(total)
-    elif gradients:
-        mine = gradients[0].contiguous()
-        theirs = torch.empty_like(mine)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        head = own[0][0].tied_head
-        assert head is not None
-        peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
-        exchange = [
-            dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, tensor in ((dist.isend, mine), (dist.irecv, theirs))
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        gradients[0].add_(theirs)  # a + b is b + a: both ranks have the same bits
+    else:  # a + b is b + a: both ranks have the same bits
+        gradients[0].add_(_exchanged(gradients[0].contiguous(), peer, group))
+
+
+def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The other rank's tensor of the same shape, for this one's."""
+    theirs = torch.empty_like(mine)
+    exchange = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return theirs
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class ForwardBackward:
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
         full_microbatches: number of a batch of full size; None if all are of one size.
+        first: returns the first of all ranks' values that is one, with its stage; all call it.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class ForwardBackward:
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
         full_microbatches: int | None = None,
+        first: Callable[[str | None], tuple[int, str] | None] = lambda why: (
+            (0, why) if why else None
+        ),
     ) -> None:
         self._session = session
         self._full_microbatches = full_microbatches
@@ -64,6 +68,10 @@ class ForwardBackward:
         if framework_iterations is None:
             framework_iterations = 2 if torch.cuda.is_available() else int(check is not None)
         self._framework_iterations_left = framework_iterations
+        self._first = first
+        #: Why megatron-core's own function makes all iterations; not known before the first.
+        self._against: str | None = None
+        self._is_looked_at = False
 
     def __call__(
         self,
@@ -86,8 +94,9 @@ class ForwardBackward:
         """Run all forwards and backwards of one iteration.
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
-        function reduced, one entry per microbatch. Raises UnsupportedModelError for a feature that
-        EnvPipe does not run, and MemoryFullError as `Session` does.
+        function reduced, one entry per microbatch. What EnvPipe does not run, by what the first
+        training call has, goes to that function (see `failed`). Raises MemoryFullError as `Session`
+        does.
         """
         arguments = {
             "forward_step_func": forward_step_func,
@@ -105,24 +114,20 @@ class ForwardBackward:
             "pg_collection": pg_collection,
             "force_all_reduce": force_all_reduce,
         }
-        if (p2p_communicator is None) != (pg_collection is None):
-            raise UnsupportedModelError(
-                "p2p_communicator and pg_collection go together",
-                value=(p2p_communicator, pg_collection),
-                remedy="Give both, as megatron-core asks for, or neither.",
-            )
         groups = pg_collection or _default_groups()
         alone = groups.pp.size() == 1  # nothing to order
         if forward_only:
             # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
             # loaded while a posted receive spins hangs.
             self._session.pause()
-        elif not alone:  # before the framework's own iterations, too
-            check_supported(get_model_config(listed(model)[0]))
-            self._check_ranks(groups)
+        elif not self._is_looked_at:  # before the framework's own iterations, too
+            self._is_looked_at = True
+            found = self._first(self._why_not(arguments, groups))
+            self._against = found and found[1]
         own = self._framework_function or get_forward_backward_func()
-        if alone or forward_only or self._framework_iterations_left:
-            self._framework_iterations_left -= not (alone or forward_only)
+        left = self._framework_iterations_left
+        if alone or forward_only or collect_non_loss_data or self._against or left:
+            self._framework_iterations_left -= left > 0 and not (alone or forward_only)
             losses: list[Any] = own(**arguments)
             return losses
         if self._check is not None and not self._check.done:
@@ -186,17 +191,28 @@ class ForwardBackward:
 
     @property
     def failed(self) -> str | None:
-        """What the check found to be different; None if it did not, or there is none."""
-        return None if self._check is None else self._check.failed
+        """Why the job is to go on at a lower level, on all ranks alike; None if it need not."""
+        return self._against if self._check is None else self._against or self._check.failed
 
-    def _check_ranks(self, groups: ProcessGroupCollection) -> None:
-        ranks = dist.get_process_group_ranks(groups.pp)
-        if ranks != self._session.pipeline_ranks:
-            raise UnsupportedModelError(
-                "The pipeline group of this call is not the one that EnvPipe's channel joins",
-                value=ranks,
-                remedy=f"The channel joins ranks {self._session.pipeline_ranks}.",
-            )
+    def _why_not(self, arguments: dict[str, Any], groups: ProcessGroupCollection) -> str | None:
+        """What this rank's call has that the interpreter does not run."""
+        config = get_model_config(listed(arguments["model"])[0])
+        ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
+        given = [arguments[name] is not None for name in ("p2p_communicator", "pg_collection")]
+        alone = len(joined) == 1
+        against = {
+            f"a call for a pipeline of ranks {ranks}, not {joined}": ranks != joined,
+            "p2p_communicator and pg_collection apart": not alone and len(set(given)) > 1,
+            "a model without pipeline_dtype": not alone and config.pipeline_dtype is None,
+            **dict.fromkeys(unsupported(config), not alone),
+        }
+        found = [name for name, holds in against.items() if holds]
+        if not found and not alone:
+            try:
+                _specs(arguments, groups)
+            except UnsupportedModelError as error:
+                found = [str(error)]
+        return f"the interpreter does not run {'; '.join(found)}" if found else None
 
 
 def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
@@ -218,9 +234,8 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         shapes, sent_shapes = adjust(list(shapes), list(shapes))
         if sent_shapes != shapes:
             raise UnsupportedModelError(
-                "EnvPipe's channel needs messages of one shape through the pipeline",
+                "messages whose shapes differ between two sides",
                 value=(shapes, sent_shapes),
-                remedy="Run without --envpipe.",
             )
     spec = TensorSpec.of_one_type(
         tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
@@ -238,19 +253,6 @@ def unsupported(config: Any) -> list[str]:
         f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
     }
     return [feature for feature, used in refused.items() if used]
-
-
-def check_supported(config: Any) -> None:
-    """Refuse by an UnsupportedModelError what EnvPipe's interpreter does not do."""
-    if features := unsupported(config):
-        raise UnsupportedModelError(
-            f"EnvPipe does not run {'; '.join(features)}",
-            remedy="Switch it off, or run without --envpipe.",
-        )
-    if config.pipeline_dtype is None:
-        raise UnsupportedModelError(
-            "pipeline_dtype is not set", remedy="Set it to the type of the activations."
-        )
 
 
 def _default_groups() -> ProcessGroupCollection:

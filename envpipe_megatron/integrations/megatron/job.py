@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
@@ -26,6 +25,7 @@ from envpipe_megatron.integrations.job import (
     JobFacts,
     Placement,
     check_level_of_files,
+    observing,
     say_line,
 )
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
@@ -139,11 +139,10 @@ def make_job(
     ):
         options = replace(options, scheduling=_own_order(args))  # Megatron's, whatever it is
     if level is Level.OBSERVE:
-        control = "none" if torch.cuda.is_available() else options.gpu_control
-        options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
+        options = observing(options)
     placement = Placement(
         pipeline_group,
-        _num_microbatches(args),
+        num_microbatches_of(args),
         timeout_of(pipeline_group),
         messages_vary=orders and config.variable_seq_lengths,
         keeps_order=not orders,
@@ -178,7 +177,7 @@ def make_stand_in(
     checked: bool,
 ) -> ForwardBackward | KeptOrder | WholeSteps:
     """What runs in place of Megatron's forward-backward function; level `order` may be checked."""
-    stages, microbatches = args.pipeline_model_parallel_size, _num_microbatches(args)
+    stages, microbatches = args.pipeline_model_parallel_size, num_microbatches_of(args)
     if decision.level is Level.UNIFORM or decision.against.get(Level.UNITS):
         return WholeSteps(
             job.session,
@@ -199,6 +198,7 @@ def make_stand_in(
             framework_function=framework_function,
             check=check,
             full_microbatches=microbatches,
+            first=job.collectives.first,
         )
     return KeptOrder(
         job.session,
@@ -212,7 +212,7 @@ def make_stand_in(
 
 def what_stalls(args: argparse.Namespace, model: Sequence[Any], job: Job) -> str | None:
     """Why not even Megatron's own order finishes over a job's channel; None if it does."""
-    stuck = find_stall(megatron_order(args, model, _num_microbatches(args)), job.channel.capacity)
+    stuck = find_stall(megatron_order(args, model, num_microbatches_of(args)), job.channel.capacity)
     if not stuck:
         return None
     return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
@@ -286,7 +286,7 @@ def _own_order(args: argparse.Namespace) -> str:
     return "interleaved-combined" if combined else "interleaved"
 
 
-def _num_microbatches(args: argparse.Namespace) -> int:
+def num_microbatches_of(args: argparse.Namespace) -> int:
     """M of a batch of full size."""
     # From 0.19 on, ranks that share out weights have data of their own, too.
     replicas = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)

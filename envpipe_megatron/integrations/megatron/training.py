@@ -10,13 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.integrations.hooks.hooking import check_profiled
-from envpipe_megatron.integrations.job import Job, close_at_exit, say_line
+from envpipe_megatron.integrations.job import Job, close_at_exit, limits_of_replicas, say_line
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import (
     limits_of,
     make_job,
     make_stand_in,
+    num_microbatches_of,
     what_stalls,
 )
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
@@ -59,7 +60,8 @@ class Training:
         # Stages may have models of different classes, and layers of different kinds.
         own = [(limit.feature, limit.highest, limit.reason) for limit in limits_of(model)]
         of_all = dict.fromkeys(found for stage in of_all_ranks(own) for found in stage)
-        self._limits = *limits, *(stands_against(*found) for found in of_all)
+        of_replicas = limits_of_replicas(num_microbatches_of(args))
+        self._limits = *limits, *of_replicas, *(stands_against(*found) for found in of_all)
         self._decision = self._decide(options.level)
         self._checked = bool(self._decision.to_check) or options.self_check == "always"
         self.job = self._make_job()

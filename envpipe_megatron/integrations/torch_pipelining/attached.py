@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_level_of_files,
     close_at_exit,
+    limits_of_replicas,
+    observing,
     own_gloo_group,
     say_line,
 )
@@ -43,7 +46,9 @@ from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     Runner,
+    facts_of,
     group_size,
+    is_prepared,
     own_order,
     stages_of,
 )
@@ -52,6 +57,8 @@ from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+logger = logging.getLogger(__name__)
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
@@ -138,6 +145,7 @@ class AttachedPipeline:
         prepare_files(self._options, self._num_stages)
         self._own, why_not = _own_order(schedule)
         self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
+        self._limits += limits_of_replicas(schedule._n_microbatches)
         timeout = timeout or timeout_of(group)
         self._placement = Placement(
             own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
@@ -163,6 +171,9 @@ class AttachedPipeline:
             return
         self._announce()
         self._units.replace(schedule, "step", self._step)
+        self._planned_facts = facts_of(schedule)
+        #: Whether messages have the shapes that are planned for.
+        self._has_known_shapes, self._said_changed = True, False
 
     @property
     def level(self) -> Level:
@@ -202,7 +213,7 @@ class AttachedPipeline:
         if not self._closed:
             if self._failed is None:  # else the device may wait for a peer that is gone
                 self._end_step()
-            self._release()
+            self._units.release()
             self.job.end()
             self.close()
 
@@ -217,11 +228,8 @@ class AttachedPipeline:
             atexit.unregister(self.job.close)
 
     def _release(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._units.release()
-            if self._runner is not None and self._own is not None:
-                self._runner.turn_to(self._own)
+        self._closed = True
+        self._units.release()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -237,24 +245,55 @@ class AttachedPipeline:
         if not self._seen:
             return self._first_step(*args, **kwargs)
         specs = StageSpecs.alike(self._message)
-        if self.level is Level.UNIFORM or self._decision.against.get(Level.UNITS):
-            self._whole = session.open_iteration(builders.whole_iteration(self._num_stages), specs)
-            self._whole.begin_unit()
-            return self._torch_step(*args, **kwargs)
-        assert self._own is not None
-        return self._told(session.open_iteration(self._own, specs), *args, **kwargs)
+        is_whole = self.level is Level.UNIFORM or bool(self._decision.against.get(Level.UNITS))
+        order = builders.whole_iteration(self._num_stages) if is_whole else self._own
+        assert order is not None
+        run = session.open_iteration(order, specs)
+        # All ranks of a pipeline see the same here, or torch's own step could not run. Replicas may
+        # see another: they have an iteration of the same phase, which does not count here.
+        infers_shapes = not is_prepared(self._schedule)
+        changed = facts_of(self._schedule) != self._planned_facts
+        changed |= not (self._has_known_shapes or infers_shapes)
+        if changed and not self._said_changed and self._placement.stage == 0:
+            self._said_changed = True
+            logger.warning(
+                "A step has other microbatches, functions or units than EnvPipe plans for: such "
+                "steps run as by torch alone. If they stay so, call end_training and attach again"
+            )
+        if is_whole:
+            self._whole = run
+            run.whole = run.same_work = not changed
+            run.begin_unit()
+            result = self._torch_step(*args, **kwargs)
+        else:  # while shapes are inferred, nobody knows yet whether another order still fits
+            alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
+            result = self._told(run, alone, *args, **kwargs)
+        if infers_shapes:
+            same = _message_of(self._stages) == self._own_message
+            self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
+            run.whole &= self._has_known_shapes
+            run.same_work = self._has_known_shapes and not changed
+        return result
 
-    def _told(self, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
+    def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """A step whose units are told, or by torch alone: also where its runtime refuses an order.
+
+        Then it is the job's level from here on.
+        """
         assert self._runner is not None
+        highest_clock, order, runs = self.job.session.highest_clock, run.order.schedule, None
         try:
-            runs = self._runner.turn_to(run.order.schedule)
+            runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
-            return self._in_own_order(error, run, *args, **kwargs)
-        followed = Followed(run, self.job.session.highest_clock)
-        self._units.hear_losses_of(runs)
-        self._units.reporter = followed
+            why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
+        followed = Followed(run, highest_clock)
+        if alone or runs is None:
+            highest_clock()
+        else:
+            self._units.hear_losses_of(runs)
+            self._units.reporter = followed
         try:
-            if runs is self._schedule:
+            if self._units.reporter is None or runs is self._schedule:
                 result = self._torch_step(*args, **kwargs)
             else:
                 result = self._runner.step(runs, *args, **kwargs)
@@ -262,19 +301,13 @@ class AttachedPipeline:
             # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
             self._units.forget()
             self._failed = followed
-            self.job.session.highest_clock()
+            highest_clock()
             raise
         self._units.reporter = None
         followed.complete()
-        return result
-
-    def _in_own_order(self, error: Exception, run: StageRun, /, *args: Any, **kwargs: Any) -> Any:
-        """A step by torch alone, and the job's level from here on: its runtime refused an order."""
-        result = self._torch_step(*args, **kwargs)
-        Followed(run, self.job.session.highest_clock).complete()
-        self._end_step()
-        why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        self._lower(_of_all_ranks([stands_against(run.order.schedule.name, Level.UNITS, why)]))
+        if runs is None:
+            self._end_step()
+            self._lower(_of_all_ranks([stands_against(order.name, Level.UNITS, why)]))
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,11 +320,13 @@ class AttachedPipeline:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
         self._seen = True
+        self._own_message = _message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.
-        shapes, dtypes = self.job.collectives.from_planner(_message_of(self._stages))
+        shapes, dtypes = self.job.collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
-            as_told = seen.shows(self._own.stages[self._placement.stage])
+            own = _own_order(self._schedule)[0] or self._own  # of the number in this step
+            as_told = seen.shows(own.stages[self._placement.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(_of_all_ranks(found))
         return result
@@ -343,10 +378,7 @@ class AttachedPipeline:
             # What is planned for is the own order, whatever options could call it.
             options = replace(options, scheduling="1f1b", max_in_flight=None)
         if level is Level.OBSERVE:
-            control = "none" if torch.cuda.is_available() else options.gpu_control
-            options = replace(
-                options, policy="baseline", reconfigure="default", gpu_control=control
-            )
+            options = observing(options)
         count = self._placement.num_microbatches
         placement = replace(
             self._placement,

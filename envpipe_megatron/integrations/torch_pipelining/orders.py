@@ -8,6 +8,7 @@ It has no public name; torch's documentation and torchtitan use it by this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -94,24 +95,20 @@ def group_size(num_stages: int, num_microbatches: int) -> int:
 
 
 class Runner:
-    """Runs a schedule of torch's own, or another order of its units in its place.
+    """Runs other orders of a schedule's units in its place, by a runtime of tables beside it.
 
     Args:
-        schedule: whose `step` this takes the place of.
+        schedule: whose `step` this takes the place of; it stays as it is.
         own: the order of that.
     """
 
     def __init__(self, schedule: Any, own: Schedule) -> None:
         self._schedule, self._own = schedule, own
-        #: What runs orders by table; a schedule of one stage a rank runs none.
         self._runtime: Any = None
-        #: What torch makes of orders, by their units: of the own one, and of those that ran last.
+        #: What torch makes of orders, by their units: of those that ran last.
         self._tables: dict[Any, tuple[Any, Any]] = {}
-        #: The order of the last step and its table: to compare all units takes long.
-        self._turned: tuple[Schedule, tuple[Any, Any] | None] | None = None
-        if isinstance(schedule, _PipelineScheduleRuntime):
-            self._runtime = schedule
-            self._tables[own.stages] = schedule.pipeline_order, schedule.pipeline_order_with_comms
+        #: The order of the last step, and what runs it: to compare all units takes long.
+        self._turned: tuple[Schedule, Any] | None = None
 
     def turn_to(self, order: Schedule) -> Any:
         """What is to make the next step, so that it runs this order of the same units.
@@ -120,43 +117,36 @@ class Runner:
         """
         if self._turned is None or self._turned[0] is not order:
             self._turned = None  # torch may refuse this one
-            self._turned = order, self._table_of(order)
-        table = self._turned[1]
-        if table is None:
-            return self._schedule
-        self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
-        return self._runtime
+            own = order.stages == self._own.stages
+            self._turned = order, self._schedule if own else self._runtime_of(order)
+        return self._turned[1]
 
-    def _table_of(self, order: Schedule) -> tuple[Any, Any] | None:
-        """What torch made of an order; None if it is a schedule's own that runs no tables."""
-        if order.stages == self._own.stages and order.stages not in self._tables:
-            return None
+    def _runtime_of(self, order: Schedule) -> Any:
+        """The runtime with the table of an order; the stages are prepared by then."""
         if self._runtime is None:
-            self._runtime = _runtime_like(self._schedule)
+            self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
+                stages_of(self._schedule),
+                self._own.num_microbatches,
+                loss_fn=self._schedule._loss_fn,
+            )
+            self._runtime._stages_forward_initialized = True
+            self._runtime._stages_backward_initialized = True
         if order.stages not in self._tables:
             self._tables[order.stages] = self._lowered(order)
             for oldest in list(self._tables)[:-_KEPT_TABLES]:
-                if oldest != self._own.stages:
-                    del self._tables[oldest]
-        return self._tables[order.stages]
+                del self._tables[oldest]
+        table = self._tables[order.stages]
+        self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
+        return self._runtime
 
     def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A step by what `turn_to` returned, that is not the schedule itself.
 
-        The schedule is the user's, who may change it or have it evaluate between two steps; its
-        stages are shared, and whether they are prepared for training is in either.
+        The schedule is the user's, who may change it between two steps.
         """
         for name in _HANDED_ON:
             setattr(runs, name, getattr(self._schedule, name))
-        theirs = _prepared(self._schedule)
-        ours = _prepared(runs)
-        for own, other in zip(ours, theirs, strict=True):
-            setattr(runs, own, getattr(self._schedule, other))
-        try:
-            return runs.step(*args, **kwargs)
-        finally:
-            for own, other in zip(ours, theirs, strict=True):
-                setattr(self._schedule, other, getattr(runs, own))
+        return runs.step(*args, **kwargs)
 
     def _lowered(self, order: Schedule) -> tuple[Any, Any]:
         rows = enumerate(table_rows(order))
@@ -165,14 +155,17 @@ class Runner:
         return table, self._runtime.pipeline_order_with_comms
 
 
-def _runtime_like(schedule: Any) -> Any:
-    """A runtime for the stages of a schedule."""
-    return _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
-        stages_of(schedule), schedule._n_microbatches, loss_fn=schedule._loss_fn
-    )
+def facts_of(schedule: Any) -> tuple[object, ...]:
+    """What a step goes by besides its inputs and what is handed on: equal where that is alike."""
+    named = vars(schedule).items()
+    apart = (*_HANDED_ON, "step", "eval")
+    functions = {name: value for name, value in named if callable(value) and name not in apart}
+    names = "_comp_type_to_function_map", "pipeline_order", "pipeline_order_with_comms"
+    others = [copy(getattr(schedule, name, None)) for name in names]
+    return schedule._n_microbatches, functions, others
 
 
-def _prepared(schedule: Any) -> list[str]:
-    """Where a schedule keeps whether its stages are prepared for forwards, and for backwards."""
+def is_prepared(schedule: Any) -> bool:
+    """Whether shapes are known: else, as behind an evaluation, the next step infers them anew."""
     stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
-    return [f"{stages}_forward_initialized", f"{stages}_backward_initialized"]
+    return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))

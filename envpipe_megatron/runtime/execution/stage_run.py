@@ -47,8 +47,8 @@ class StageRun:
         #: Called with each unit that has ended, and when all have.
         self.unit_ended: Callable[[Unit], None] | None = None
         self.all_ended: Callable[[], None] = lambda: None
-        #: Whether all units ran, as far as is known.
-        self.whole = True
+        #: Whether all units ran, as far as is known, and did the work that the phase is about.
+        self.whole = self.same_work = True
         self._count = len(self.units)
         self._ended = 0
         self._stage = stage

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import Phase, phase_in_batch
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
@@ -63,13 +63,14 @@ class Iterations:
         record = self.last_record = run.end(number)
         if run.times_units and run.whole:
             self._timed = run.order, record
-        phase = phase_in_batch(run.order.phase, batch)
+        phase = phase_in_batch(run.order.phase, batch) if run.same_work else FRAMEWORK
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
         clocks_mhz = run.frequencies_mhz if controlled() else None
 
         def write_down() -> None:
             self._energy.catch_up()
-            self._timeline.add(phase, number, record, lambda: run.executed, clocks_mhz)
+            if run.whole:
+                self._timeline.add(phase, number, record, lambda: run.executed, clocks_mhz)
             self._kept.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
 
         self._late = run, write_down

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier, local
 from types import SimpleNamespace
 
 import pytest
@@ -378,13 +380,11 @@ def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypa
     parts = [0, 2, 4, 7, 8]
     asked: dict[int, int] = {}
 
-    def exchange(operations):
-        for operation in operations:
-            asked[rank] = operation["group_peer"]
-        return []
+    def exchanged(mine, peer, group):
+        asked[rank] = peer
+        return mine
 
-    monkeypatch.setattr(dist, "P2POp", lambda *_, **how: how)
-    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(f"{reduce_tied_gradients.__module__}._exchanged", exchanged)
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(ranks))
     for rank, of_rank in enumerate(ranks):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
@@ -431,3 +431,77 @@ def test_what_is_done_around_layers_is_done():
     assert torch.equal(chained(stages, inputs, **extras), expected)
     assert called == list(range(len(called)))
     assert len(called) == sum(len(stage.layers) for stage in stages)
+
+
+def test_layers_are_drawn_without_a_trace_in_the_users_random_numbers(monkeypatch):
+    """On GPUs too, where replicas' own seeds give them other dropout; weights stay as they were."""
+    model = split_model(tiny.config_of("gpt2"), seed=7)
+    torch.manual_seed(8)
+    before = torch.get_rng_state()
+
+    def seeded(*_):
+        raise AssertionError("seeded for all devices")
+
+    for devices in (torch.cuda, torch.mps, torch.xpu):
+        for name in ("manual_seed", "manual_seed_all"):
+            monkeypatch.setattr(devices, name, seeded, raising=False)
+    layers = [model.layer(index) for index in range(len(model.entries))]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.cuda.is_initialized()
+    torch.default_generator.manual_seed(7)
+    drawn = torch.empty_like(layers[0].embedding.weight).normal_(
+        0, model._skeleton.model.config.initializer_range
+    )
+    assert torch.equal(layers[0].embedding.weight, drawn)
+
+
+#: Of each side of shared weights whether they are trained, and the gradient; what both come to.
+SIDES = [
+    (((False, None), (False, None)), [None, None]),  # as LoRA freezes them
+    (((True, 1.0), (True, None)), [1.0, 1.0]),
+    (((True, None), (True, 2.0)), [2.0, 2.0]),
+    (((True, 1.0), (True, 2.0)), [3.0, 3.0]),
+    (((True, None), (True, None)), None),
+    (((True, 1.0), (False, None)), None),
+    (((False, None), (True, None)), None),
+]
+
+
+@pytest.mark.parametrize(("sides", "expected"), SIDES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sides_of_shared_weights_come_to_the_same(monkeypatch, sides, expected, ranks):
+    """On one rank, or on two that exchange as many messages, whatever each of them has."""
+    stages = stages_of(split_model(tiny.config_of("gpt2")))
+    for stage, (trained, gradient) in zip((stages[0], stages[-1]), sides, strict=True):
+        weight = stage.tied_weight.requires_grad_(trained)
+        weight.grad = None if gradient is None else torch.full_like(weight, gradient)
+    met, sent, rank = Barrier(2, timeout=20), {}, local()
+
+    def exchanged(mine, peer, group):
+        sent[rank.number] = mine.clone()
+        met.wait()
+        theirs = sent[1 - rank.number]
+        met.wait()
+        return theirs
+
+    def reduce(number):
+        rank.number = number
+        try:
+            reduce_tied_gradients([stages[0], stages[-1]] if ranks == 1 else [stages[-number]])
+        except EnvPipeError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(f"{reduce_tied_gradients.__module__}._exchanged", exchanged)
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank.number)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with ThreadPoolExecutor(ranks) as threads:
+        errors = list(threads.map(reduce, range(ranks)))
+    if expected is None:
+        assert all("no gradient, or are frozen on one" in error for error in errors)
+        return
+    assert errors == [""] * ranks
+    for stage, gradient in zip((stages[0], stages[-1]), expected, strict=True):
+        found = stage.tied_weight.grad
+        assert (found is None) == (gradient is None)
+        assert found is None or bool((found == gradient).all())

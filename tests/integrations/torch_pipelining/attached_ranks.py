@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,13 @@ class Case:
     replicated: str = ""
     #: Names of arguments that every stage takes beside its input, and adds to it.
     named: Sequence[str] = ()
+    #: Of some steps, the number of microbatches and their size; `others_of` has the replicas whose.
+    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    others_of: Collection[int] = (0, 1)
+    #: A step from which on the user's own function computes losses.
+    own_loss_from: int | None = None
+    #: How many microbatches the second replica has more.
+    more: int = 0
 
     def replica(self, rank: int) -> int:
         """Replicas of a stage are neighbours."""
@@ -134,7 +141,8 @@ def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Mod
     ]  # fmt: skip
     kind = getattr(schedules, case.schedule)
     own = stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0]
-    return kind(own, case.microbatches, loss_fn=torch.nn.functional.mse_loss), layers
+    count = case.microbatches + case.more * case.replica(rank)
+    return kind(own, count, loss_fn=torch.nn.functional.mse_loss), layers
 
 
 def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn.Module:
@@ -222,8 +230,16 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
     torch.manual_seed(100 + rank)
     losses: list[bytes] = []
     lines: list[str] = []
+    usual = before = schedule._n_microbatches, MICROBATCH
+    others = case.others if case.replica(rank) in case.others_of else {}
     for step in range(case.steps):
-        data = torch.randn(2, case.microbatches * MICROBATCH, WIDTH, generator=generator)
+        schedule._n_microbatches, size = count_and_size = others.get(step, usual)
+        if size != before[1] or count_and_size > usual or before > usual:
+            infer_anew(schedule)
+        before = count_and_size
+        if step == case.own_loss_from:
+            schedule._compute_loss = lambda output, target, *_: (output - target).abs().mean()
+        data = torch.randn(2, schedule._n_microbatches * size, WIDTH, generator=generator)
         inputs = [data[0]] if 0 in mine else []
         target = data[1] if last in mine else None
         also = dict.fromkeys(case.named, data[0])
@@ -266,6 +282,13 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "summary": session.summary(),
         }
     return found
+
+
+def infer_anew(schedule: Any) -> None:
+    """Have torch infer the shapes of messages in the next step."""
+    name = "_stages" if hasattr(schedule, "_stages") else "_stage"
+    for way in ("forward", "backward"):
+        setattr(schedule, f"{name}_{way}_initialized", False)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -50,7 +50,9 @@ def trained(pool: RankPool, tmp_path: Path) -> Callable[..., Runs]:
         for own, with_envpipe in zip(alone, ours, strict=True):
             assert own["weights"] == with_envpipe["weights"]
             assert own["losses"] == with_envpipe["losses"]
-        assert sum(len(own["losses"]) for own in alone) >= case.steps * case.microbatches
+        usual = (case.microbatches,)
+        expected = sum(case.others.get(step, usual)[0] for step in range(case.steps))
+        assert sum(len(own["losses"]) for own in alone) >= expected
         return alone, ours
 
     return run
@@ -131,6 +133,49 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
     for rank, found in enumerate(ours):
         assert found["level"] == ORDER
         assert found["executed"] == plan.labels()[rank // 2]
+
+
+#: Steps of a warm-up, of a profile and of a plan that have other microbatches, then as before.
+OTHERS = {1: (2, 2), 6: (4, 2), PLANNED: (4, 2), PLANNED + 2: (6, 2), PLANNED + 3: (8, 4),
+          PLANNED + 4: (8, 4), PLANNED + 6: (4, 4), PLANNED + 7: (12, 2)}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [ORDER, "uniform"])
+def test_steps_with_other_microbatches_are_as_by_torch_alone(trained, two_ranks, level):
+    """Fewer, more, or of another size: weights and losses, and a bill that does not mix them."""
+    settings = {"baseline_steps": 4, "level": level}
+    case = Case("Schedule1F1B", 8, steps=PLANNED + 10, settings=settings, others=OTHERS)
+    _, ours = trained(case, ranks=two_ranks)
+    for rank in ours:
+        assert rank["level"] == level
+        by_torch = rank["summary"]["gpu"]["phases"]["framework"]["iterations"]
+        assert by_torch == 1 + len(OTHERS)
+
+
+def test_shapes_that_are_inferred_anew_and_functions_that_change(trained, two_ranks):
+    sizes = {6: (8, 4), PLANNED: (8, 1), PLANNED + 1: (8, 1)}
+    case = Case("ScheduleInterleaved1F1B", 8, chunks=2, steps=PLANNED + 4, others=sizes,
+                settings={"baseline_steps": 4}, own_loss_from=PLANNED + 3)  # fmt: skip
+    for each in (case, replace(case, schedule="Schedule1F1B", chunks=1)):
+        _, ours = trained(each, ranks=two_ranks)
+        assert ours[0]["plan"] is not None
+        # The first one, these, and that with the function.
+        by_torch = ours[0]["summary"]["gpu"]["phases"]["framework"]["iterations"]
+        assert by_torch == 1 + len(sizes) + 1
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_replicas_with_other_microbatches_train(trained, more):
+    """From the start: metered, with the reason. In one step: the others keep their phase."""
+    others = {} if more else {1: (2, 2), PLANNED - 3: (4, 2)}
+    case = Case("Schedule1F1B", 8, steps=PLANNED, replicated="ddp", others=others, others_of=[1],
+                settings={"baseline_steps": 4}, more=more)  # fmt: skip
+    _, ours = trained(case)
+    assert {rank["level"] for rank in ours} == {"observe" if more else ORDER}
+    assert len({tuple(rank["phases"]) for rank in ours}) == 1
+    assert (ours[0]["plan"] is None) == bool(more)
+    if more:
+        assert "replicas with other numbers of microbatches" in ours[0]["said"][0]
 
 
 def test_a_job_saves_as_its_plan_says(trained):

@@ -116,6 +116,6 @@ def test_a_step_that_failed_is_not_waited_for_at_the_end(failed: bool) -> None:
     pipeline._closed = False
     pipeline._failed = object() if failed else None
     pipeline._end_step = lambda: told.append("end step")
-    pipeline._release = lambda: None
+    pipeline._units = SimpleNamespace(release=lambda: None)
     pipeline.end_training()
     assert told == (["end"] if failed else ["end step", "end"])
