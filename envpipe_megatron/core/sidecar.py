@@ -12,6 +12,9 @@ from envpipe_megatron.core.fields import (
     AMOUNT,
     COUNT,
     FREQUENCY,
+    POWER,
+    SHORT_TIME,
+    TAIL_TIME,
     TEXT,
     Number,
     many,
@@ -89,14 +92,14 @@ def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
     try:
         for entry in many(of_type(dict, ""))(entries):
             stage = Number(whole=True)(entry["stage"])
-            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), AMOUNT(entry["power_w"])
+            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), POWER(entry["power_w"])
             if frequency in by_stage.setdefault(stage, {}):
-                raise ValueError
+                raise ValueError(f"stage {stage} is twice at {frequency} MHz")
             by_stage[stage][frequency] = power_w
         return tuple(by_stage[stage] for stage in range(len(by_stage)))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
-            "a list of stage, frequency_mhz and power_w, of each stage and clock once"
+            f"a list of stage, frequency_mhz and power_w, of each stage and clock once: {wrong}"
         ) from None
 
 
@@ -116,11 +119,11 @@ _READERS: dict[str, Any] = {
     "microbatch_size": COUNT,
     "sequence_length": COUNT,
     "wait_power_w": read_wait_power,
-    "p2p_latency_s": many(AMOUNT),
-    "tail_time_s": many(AMOUNT),
+    "p2p_latency_s": many(SHORT_TIME),
+    "tail_time_s": many(TAIL_TIME),
     "activation_bytes": many(AMOUNT),
     "free_bytes": many(AMOUNT),
-    "frequency_change_s": AMOUNT,
+    "frequency_change_s": SHORT_TIME,
     "frequency_change_j": AMOUNT,
 }
 

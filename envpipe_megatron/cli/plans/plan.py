@@ -29,6 +29,7 @@ from envpipe_megatron.cli.plans.conditions import (
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.conditions import Spread
+from envpipe_megatron.core.fields import FACTOR, RATIO, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -51,6 +52,8 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 #: A spread by the rows of the profile.
 _BY_PROFILE = "profile"
 _ABOVE_0 = Finite(min=0, min_open=True)
+_ENERGY = Number(positive=True, unit="J", mistaken=(("kJ", 1e3), ("kWh", 3.6e6)))
+_POWER_CAP = Number(positive=True, least=10, unit="W", mistaken=(("kW", 1e3),))
 
 
 @click.command()
@@ -71,7 +74,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
 )  # fmt: skip
 @click.option(
     "--deadline-factor",
-    type=_ABOVE_0,
+    type=Finite(min_open=True, of=FACTOR),
     help="With --policy optimal: times the iteration time of the framework's own order at the "
     "highest clocks. Default: 1 with --objective energy, and none with others.",
 )
@@ -81,9 +84,14 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     show_default=True,
     help="With --policy optimal: what is to be least; edp is energy x time.",
 )  # fmt: skip
-@click.option("--max-energy", "max_energy_j", type=_ABOVE_0, help="Most energy of an iteration, J.")
 @click.option(
-    "--power-cap", "power_cap_w", type=_ABOVE_0,
+    "--max-energy",
+    "max_energy_j",
+    type=Finite(min_open=True, of=_ENERGY),
+    help="Most energy of an iteration, J.",
+)
+@click.option(
+    "--power-cap", "power_cap_w", type=Finite(min_open=True, of=_POWER_CAP),
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
 )  # fmt: skip
 @click.option(
@@ -112,7 +120,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
 )  # fmt: skip
 @conditions_options
 @click.option(
-    "--spread", type=amounts(_BY_PROFILE),
+    "--spread", type=amounts(_BY_PROFILE, of=RATIO),
     help="By how much times vary, as fractions: of each unit for itself, and of all units of an "
     "iteration together (0.03,0.01); 'profile' for what its time_spread_s says. The deadline is "
     "then kept by the mean of drawn iterations.",
@@ -145,7 +153,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "of whole backwards, not in a V, and with messages in order.",
 )  # fmt: skip
 @click.option(
-    "--split-overhead", type=Finite(min=0),
+    "--split-overhead", type=Finite(of=RATIO),
     help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
     "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
 )  # fmt: skip
