@@ -82,7 +82,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's
             return tuple(self._number(part) for part in str(value).split(","))
         except ValueError as wrong:
             wanted = " or ".join((*self._words, f"{wrong}"))
-            self.fail(f"{value!r} is not one for each stage, {wanted}", param, ctx)
+            self.fail(f"{value!r} is not, once or for each stage, {wanted}", param, ctx)
 
 
 class Finite(click.FloatRange):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Number:
         """Read a value of JSON."""
         types = (int,) if self.whole else (int, float)
         if type(value) not in types or not self._has(value):
-            raise ValueError(self._wanted(value))
+            raise ValueError(self.wanted(value))
         return value if self.whole else float(value)
 
     def of_text(self, text: str) -> Any:
@@ -56,14 +56,14 @@ class Number:
         try:
             value: float = float(text)
         except ValueError:
-            raise ValueError(self._wanted(text)) from None
+            raise ValueError(self.wanted(text)) from None
         return self(int(value) if self.whole and value.is_integer() else value)
 
     def _has(self, value: float) -> bool:
         zero = value == 0 and not self.positive
         return zero or (value > 0 and self.least <= value < self.below)
 
-    def _wanted(self, value: Any) -> str:
+    def wanted(self, value: Any) -> str:
         """What the number must be, and what the value is if it is in another unit."""
         kind = "a whole number" if self.whole else "a number"
         least = "above 0" if self.positive and not self.least else f"of at least {self.least:g}"
@@ -93,8 +93,8 @@ POWER = Number(False, False, 5000, 1, "W", (("kW", 1e3), ("mW", 1e-3)))
 UNIT_TIME = Number(positive=True, least=1e-12, below=1e12)
 #: s of what lasts no longer than a message or a change of clock does.
 SHORT_TIME = Number(below=10, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
-#: s between one iteration's last unit and the next one's first.
-TAIL_TIME = Number(below=600, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
+#: s of what lasts no longer than what follows an iteration's last unit does.
+TIME = Number(below=600, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
 RATIO = Number(mistaken=(("%", 0.01),))
 #: How many times as long.
 FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),))
@@ -177,10 +177,13 @@ def parse_json(
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        first = text.partition("\n")[0].strip()
-        if "," in first and first[0] not in "{[":
-            cause = ValueError(f"it is a table of the columns {first}")
-        raise error(f"{what} {path} is not readable JSON: {cause}", remedy=remedy) from cause
+        why, header = str(cause), text.partition("\n")[0].strip()
+        if re.fullmatch(r"[a-z_]+(,[a-z_]+)+", header):
+            why, remedy = (
+                f"it is a table of {header}",
+                remedy or f"Give the JSON of a {what.lower()}.",
+            )
+        raise error(f"{what} {path} is not readable JSON: {why}", remedy=remedy) from cause
     if not isinstance(data, dict):
         raise error(f"{what} {path} is not a JSON object", value=type(data).__name__, remedy=remedy)
     return Fields(data, path, error)
@@ -221,12 +224,16 @@ def read_table(
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
     """
+    remedy = f"Give the CSV of a {what}."
     try:
         content = path.read_bytes()
         lines = list(csv.reader(io.StringIO(decode(content), newline="")))
     except (OSError, ValueError, csv.Error) as cause:
-        remedy = f"Give the CSV of a {what}."
         raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause
+    if content.lstrip()[:1] == b"{":
+        with suppress(ValueError):
+            form = json.loads(content).get("format", "unknown")
+            raise error(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
     header = [name.strip() for name in lines[0]] if lines else []
     if any(header.count(name) != 1 for name in columns) or any(
         header.count(name) > 1 for name in optional

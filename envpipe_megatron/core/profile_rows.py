@@ -150,8 +150,8 @@ def _read_row(line: Row) -> ProfileRow:
         raise line.error(
             f"{line.where}: {row.energy_j:g} J in {row.time_s:g} s are a power that no GPU has (W)",
             value=float(f"{row.energy_j / row.time_s:.3g}"),
-            remedy=f"Give the time in s and the energy in J, of one GPU and one microbatch: ms, kJ, "
-            f"or the J of a node are none (from {POWER.least:g} to {POWER.below:,.0f} W).",
+            remedy="Give the time in s and the energy in J, of one GPU and one microbatch: not ms, "
+            f"kJ, or the J of a node. A GPU draws {POWER.least:g} to {POWER.below:,.0f} W.",
         ) from None
     return row
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from envpipe_megatron.core.fields import (
     FREQUENCY,
     POWER,
     SHORT_TIME,
-    TAIL_TIME,
     TEXT,
+    TIME,
     Number,
     many,
     of_type,
@@ -86,13 +87,13 @@ def sidecar_path(profile_path: Path) -> Path:
     return profile_path.with_suffix(".json")
 
 
-def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
+def read_wait_power(entries: Any, power: Number = AMOUNT) -> tuple[Mapping[int, float], ...]:
     """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`: curves by stage."""
     by_stage: dict[int, dict[int, float]] = {}
     try:
         for entry in many(of_type(dict, ""))(entries):
             stage = Number(whole=True)(entry["stage"])
-            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), POWER(entry["power_w"])
+            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), power(entry["power_w"])
             if frequency in by_stage.setdefault(stage, {}):
                 raise ValueError(f"stage {stage} is twice at {frequency} MHz")
             by_stage[stage][frequency] = power_w
@@ -118,9 +119,9 @@ _READERS: dict[str, Any] = {
     "num_chunks": COUNT,
     "microbatch_size": COUNT,
     "sequence_length": COUNT,
-    "wait_power_w": read_wait_power,
+    "wait_power_w": partial(read_wait_power, power=POWER),
     "p2p_latency_s": many(SHORT_TIME),
-    "tail_time_s": many(TAIL_TIME),
+    "tail_time_s": many(TIME),
     "activation_bytes": many(AMOUNT),
     "free_bytes": many(AMOUNT),
     "frequency_change_s": SHORT_TIME,

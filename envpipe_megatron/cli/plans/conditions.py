@@ -9,7 +9,7 @@ import click
 
 from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
-from envpipe_megatron.core.fields import POWER, SHORT_TIME, TAIL_TIME
+from envpipe_megatron.core.fields import POWER, SHORT_TIME, TIME
 from envpipe_megatron.core.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ _OPTIONS = (
     ),
     click.option(
         "--tail-time",
-        type=amounts(of=TAIL_TIME),
+        type=amounts(of=TIME),
         help=f"Time after a stage's last unit (gradient reduction, optimizer), s; {_EACH}",
     ),
     click.option(

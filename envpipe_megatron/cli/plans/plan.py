@@ -29,7 +29,7 @@ from envpipe_megatron.cli.plans.conditions import (
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.conditions import Spread
-from envpipe_megatron.core.fields import FACTOR, RATIO, Number
+from envpipe_megatron.core.fields import FACTOR, RATIO, TIME, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -53,7 +53,7 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 _BY_PROFILE = "profile"
 _ABOVE_0 = Finite(min=0, min_open=True)
 _ENERGY = Number(positive=True, unit="J", mistaken=(("kJ", 1e3), ("kWh", 3.6e6)))
-_POWER_CAP = Number(positive=True, least=10, unit="W", mistaken=(("kW", 1e3),))
+_POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
 @click.command()
@@ -111,7 +111,7 @@ _POWER_CAP = Number(positive=True, least=10, unit="W", mistaken=(("kW", 1e3),))
     help="With --objective cost: price of an hour of a GPU.",
 )  # fmt: skip
 @click.option(
-    "--min-dwell", "min_dwell_s", type=Finite(min=0), default=0.0,
+    "--min-dwell", "min_dwell_s", type=Finite(of=TIME), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
