@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import operator
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,11 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, request_in_flight
 
 #: A spread by the rows of the profile.
 _BY_PROFILE = "profile"
+_NO_DEADLINE = 1e3
 _ABOVE_0 = Finite(min=0, min_open=True)
 _ENERGY = Number(positive=True, unit="J", mistaken=(("kJ", 1e3), ("kWh", 3.6e6)))
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
@@ -254,7 +257,7 @@ def plan(
     if output is not None:
         planned.plan.write(output)
     console = Console()
-    for note in planned.notes:
+    for note in (*planned.notes, *_slack_limits(profile, request, planned.plan)):
         say(console, f"Note: {note}")
     if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
         say(console, f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
@@ -268,6 +271,33 @@ def plan(
         _make_frontier(console, profile, request, frontier_points, frontier_path)
     if memory_path is not None:
         _make_memory_frontier(console, profile, request, memory_path)
+
+
+def _slack_limits(profile: Profile, request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """A line for each limit that makes no difference to a plan's order."""
+    asked, factor = request.objective, request.deadline_factor
+    free = replace(request, order=plan.schedule, max_in_flight=None, max_extra_forwards=None,
+                   max_warmup_step=None, extra_warmup=None)  # fmt: skip
+    no_cap = replace(asked, power_cap_w=None, power_window_s=None, stages_per_node=None)
+    for option, given, without in (
+        ("--power-cap", asked.power_cap_w, {"objective": no_cap}),
+        ("--max-energy", asked.max_energy_j, {"objective": replace(asked, max_energy_j=None)}),
+        ("--deadline-factor", factor, {"deadline_factor": _NO_DEADLINE}),
+    ):
+        if given is None:
+            continue
+        other = make_plan(profile, replace(free, **without)).plan
+        cost, own_s = other.cost, other.baseline.cost.iteration_time_s
+        if asked.excess(other) <= 1 and cost.iteration_time_s <= (factor or _NO_DEADLINE) * own_s:
+            yield (
+                f"{option} {given:g} does not bind: without it the plan of this order takes "
+                f"{cost.iteration_time_s:.4f} s, {cost.energy_j:.1f} J, {cost.mean_power_w:.1f} W."
+            )
+    most, extra = request_in_flight(profile, request), request.max_extra_forwards
+    if most is not None and all(map(operator.lt, plan.schedule.peak_in_flight, most)):
+        yield "--max-in-flight does not bind: no stage holds as many microbatches."
+    if extra is not None and max(plan.schedule.extra_forwards) < extra:
+        yield "--max-extra-forwards does not bind: no stage has as many."
 
 
 def _spread(given: tuple[float, ...] | str | None) -> Spread | None:
