@@ -50,7 +50,12 @@
   });
 
   select("power-of", (which) => {
-    for (const other of ["GPUs", "nodes"]) named(`power ${other}`).visible = other === which;
+    for (const other of ["GPUs", "nodes"]) {
+      for (const part of ["power", "names of"]) {
+        const model = named(`${part} ${other}`);
+        if (model !== null) model.visible = other === which;
+      }
+    }
   });
 
   select("clock-rank", (rank) => {
