@@ -13,6 +13,11 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def say_working(text: str) -> None:
+    """Print on standard error what takes long now: a pipe of the output does not get it."""
+    say(Console(stderr=True), f"{text} ...")
+
+
 def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A table whose columns are aligned to the right, but for one without a heading."""
     table = Table(title=title)

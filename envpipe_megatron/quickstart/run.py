@@ -65,18 +65,18 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     """
     output, text = Path(settings.output_dir), Path(settings.text)
     load_preset(settings.preset)
-    content = load_text(text, 100 * settings.sequence_length)
-    check_installed("The quickstart")
-    clear_own_folder(output, _FILES, _FOLDERS, "quickstart")
-    settings.write(output / "settings.json")
-    # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
-    settings.text_copy.write_bytes(content)
     say(
         console,
         f"Training a {settings.model_name} on {text}\n"
         f"{settings.num_stages} pipeline ranks on this machine's CPU, "
         f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).",
     )
+    content = load_text(text, 100 * settings.sequence_length)
+    check_installed("The quickstart")
+    clear_own_folder(output, _FILES, _FOLDERS, "quickstart")
+    settings.write(output / "settings.json")
+    # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
+    settings.text_copy.write_bytes(content)
     progressed = Progressed()
     try:
         with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
@@ -134,6 +134,7 @@ def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
     match event["event"]:
         case "rank":
             progressed.rank_pids.append(event["pid"])
+            show.started(len(progressed.rank_pids))
         case "iteration":
             progressed.iterations.setdefault(run, []).append(event)
             show.iteration(event)
@@ -154,6 +155,15 @@ class _Shown:
             run: progress.add_task(run, total=None, note="", start=False) for run, *_ in RUNS
         }
         progress.update(self._tasks[RUNS[0][0]], total=settings.baseline_iterations)
+        progress.start_task(self._tasks[RUNS[0][0]])
+        self.started(0)
+
+    def started(self, ranks: int) -> None:
+        """So many ranks have loaded torch."""
+        if ranks in (0, self._settings.num_stages):
+            doing = "build the model and train the first iteration" if ranks else "load torch"
+            text = f"{self._settings.num_stages} ranks {doing} ..."
+            self._progress.console.print(f"[dim]{text}[/dim]", highlight=False)
 
     def iteration(self, event: dict[str, Any]) -> None:
         task = self._tasks[event["run"]]

@@ -56,8 +56,10 @@ def steps_figures(series: Sequence[StepSeries], predicted: Sequence[Prediction])
             for phase, first, end in series[0].phases:
                 name = split_phase(phase)[0]
                 colour = PHASE_COLOURS.get(name, GREY)
-                named.setdefault(name, plot.scatter([first], [np.nan], marker="square", size=12, color=colour,
-                                                    alpha=0.3))  # fmt: skip
+                if name not in named:  # a box has no entry in a legend
+                    named[name] = plot.scatter(
+                        [first], [np.nan], marker="square", size=12, color=colour, alpha=0.3
+                    )
                 plot.add_layout(
                     BoxAnnotation(left=first - 0.5, right=end + 0.5, fill_color=colour,
                                   fill_alpha=0.18, line_alpha=0.0, level="underlay",
