@@ -70,7 +70,7 @@ def folder(path: Path) -> RunFolder:
     )  # fmt: skip
 
 
-COLUMNS = tuple(f"a column of joules {number}" for number in range(9))
+COLUMNS = tuple(f"part {number} (J)" for number in range(9))
 SECTIONS = (
     Section("Narrow", ("", "then", "now"), (("energy of all GPUs (J)", *2 * ("1326.0 +- 19.4",)),)),
     Section("Wide", COLUMNS, (("baseline", *8 * ("1326.0 +- 19.4",)),)),
