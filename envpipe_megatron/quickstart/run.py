@@ -69,7 +69,8 @@ def run_quickstart(settings: Settings, console: Console) -> None:
         console,
         f"Training a {settings.model_name} on {text}\n"
         f"{settings.num_stages} pipeline ranks on this machine's CPU, "
-        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).",
+        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).\n"
+        "They load torch and build the model first, which takes up to a minute ...",
     )
     content = load_text(text, 100 * settings.sequence_length)
     check_installed("The quickstart")
@@ -134,7 +135,6 @@ def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
     match event["event"]:
         case "rank":
             progressed.rank_pids.append(event["pid"])
-            show.started(len(progressed.rank_pids))
         case "iteration":
             progressed.iterations.setdefault(run, []).append(event)
             show.iteration(event)
@@ -156,14 +156,6 @@ class _Shown:
         }
         progress.update(self._tasks[RUNS[0][0]], total=settings.baseline_iterations)
         progress.start_task(self._tasks[RUNS[0][0]])
-        self.started(0)
-
-    def started(self, ranks: int) -> None:
-        """So many ranks have loaded torch."""
-        if ranks in (0, self._settings.num_stages):
-            doing = "build the model and train the first iteration" if ranks else "load torch"
-            text = f"{self._settings.num_stages} ranks {doing} ..."
-            self._progress.console.print(f"[dim]{text}[/dim]", highlight=False)
 
     def iteration(self, event: dict[str, Any]) -> None:
         task = self._tasks[event["run"]]

@@ -50,12 +50,8 @@
   });
 
   select("power-of", (which) => {
-    for (const other of ["GPUs", "nodes"]) {
-      for (const part of ["power", "names of"]) {
-        const model = named(`${part} ${other}`);
-        if (model !== null) model.visible = other === which;
-      }
-    }
+    for (const other of ["GPUs", "nodes"]) named(`power ${other}`).visible = other === which;
+    for (const item of named("power").below.at(-1).items) item.visible = item.renderers[0].visible;
   });
 
   select("clock-rank", (rank) => {

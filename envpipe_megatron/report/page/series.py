@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from bokeh.core.properties import field
 from bokeh.models import ColumnDataSource, Range1d
-from bokeh.models.annotations import BoxAnnotation, Legend, LegendItem
+from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from envpipe_megatron.formats.energy import split_phase
@@ -116,7 +116,6 @@ def power_figure(power: PowerSeries) -> figure:
         )  # fmt: skip
         add_tips(plot, drawn, ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}"))
         if len(lines) <= len(SERIES):  # more have no colour of their own
-            items.append(LegendItem(label=field("name"), renderers=[drawn], visible=visible,
-                                    name=f"names of {which}"))  # fmt: skip
-    plot.add_layout(Legend(items=items, orientation="horizontal"), "below")
+            items.append((field("name"), drawn))
+    add_legend(plot, items)
     return plot
