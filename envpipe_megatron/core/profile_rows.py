@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -113,7 +114,7 @@ def read_units(
     Other instructions, such as the loading of data, are left out, and a warning names them; one
     that looks like a misspelt kind is refused, and so is a power that no GPU has.
     """
-    left_out: dict[str, int] = {}
+    left_out = Counter[str]()
     for line in lines:
         instruction = line.cells["instruction"]
         if instruction in set(kinds):
@@ -125,7 +126,7 @@ def read_units(
                 remedy=f"Did you mean {alike[0]}? There are {', '.join(kinds)}.",
             )
         else:
-            left_out[instruction] = left_out.get(instruction, 0) + 1
+            left_out[instruction] += 1
     if left_out:
         named = ", ".join(f"{name or 'none'} ({rows})" for name, rows in left_out.items())
         logger.warning(
@@ -144,16 +145,23 @@ def _read_row(line: Row) -> ProfileRow:
             for name, unit in ((UNCERTAINTY, "J"), (SPREAD, "s"))
         ),
     )
+    check_power(line.where, row.energy_j, row.time_s, line.error)
+    return row
+
+
+def check_power(
+    where: str, energy_j: float, time_s: float, error: type[EnvPipeError] = ProfileError
+) -> None:
+    """Refuse a time or an energy in another unit, by the power that they make."""
     try:
-        POWER(row.energy_j / row.time_s)
+        POWER(energy_j / time_s)
     except ValueError:
-        raise line.error(
-            f"{line.where}: {row.energy_j:g} J in {row.time_s:g} s are a power that no GPU has (W)",
-            value=float(f"{row.energy_j / row.time_s:.3g}"),
+        raise error(
+            f"{where}: {energy_j:g} J in {time_s:g} s are a power that no GPU has (W)",
+            value=float(f"{energy_j / time_s:.3g}"),
             remedy="Give the time in s and the energy in J, of one GPU and one microbatch: not ms, "
             f"kJ, or the J of a node. A GPU draws {POWER.least:g} to {POWER.below:,.0f} W.",
         ) from None
-    return row
 
 
 def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:

@@ -55,7 +55,6 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, request_in
 _BY_PROFILE = "profile"
 _NO_DEADLINE = 1e3
 _ABOVE_0 = Finite(min=0, min_open=True)
-_ENERGY = Number(positive=True, unit="J", mistaken=(("kJ", 1e3), ("kWh", 3.6e6)))
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
@@ -87,12 +86,7 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     show_default=True,
     help="With --policy optimal: what is to be least; edp is energy x time.",
 )  # fmt: skip
-@click.option(
-    "--max-energy",
-    "max_energy_j",
-    type=Finite(min_open=True, of=_ENERGY),
-    help="Most energy of an iteration, J.",
-)
+@click.option("--max-energy", "max_energy_j", type=_ABOVE_0, help="Most energy of an iteration, J.")
 @click.option(
     "--power-cap", "power_cap_w", type=Finite(min_open=True, of=_POWER_CAP),
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",

@@ -101,7 +101,6 @@ def test_times_in_ms_and_energies_in_kj_or_mj_are_refused(profile_path, tmp_path
         ("--split-overhead", "5 %", "5 % is 0.05"),
         ("--deadline-factor", "102", "102 % is 1.02"),
         ("--power-cap", "2.4kW", "2.4 kW is 2400 W"),
-        ("--max-energy", "1.2kJ", "1.2 kJ is 1200 J"),
         ("--min-dwell", "50ms", "50 ms is 0.05 s"),
     ],
 )
