@@ -37,8 +37,9 @@ from envpipe_megatron.core.profile_rows import (
     ProfileRow,
     SplitBackward,
     in_order,
+    lines_of,
     one_gpu,
-    read_units,
+    read_row,
     row_name,
     whole_backwards,
 )
@@ -332,20 +333,21 @@ def make_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile CSV, and its sidecar if there is one, as `profile_rows.read_units` does.
+    """Read a profile CSV, and its sidecar if there is one, as `profile_rows` does.
 
     EnvPipeError names file, line and value of what is wrong.
     """
     optional = (_RANK, UNCERTAINTY, _CHUNK, SPREAD)
     content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
-    units = list(read_units(lines, _LISTED))
+    units = list(lines_of(lines, _LISTED))
     chunks = [
-        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, *_ in units
+        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
     ]
     listed_chunks = max(chunks, default=0) + 1
     first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
-    for (line, kind, row), chunk in zip(units, chunks, strict=True):
+    for (line, kind), chunk in zip(units, chunks, strict=True):
+        row = read_row(line)
         if kind is Kind.COMBINED and listed_chunks == 1:
             raise line.error(
                 f"{line.where}: combined units, which only pipelines with chunks have",

@@ -106,19 +106,16 @@ class SplitBackward:
         }
 
 
-def read_units(
-    lines: Sequence[Row], kinds: Sequence[Kind] = WHOLE
-) -> Iterator[tuple[Row, Kind, ProfileRow]]:
-    """Each line whose instruction is one of the kinds, with its frequency, time and energy.
+def lines_of(lines: Sequence[Row], kinds: Sequence[Kind] = WHOLE) -> Iterator[tuple[Row, Kind]]:
+    """Each line whose instruction is one of the kinds; a misspelt kind is refused.
 
-    Other instructions, such as the loading of data, are left out, and a warning names them; one
-    that looks like a misspelt kind is refused, and so is a power that no GPU has.
+    Other instructions, such as the loading of data, are left out, and a warning names them.
     """
     left_out = Counter[str]()
     for line in lines:
         instruction = line.cells["instruction"]
         if instruction in set(kinds):
-            yield line, Kind(instruction), _read_row(line)
+            yield line, Kind(instruction)
         elif alike := get_close_matches(instruction.lower(), kinds, 1, _MISSPELT):
             raise line.error(
                 f"{line.where}: unknown instruction",
@@ -135,7 +132,8 @@ def read_units(
         )  # fmt: skip
 
 
-def _read_row(line: Row) -> ProfileRow:
+def read_row(line: Row) -> ProfileRow:
+    """A line's frequency, time and energy; a power that no GPU has is refused."""
     row = ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", UNIT_TIME, "s"),
