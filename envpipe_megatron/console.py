@@ -32,6 +32,11 @@ def show_tables(console: Console, *tables: Table) -> None:
         console.print(table, crop=False)
 
 
+def say_working(text: str) -> None:
+    """Print on standard error what takes long now: a pipe of the output does not get it."""
+    say(Console(stderr=True), f"{text} ...")
+
+
 def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A table whose columns are aligned to the right, but for one without a heading."""
     table = Table(title=title)

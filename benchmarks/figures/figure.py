@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, Experiment
-from benchmarks.figures.findings import claims_of, overrun_warning
+from benchmarks.figures.findings import claims_of
 from benchmarks.figures.outcome import EMULATED
 from benchmarks.figures.pictures import draw
 from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of
@@ -167,8 +167,6 @@ def leave(
     write_claims(folder / CLAIMS_FILE, claims)
     for claim in claims:
         console.print(_sentence(claim), highlight=False, markup=False, soft_wrap=True)
-    if warning := overrun_warning(rows):
-        console.print(f"Warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", highlight=False, markup=False, soft_wrap=True)
 
 

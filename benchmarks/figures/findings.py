@@ -208,27 +208,7 @@ def basis_of(rows: Sequence[Row]) -> str:
     replicas = sorted({row.job.replicas for row in rows if row.replicas_run < row.job.replicas})
     if replicas:
         parts.append(f"one of {' or '.join(map(str, replicas))} replicas")
-    overran = [row for row in rows if not row.result.trusted]
-    if overran:
-        parts.append(_overran(overran, rows))
     return ", ".join(parts)
-
-
-def overrun_warning(rows: Sequence[Row]) -> str:
-    """What it means that runs overran, as `Fidelity` says it; empty where none did."""
-    overran = [row for row in rows if not row.result.trusted]
-    if not overran:
-        return ""
-    return (
-        f"{_overran(overran, rows)}: this machine's own computation took over half of the emulated "
-        "time of these units. Emulated times are arithmetic and do not depend on it. Longer units "
-        "(a larger --forward-ms) or a machine with less to do make it go away."
-    )
-
-
-def _overran(overran: Sequence[Row], rows: Sequence[Row]) -> str:
-    worst = max(row.result.overrun_percent for row in overran)
-    return f"{len(overran)} of {len(rows)} runs overran (at most {worst:.0f} % of units)"
 
 
 #: Stages whose longest pair of units is this much longer than the shortest differ.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.runtime.energy.log import PhaseTotals
-from envpipe_megatron.runtime.execution.emulated_executor import Fidelity
 from envpipe_megatron.runtime.job.session import SessionState
 
 #: A back end that changes no clock, and the name of none.
@@ -47,7 +46,6 @@ class Outcome:
         losses: [iterations][microbatches].
         iteration_time_s: mean over the measured steps, of the slowest GPU.
         energy_j: of all GPUs, mean over the measured steps.
-        trusted: whether the host kept up with the emulation.
         reconfigure_ended: why; empty without reconfiguring.
         plan: None for a baseline.
     """
@@ -59,8 +57,6 @@ class Outcome:
     iteration_time_s: float
     energy_j: float
     energy_uncertainty_j: float
-    trusted: bool
-    overrun_percent: float
     reconfigure_steps: int
     reconfigure_ended: str
     notes: list[str]
@@ -69,15 +65,14 @@ class Outcome:
     @classmethod
     def of_ranks(
         cls,
-        ranks: Sequence[tuple[PhaseTotals, Fidelity, str]],
+        ranks: Sequence[tuple[PhaseTotals, str]],
         losses: list[list[float]],
         state: SessionState,
         gpu: str,
         control: str,
     ) -> Outcome:
-        """Put together what ranks metered, their emulation's fidelity and any error of clocks."""
-        metered, hosts, clock_errors = zip(*ranks, strict=True)
-        host = Fidelity(sum(one.units for one in hosts), sum(one.overruns for one in hosts))
+        """Put together what ranks metered, and any error of clocks."""
+        metered, clock_errors = zip(*ranks, strict=True)
         ended = state.reconfigure_ended
         return cls(
             gpu=gpu,
@@ -87,8 +82,6 @@ class Outcome:
             iteration_time_s=max(m.duration_s / m.iterations for m in metered),
             energy_j=sum(m.energy_j / m.iterations for m in metered),
             energy_uncertainty_j=math.hypot(*(m.uncertainty_j / m.iterations for m in metered)),
-            trusted=host.trusted,
-            overrun_percent=100 * host.overruns / max(1, host.units),
             reconfigure_steps=state.reconfigure_steps,
             reconfigure_ended=ended.value if ended else "",
             notes=[*state.notes, *filter(None, clock_errors)],

@@ -119,8 +119,6 @@ class Row:
             "Hardware": self.hardware,
             "Time scale": self.factor,
             "Replicas run": self.replicas_run,
-            "Trusted": "yes" if result.trusted else "no",
-            "Overruns (%)": result.overrun_percent,
         }
 
 

@@ -39,7 +39,7 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -220,10 +220,8 @@ class Run:
         return StageSpecs(receives, sends)
 
     def _outcome(self, session: Session, gpu: str, control: str) -> Outcome | None:
-        emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
-        fidelity = emulated.fidelity if emulated else Fidelity()
         totals = session.energy_log.totals[Phase.STEADY.value]
-        mine = totals, fidelity, str(session.clock.error or "")
+        mine = totals, str(session.clock.error or "")
         gathered = self.rank.collectives.all_to_planner((mine, self.losses))
         if not gathered:
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ import click
 from rich.table import Table
 
 from envpipe_megatron.console import drop_output, table_of
+from envpipe_megatron.core.fields import AMOUNT, COUNT, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -90,33 +90,34 @@ class ErrorsAsMessages(click.Group):
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
     """One number, or several with commas between them; `words` are taken as they are."""
 
-    def __init__(self, number: Callable[[str], float], lowest: int, words: tuple[str, ...]) -> None:
+    def __init__(self, number: Callable[[str], float], words: tuple[str, ...]) -> None:
         self.name = "|".join(("N[,N...]", *words))
-        self._number, self._lowest, self._words = number, lowest, words
+        self._number, self._words = number, words
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Read the numbers."""
         if isinstance(value, tuple) or value in self._words:
             return value
         try:
-            numbers = tuple(self._number(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or not all(self._lowest <= number < math.inf for number in numbers):
-            wanted = " or ".join((f"a number of at least {self._lowest}", *self._words))
-            self.fail(f"{value!r} is not {wanted}, or one for each stage", param, ctx)
-        return numbers
+            return tuple(self._number(part) for part in str(value).split(","))
+        except ValueError as wrong:
+            wanted = " or ".join((*self._words, f"{wrong}"))
+            self.fail(f"{value!r} is not, once or for each stage, {wanted}", param, ctx)
 
 
 class Finite(click.FloatRange):
-    """A number in a range, which NaN and infinity are not."""
+    """A number in a range, which NaN and infinity are not; `of` is what it is to be."""
+
+    def __init__(self, min: float = 0, *, min_open: bool = False, of: Number | None = None) -> None:
+        super().__init__(min, min_open=min_open)
+        self._number = of or Number(least=min, positive=min_open or min > 0)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         """Read the number."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number
+        try:
+            return float(self._number.of_text(str(value)))
+        except ValueError as wrong:
+            self.fail(f"{value!r} is not {wrong}", param, ctx)
 
 
 def check_outputs(
@@ -153,17 +154,18 @@ def check_outputs(
 
 def counts(*words: str, lowest: int = 1) -> click.ParamType:  # type: ignore[type-arg]
     """The type of an option that takes `N` or `N,N,...`, from the lowest, or a word."""
-    return _Numbers(int, lowest, words)
+    return _Numbers(Number(whole=True, least=lowest, positive=lowest > 0).of_text, words)
 
 
 def microbatches(*words: str) -> click.ParamType:  # type: ignore[type-arg]
     """The same for microbatches from 1, of which one of V chunks is a part: 5.5."""
-    return _Numbers(lambda text: int(text) if text.isdigit() else float(text), 1, words)
+    whole, part = COUNT.of_text, Number(least=1, positive=True).of_text
+    return _Numbers(lambda text: whole(text) if text.isdigit() else part(text), words)
 
 
-def amounts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `X` or `X,X,...`, from 0, or a word."""
-    return _Numbers(float, 0, words)
+def amounts(*words: str, of: Number = AMOUNT) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `X` or `X,X,...`, each such a number, or a word."""
+    return _Numbers(of.of_text, words)
 
 
 def known_blocking_power(

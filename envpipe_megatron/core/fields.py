@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,27 +24,31 @@ Reader = Callable[[Any], T]
 _REQUIRED: Any = object()
 
 #: No GPU has such a clock: the number is not in MHz.
-MAX_FREQUENCY_MHZ = 1_000_000
+MAX_FREQUENCY_MHZ = 10_000
 
 
 @dataclass(frozen=True)
 class Number:
-    """A reader of numbers in a range, as JSON has them or as the text of a cell."""
+    """A reader of numbers in a range, as JSON has them or as the text of a cell.
+
+    Args:
+        least: and above 0 is 0 read too, unless `positive`: it says that something is off.
+        unit: what the number is in.
+        mistaken: other units in which it may have been given, and what one of each is in `unit`.
+    """
 
     whole: bool = False
     positive: bool = False
     below: float = 1e300
     least: float = 0.0
+    unit: str = ""
+    mistaken: tuple[tuple[str, float], ...] = ()
 
     def __call__(self, value: Any) -> Any:
         """Read a value of JSON."""
         types = (int,) if self.whole else (int, float)
-        in_range = type(value) in types and self.least <= value < self.below
-        if not in_range or (self.positive and not value):
-            kind = "a whole number" if self.whole else "a number"
-            least = "above 0" if self.positive else f"of at least {self.least:g}"
-            most = f" and below {self.below:,.0f}" if self.below < 1e300 else ""
-            raise ValueError(f"{kind} {least}{most}")
+        if type(value) not in types or not self._has(value):
+            raise ValueError(self.wanted(value))
         return value if self.whole else float(value)
 
     def of_text(self, text: str) -> Any:
@@ -51,15 +56,49 @@ class Number:
         try:
             value: float = float(text)
         except ValueError:
-            value = math.nan
+            raise ValueError(self.wanted(text)) from None
         return self(int(value) if self.whole and value.is_integer() else value)
+
+    def _has(self, value: float) -> bool:
+        zero = value == 0 and not self.positive
+        return zero or (value > 0 and self.least <= value < self.below)
+
+    def wanted(self, value: Any) -> str:
+        """What the number must be, and what the value is if it is in another unit."""
+        kind = "a whole number" if self.whole else "a number"
+        least = "above 0" if self.positive and not self.least else f"of at least {self.least:g}"
+        if self.least and not self.positive:
+            least = f"{least}, or 0,"
+        most = f" and below {self.below:,.0f}" if self.below < 1e300 else ""
+        wanted = f"{kind} {least}{most}"
+        for name, factor in self.mistaken:
+            stated = isinstance(value, str) and value.endswith(name)
+            with suppress(ArithmeticError, TypeError, ValueError):
+                number = float(value.removesuffix(name) if stated else value)
+                meant = float(f"{number * factor:.6g}")
+                if stated or (meant and self._has(meant)):
+                    return f"{wanted}; {number:.10g} {name} is {meant:.10g} {self.unit}".rstrip()
+        return wanted
 
 
 AMOUNT = Number()
 COUNT = Number(whole=True, positive=True)
-FREQUENCY = Number(whole=True, positive=True, below=MAX_FREQUENCY_MHZ)
+#: MHz; 1 and 2 are GHz.
+FREQUENCY = Number(
+    True, True, MAX_FREQUENCY_MHZ, 3, "MHz", (("GHz", 1e3), ("kHz", 1e-3), ("Hz", 1e-6))
+)
+#: W of a GPU: the least draws more than the first when it computes, none draws nearly the second.
+POWER = Number(False, False, 5000, 1, "W", (("kW", 1e3), ("mW", 1e-3)))
 #: s; one time divided by another stays finite.
-UNIT_TIME = Number(least=1e-12, below=1e12)
+UNIT_TIME = Number(positive=True, least=1e-12, below=1e12)
+#: s of what lasts no longer than a message or a change of clock does.
+SHORT_TIME = Number(below=10, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
+#: s of what lasts no longer than what follows an iteration's last unit does.
+TIME = Number(below=600, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
+RATIO = Number(mistaken=(("%", 0.01),))
+#: How many times as long.
+FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),))
+PERCENT = Number(mistaken=(("%", 1),))
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:
@@ -138,7 +177,13 @@ def parse_json(
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise error(f"{what} {path} is not readable JSON: {cause}", remedy=remedy) from cause
+        why, header = str(cause), text.partition("\n")[0].strip()
+        if re.fullmatch(r"[a-z_]+(,[a-z_]+)+", header):
+            why, remedy = (
+                f"it is a table of {header}",
+                remedy or f"Give the JSON of a {what.lower()}.",
+            )
+        raise error(f"{what} {path} is not readable JSON: {why}", remedy=remedy) from cause
     if not isinstance(data, dict):
         raise error(f"{what} {path} is not a JSON object", value=type(data).__name__, remedy=remedy)
     return Fields(data, path, error)
@@ -179,12 +224,16 @@ def read_table(
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
     """
+    remedy = f"Give the CSV of a {what}."
     try:
         content = path.read_bytes()
         lines = list(csv.reader(io.StringIO(decode(content), newline="")))
     except (OSError, ValueError, csv.Error) as cause:
-        remedy = f"Give the CSV of a {what}."
         raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause
+    if content.lstrip()[:1] == b"{":
+        with suppress(ValueError):
+            form = json.loads(content).get("format", "unknown")
+            raise error(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
     header = [name.strip() for name in lines[0]] if lines else []
     if any(header.count(name) != 1 for name in columns) or any(
         header.count(name) > 1 for name in optional

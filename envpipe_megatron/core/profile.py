@@ -17,8 +17,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -38,8 +37,9 @@ from envpipe_megatron.core.profile_rows import (
     ProfileRow,
     SplitBackward,
     in_order,
+    lines_of,
     one_gpu,
-    read_unit,
+    read_row,
     row_name,
     whole_backwards,
 )
@@ -52,10 +52,6 @@ _RANK = "rank"
 _CHUNK = "chunk"
 #: The kinds that a profile's file may list.
 _LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
-#: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
-_POWERS_W = (5.0, 5000.0)
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -337,21 +333,21 @@ def make_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile CSV, and its sidecar if there is one; a warning names powers that no GPU has.
+    """Read a profile CSV, and its sidecar if there is one, as `profile_rows` does.
 
     EnvPipeError names file, line and value of what is wrong.
     """
     optional = (_RANK, UNCERTAINTY, _CHUNK, SPREAD)
     content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
+    units = list(lines_of(lines, _LISTED))
     chunks = [
-        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
+        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
     ]
-    listed_chunks = max(chunks) + 1
+    listed_chunks = max(chunks, default=0) + 1
     first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
-    implausible: list[tuple[float, str]] = []
-    for line, chunk in zip(lines, chunks, strict=True):
-        kind, row = read_unit(line, _LISTED)
+    for (line, kind), chunk in zip(units, chunks, strict=True):
+        row = read_row(line)
         if kind is Kind.COMBINED and listed_chunks == 1:
             raise line.error(
                 f"{line.where}: combined units, which only pipelines with chunks have",
@@ -370,15 +366,13 @@ def read_profile(path: Path) -> Profile:
                 remedy=f"The first is {first_line[*key, rank]}; keep one.",
             )
         first_line[*key, rank] = line.where
-        if not _POWERS_W[0] <= row.energy_j / row.time_s <= _POWERS_W[1]:
-            implausible.append((row.energy_j / row.time_s, line.where))
         by_rank.setdefault(key, []).append(row)
     rows = [
         (part, kind, one_gpu(frequency_mhz, ranks))
         for (part, kind, frequency_mhz), ranks in by_rank.items()
     ]
     profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
-    _check_powers(profile, implausible)
+    _check_energies(profile)
     beside = sidecar_path(path)
     sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
     if sidecar.num_chunks == 1:
@@ -386,7 +380,7 @@ def read_profile(path: Path) -> Profile:
     return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
 
 
-def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
+def _check_energies(profile: Profile) -> None:
     for part, kinds in enumerate(profile.rows):
         if not any(row.energy_j for rows in kinds.values() for row in rows):
             where = row_name(part, Kind.BACKWARD, profile.listed_chunks)
@@ -394,10 +388,3 @@ def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) ->
                 f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy in any row",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
             )
-    if implausible:
-        power_w, where = implausible[0]
-        logger.warning(
-            "%s: %.3g W, and %d more rows with powers that no GPU has (%g W to %g W). Times are in "
-            "s, and energies in J of one GPU and one microbatch: correct the file if its are not.",
-            where, power_w, len(implausible) - 1, *_POWERS_W,
-        )  # fmt: skip

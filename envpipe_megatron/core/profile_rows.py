@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from envpipe_megatron.core.fields import AMOUNT, FREQUENCY, MAX_FREQUENCY_MHZ, UNIT_TIME, Row
+from envpipe_megatron.core.fields import (
+    AMOUNT,
+    FREQUENCY,
+    MAX_FREQUENCY_MHZ,
+    POWER,
+    UNIT_TIME,
+    Row,
+)
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
 
@@ -14,6 +24,10 @@ from envpipe_megatron.errors import EnvPipeError
 NOTHING_S = 1e-15
 #: Optional columns of a profile's file.
 UNCERTAINTY, SPREAD = "energy_uncertainty_j", "time_spread_s"
+#: How alike (difflib) the name of a kind and a misspelt one are: `send_forward` is not.
+_MISSPELT = 0.8
+
+logger = logging.getLogger(__name__)
 
 
 class ProfileError(EnvPipeError):
@@ -92,16 +106,35 @@ class SplitBackward:
         }
 
 
-def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRow]:
-    """A line's instruction, one of the kinds, with its frequency, time and energy."""
-    instruction = line.cells["instruction"]
-    if instruction not in set(kinds):
-        raise line.error(
-            f"{line.where}: unknown instruction",
-            value=instruction,
-            remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}.",
-        )
-    return Kind(instruction), ProfileRow(
+def lines_of(lines: Sequence[Row], kinds: Sequence[Kind] = WHOLE) -> Iterator[tuple[Row, Kind]]:
+    """Each line whose instruction is one of the kinds; a misspelt kind is refused.
+
+    Other instructions, such as the loading of data, are left out, and a warning names them.
+    """
+    left_out = Counter[str]()
+    for line in lines:
+        instruction = line.cells["instruction"]
+        if instruction in set(kinds):
+            yield line, Kind(instruction)
+        elif alike := get_close_matches(instruction.lower(), kinds, 1, _MISSPELT):
+            raise line.error(
+                f"{line.where}: unknown instruction",
+                value=instruction,
+                remedy=f"Did you mean {alike[0]}? There are {', '.join(kinds)}.",
+            )
+        else:
+            left_out[instruction] += 1
+    if left_out:
+        named = ", ".join(f"{name or 'none'} ({rows})" for name, rows in left_out.items())
+        logger.warning(
+            "%s: rows of other instructions are left out: %s",
+            lines[0].where.rpartition(", line")[0], named,
+        )  # fmt: skip
+
+
+def read_row(line: Row) -> ProfileRow:
+    """A line's frequency, time and energy; a power that no GPU has is refused."""
+    row = ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", UNIT_TIME, "s"),
         line.read("energy", AMOUNT, "J"),
@@ -110,6 +143,23 @@ def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRo
             for name, unit in ((UNCERTAINTY, "J"), (SPREAD, "s"))
         ),
     )
+    check_power(line.where, row.energy_j, row.time_s, line.error)
+    return row
+
+
+def check_power(
+    where: str, energy_j: float, time_s: float, error: type[EnvPipeError] = ProfileError
+) -> None:
+    """Refuse a time or an energy in another unit, by the power that they make."""
+    try:
+        POWER(energy_j / time_s)
+    except ValueError:
+        raise error(
+            f"{where}: {energy_j:g} J in {time_s:g} s are a power that no GPU has (W)",
+            value=float(f"{energy_j / time_s:.3g}"),
+            remedy="Give the time in s and the energy in J, of one GPU and one microbatch: not ms, "
+            f"kJ, or the J of a node. A GPU draws {POWER.least:g} to {POWER.below:,.0f} W.",
+        ) from None
 
 
 def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from envpipe_megatron.core.fields import (
     AMOUNT,
     COUNT,
     FREQUENCY,
+    POWER,
+    SHORT_TIME,
     TEXT,
+    TIME,
     Number,
     many,
     of_type,
@@ -83,20 +87,20 @@ def sidecar_path(profile_path: Path) -> Path:
     return profile_path.with_suffix(".json")
 
 
-def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
+def read_wait_power(entries: Any, power: Number = AMOUNT) -> tuple[Mapping[int, float], ...]:
     """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`: curves by stage."""
     by_stage: dict[int, dict[int, float]] = {}
     try:
         for entry in many(of_type(dict, ""))(entries):
             stage = Number(whole=True)(entry["stage"])
-            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), AMOUNT(entry["power_w"])
+            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), power(entry["power_w"])
             if frequency in by_stage.setdefault(stage, {}):
-                raise ValueError
+                raise ValueError(f"stage {stage} is twice at {frequency} MHz")
             by_stage[stage][frequency] = power_w
         return tuple(by_stage[stage] for stage in range(len(by_stage)))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
-            "a list of stage, frequency_mhz and power_w, of each stage and clock once"
+            f"a list of stage, frequency_mhz and power_w, of each stage and clock once: {wrong}"
         ) from None
 
 
@@ -115,12 +119,12 @@ _READERS: dict[str, Any] = {
     "num_chunks": COUNT,
     "microbatch_size": COUNT,
     "sequence_length": COUNT,
-    "wait_power_w": read_wait_power,
-    "p2p_latency_s": many(AMOUNT),
-    "tail_time_s": many(AMOUNT),
+    "wait_power_w": partial(read_wait_power, power=POWER),
+    "p2p_latency_s": many(SHORT_TIME),
+    "tail_time_s": many(TIME),
     "activation_bytes": many(AMOUNT),
     "free_bytes": many(AMOUNT),
-    "frequency_change_s": AMOUNT,
+    "frequency_change_s": SHORT_TIME,
     "frequency_change_j": AMOUNT,
 }
 

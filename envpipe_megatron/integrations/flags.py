@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.core.channel_model import CARRIERS
+from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.planner import POLICIES, SCHEDULES
@@ -22,6 +25,20 @@ SCHEDULINGS = tuple(
 )
 SELF_CHECKS = ("off", "auto", "always")
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
+
+
+def _number(number: Number) -> Callable[[str], float]:
+    """What argparse reads a number by: an error names its unit. `options` checks the range."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            wanted = number.wanted(text)
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+
+    return read
+
 
 #: Each option by its name without `--envpipe-`, as argparse takes it.
 FLAGS: dict[str, dict[str, Any]] = {
@@ -41,6 +58,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "with off; always: for every job.",
     },
     "type": {
+        "type": str.lower,
         "choices": TYPES,
         "help": "baseline: measure, at the highest clock; uniform: each stage at its optimal "
         "clock, without a pipeline the whole job; envelope: highest on the outer envelope, optimal "
@@ -48,12 +66,14 @@ FLAGS: dict[str, dict[str, Any]] = {
         "Default: $ENVPIPE_TYPE, else optimal, without a pipeline uniform.",
     },
     "scheduling": {
+        "type": str.lower,
         "choices": SCHEDULINGS,
         "help": "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
         "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else auto with "
         "type optimal, ours with envelope, 1f1b with the others.",
     },
     "reconfigure": {
+        "type": str.lower,
         "choices": RECONFIGURES,
         "help": "With type envelope, which greedy and balanced stand for, adjust clocks from "
         "measured iterations; default: do not; optimal: the same as type optimal. Default: "
@@ -99,7 +119,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "leave the plan as it is.",
     },
     "max-slowdown": {
-        "type": float,
+        "type": _number(PERCENT),
         "metavar": "PERCENT",
         "help": "How much longer steps may take than at full clock, where the whole job has one "
         "clock (default 0: what cannot be measured), and with type optimal (0.5), before clocks go "
@@ -123,7 +143,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "receives: such receives everywhere; posted: receives posted ahead.",
     },
     "min-dwell-ms": {
-        "type": float,
+        "type": _number(replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3)))),
         "default": 0.0,
         "metavar": "X",
         "help": "Least time between two changes of a GPU's clock. Default: 0.",

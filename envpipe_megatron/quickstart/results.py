@@ -64,8 +64,6 @@ def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
     steady = [entry for entry in result["iterations"] if entry["phase"] == "steady"]
     energy_j = [stage["metered"]["steady"]["energy_j"] for stage in result["stages"]]
     time_s = sum(entry["iteration_time_s"] for entry in steady)
-    units = sum(stage["units"] for stage in result["stages"])
-    overruns = sum(stage["overruns"] for stage in result["stages"])
     return {
         "steady_iterations": len(steady),
         "iterations": len(result["iterations"]),
@@ -81,10 +79,6 @@ def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
         "schedule": result["schedule"],
         "executed_order": [stage["executed"] for stage in result["stages"]],
         "clock_changes": sum(stage["clock_changes"] for stage in result["stages"]),
-        "units": units,
-        "overruns": overruns,
-        "real_share_p99": max(stage["real_share_p99"] for stage in result["stages"]),
-        "times_trusted": result["times_trusted"],
         "notes": result["notes"],
     }
 
@@ -112,7 +106,6 @@ def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[st
         "steps_compared": results["envpipe"]["steps_compared"],
         "extra_forwards": list(plan.schedule.extra_forwards),
         "peak_in_flight": list(plan.schedule.peak_in_flight),
-        "times_trusted": all(run["times_trusted"] for run in runs.values()),
     }
 
 
@@ -179,11 +172,6 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
         highlight=False,
     )
     console.print(_emulation_note(preset), highlight=False)
-    if not summary["times_trusted"]:
-        console.print(
-            "[bold red]This machine was too slow for the emulation (over 1 % of the units took "
-            "more than half of their modelled time): these times are not to be trusted.[/bold red]"
-        )
     for note in envpipe["notes"]:
         console.print(f"Note: {note}", highlight=False, markup=False)
 

@@ -65,18 +65,19 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     """
     output, text = Path(settings.output_dir), Path(settings.text)
     load_preset(settings.preset)
+    say(
+        console,
+        f"Training a {settings.model_name} on {text}\n"
+        f"{settings.num_stages} pipeline ranks on this machine's CPU, "
+        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).\n"
+        "They load torch and build the model first, which takes up to a minute ...",
+    )
     content = load_text(text, 100 * settings.sequence_length)
     check_installed("The quickstart")
     clear_own_folder(output, _FILES, _FOLDERS, "quickstart")
     settings.write(output / "settings.json")
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
-    say(
-        console,
-        f"Training a {settings.model_name} on {text}\n"
-        f"{settings.num_stages} pipeline ranks on this machine's CPU, "
-        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).",
-    )
     progressed = Progressed()
     try:
         with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
@@ -154,6 +155,7 @@ class _Shown:
             run: progress.add_task(run, total=None, note="", start=False) for run, *_ in RUNS
         }
         progress.update(self._tasks[RUNS[0][0]], total=settings.baseline_iterations)
+        progress.start_task(self._tasks[RUNS[0][0]])
 
     def iteration(self, event: dict[str, Any]) -> None:
         task = self._tasks[event["run"]]

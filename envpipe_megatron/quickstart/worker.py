@@ -26,7 +26,7 @@ from envpipe_megatron.quickstart.pipeline import joined_pipeline
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 
 _TIMEOUT = timedelta(seconds=60)
@@ -57,7 +57,7 @@ class QuickstartRank:
         settings = self.settings
         model = quickstart_model.build_model(settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-        session, executor = self._session(run, policy, schedule, reconfigure)
+        session = self._session(run, policy, schedule, reconfigure)
         session.describe_job(
             {
                 "model": settings.model_name,
@@ -99,21 +99,13 @@ class QuickstartRank:
                     )  # after as many steps as the baseline makes
         finally:
             session.close()
-        self._emit_result(run, session, executor, digest)
+        self._emit_result(run, session, digest)
 
-    def _session(
-        self, run: str, policy: str, schedule: str, reconfigure: str
-    ) -> tuple[Session, EmulatedExecutor]:
+    def _session(self, run: str, policy: str, schedule: str, reconfigure: str) -> Session:
         settings = self.settings
         forward_s = settings.forward_times_s[self.stage]
         times = {Kind.FORWARD: forward_s, Kind.BACKWARD: settings.backward_ratio * forward_s}
-        executors: list[EmulatedExecutor] = []
-
-        def make_executor(settle: Any) -> EmulatedExecutor:
-            executors.append(EmulatedExecutor(self.gpu, times, self.collectives, settle))
-            return executors[-1]
-
-        session = Session(
+        return Session(
             SessionConfig(
                 PlanRequest(
                     num_microbatches=settings.num_microbatches,
@@ -127,7 +119,7 @@ class QuickstartRank:
                 labels={"run": run, "emulated": True},
             ),
             self.gpu,
-            make_executor,
+            lambda settle: EmulatedExecutor(self.gpu, times, self.collectives, settle),
             make_channel(
                 parallel_state.get_pipeline_model_parallel_group(),
                 self.collectives,
@@ -136,23 +128,13 @@ class QuickstartRank:
             self.collectives,
             say=lambda text: emit("say", run=run, text=text),
         )
-        return session, executors[0]
 
-    def _emit_result(
-        self,
-        run: str,
-        session: Session,
-        executor: EmulatedExecutor,
-        digest: str,
-    ) -> None:
+    def _emit_result(self, run: str, session: Session, digest: str) -> None:
         baseline = RUNS[0][0]
         common = min(len(self.losses[run]), len(self.losses[baseline]))
         mine: dict[str, Any] = {
             "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},
-            "units": executor.fidelity.units,
-            "overruns": executor.fidelity.overruns,
             "clock_error": str(session.clock.error or ""),
-            "real_share_p99": float(np.quantile(executor.fidelity.real_shares, 0.99)),
             "clock_changes": session.clock_summary()["changes"],
             "executed": session.executed,
             "losses": self.losses[run],
@@ -173,10 +155,6 @@ class QuickstartRank:
                     for phase, time_s, wall_s in session.iterations
                 ],
                 schedule=state.plan.schedule.name if state.plan else "1f1b",
-                times_trusted=Fidelity(
-                    sum(stage["units"] for stage in stages),
-                    sum(stage["overruns"] for stage in stages),
-                ).trusted,
                 notes=[*state.notes, *(s["clock_error"] for s in stages if s["clock_error"])],
             )
 

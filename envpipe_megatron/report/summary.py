@@ -232,8 +232,6 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     told = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
     entries = (entry for entry in told if isinstance(entry, Mapping))
     yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
-    if summary.get("times_trusted") is False:
-        yield "The machine was too slow for the emulation: these times are not to be trusted."
     if folder.plan is not None:
         planned = folder.plan.schedule
         yield (

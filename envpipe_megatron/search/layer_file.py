@@ -28,6 +28,7 @@ from envpipe_megatron.core.fields import (
     of_type,
     read_json,
 )
+from envpipe_megatron.core.profile_rows import check_power
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
     Block,
@@ -72,6 +73,15 @@ def read_layers(path: Path) -> LayerProfile:
         source=data.read("source", TEXT, str(path)),
     )
     check_profile(replace(profile, source=str(path)))
+    metered = [
+        (measure.forward_j + measure.backward_j, measure.both_s)
+        for by_piece in measures.values()
+        for measure in by_piece.values()
+        if measure.forward_j is not None and measure.backward_j is not None
+    ]
+    if metered:
+        energy_j, time_s = (float(np.sum(column)) for column in zip(*metered, strict=True))
+        check_power(str(path), energy_j, time_s, EnvPipeError)
     return profile
 
 

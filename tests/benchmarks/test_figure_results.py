@@ -30,7 +30,7 @@ from benchmarks.figures.experiments import (
     Experiment,
     Job,
 )
-from benchmarks.figures.findings import basis_of, claims_of, overrun_warning, why_few_save_less
+from benchmarks.figures.findings import claims_of, why_few_save_less
 from benchmarks.figures.outcome import Outcome, PlanFacts
 from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import saving_difference
@@ -119,8 +119,8 @@ def ended(energy_j=200.0, iteration_time_s=2.0, losses=((1.5,), (1.25,)), **chan
     fields = {
         "gpu": "GPU", "control": "emulated", "iterations": 2,
         "losses": [list(step) for step in losses], "iteration_time_s": iteration_time_s,
-        "energy_j": energy_j, "energy_uncertainty_j": 1.0, "trusted": True,
-        "overrun_percent": 0.0, "reconfigure_steps": 0, "reconfigure_ended": "", "notes": [],
+        "energy_j": energy_j, "energy_uncertainty_j": 1.0,
+        "reconfigure_steps": 0, "reconfigure_ended": "", "notes": [],
         "plan": None,
     }  # fmt: skip
     return Outcome(**{**fields, **changes})
@@ -244,18 +244,13 @@ def test_balanced_and_greedy_without_a_step_are_named(tmp_path):
     assert all("neither needed a step" in other for other in others)
 
 
-def test_a_claim_says_what_was_reduced_and_how_many_of_its_runs_overran(tmp_path):
-    slow = {"trusted": False, "overrun_percent": 16.4}
-    outcomes = {BASELINE: ended(**slow), BALANCED: saving(15)}
+def test_a_claim_says_what_was_reduced(tmp_path):
+    outcomes = {BASELINE: ended(), BALANCED: saving(15)}
     rows = rows_of("fig12", tmp_path, outcomes)
     assert {claim.basis for claim in claims_of(EXPERIMENTS["fig12"], rows, "command")} == {
         "emulated NVIDIA V100 SXM2 (not fitted), reduced model, unit times from operation counts, "
-        "no network time, 10 measured steps, one of 2 or 4 replicas, "
-        "2 of 4 runs overran (at most 16 % of units)"
+        "no network time, 10 measured steps, one of 2 or 4 replicas"
     }
-    assert overrun_warning(rows).startswith("2 of 4 runs overran (at most 16 % of units)")
-    assert "overran" not in basis_of(rows[1:2])
-    assert overrun_warning(rows[1:2]) == ""
 
 
 def test_clocks_that_were_left_alone_prove_nothing(tmp_path):

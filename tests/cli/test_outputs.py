@@ -11,7 +11,7 @@ from envpipe_megatron.core.profile import read_profile
 def layers_file(path):
     """Four layers whose stages make a profile."""
     rows = [
-        f"{layer},{kind.value},{f},{f / 1e5},{f / 10}"
+        f"{layer},{kind.value},{f},{f / 1e5},{f / 100}"
         for layer in range(4) for kind in WHOLE for f in (1200, 1000)
     ]  # fmt: skip
     path.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]) + "\n")

@@ -28,7 +28,7 @@ def read(tmp_path, text):
 
 TIME = "time (s) must be a number of at least 1e-12 and below 1,000,000,000,000"
 ENERGY = "energy (J) must be a number of at least 0"
-CLOCK = "frequency (MHz) must be a whole number above 0 and below 1,000,000"
+CLOCK = "frequency (MHz) must be a whole number of at least 3 and below 10,000"
 STAGE = "stage must be a whole number of at least 0"
 
 
@@ -42,10 +42,13 @@ BAD_TIMES = ("x", "", "nan", "0", "1e-320", "1e12")
         *[(f"0,forward,900,1,{bad}", f"{ENERGY} (got '{bad}')") for bad in ("x", "-inf", "-2")],
         *[
             (f"0,forward,{bad},1,1", f"{CLOCK} (got '{bad}')")
-            for bad in ("0", "-900", "900.5", "1000000", "fast")
+            for bad in ("0", "-900", "900.5", "90000000000", "fast")
         ],
         *[(f"{bad},forward,900,1,1", f"{STAGE} (got '{bad}')") for bad in ("first", "-1", "0.5")],
-        ("0,sideways,900,1,1", "unknown instruction (got 'sideways')"),
+        *[
+            (f"0,{bad},900,1,9", f"unknown instruction (got '{bad}'). Did you mean {meant}?")
+            for bad, meant in (("forwrd", F), ("Backward", B), ("input_gradient", "input-gradient"))
+        ],
         ("0,forward,900,1", "too few columns (got '0,forward,900,1')"),
         ("0,forward,900,1,5,20", "too many columns (got '0,forward,900,1,5,20')"),
         (
@@ -80,12 +83,36 @@ def test_a_wrong_header_is_refused_with_the_right_one(tmp_path, header):
         read(tmp_path, header and f"{header}\n{GOOD}")
 
 
-def test_powers_that_no_gpu_has_are_told_with_the_first_line(tmp_path, caplog):
-    forwards = "0,forward,1200,2.0,10\n0,forward,1000,2.0,10000\n"  # 5 W and 5,000 W might be
-    read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,10\n")
-    assert caplog.text == ""
-    read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,4.9\n0,backward,1000,1.0,5001\n")
-    assert "line 4: 4.9 W, and 1 more rows with powers that no GPU has (5 W to 5000" in caplog.text
+def test_powers_that_no_gpu_has_are_refused_with_the_first_line(tmp_path):
+    forwards = "0,forward,1200,2.0,2\n0,forward,1000,5e-5,0.24\n"  # 1 W and 4,800 W might be
+    assert read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,10\n").num_stages == 1
+    for joules in ("0.99", "5000", "1e9"):
+        with pytest.raises(ProfileError, match=r"line 4: .* no GPU has \(W\) \(got .*not ms, kJ"):
+            read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,{joules}\n")
+
+
+@pytest.mark.parametrize(
+    ("clock", "meant"),
+    [("1.41", "1.41 GHz is 1410 MHz"), ("2", "2 GHz is 2000 MHz"), ("1.41GHz", "is 1410 MHz"),
+     ("1410000", "1410000 kHz is 1410 MHz"), ("1410000000", "1410000000 Hz is 1410 MHz")],
+)  # fmt: skip
+def test_a_clock_in_another_unit_is_named(tmp_path, clock, meant):
+    with pytest.raises(ProfileError, match=meant):
+        read(tmp_path, f"{HEADER}\n0,forward,{clock},1,10\n")
+
+
+def test_rows_of_other_instructions_are_left_out_and_named(tmp_path, caplog):
+    others = "0,load,1200,x,\n0,load,900,0,0\n0,send_forward,1200,9,9\n7,recv_backward,1200,9,9\n"
+    assert (
+        read(tmp_path, f"{HEADER}\n{others}{GOOD}").rows == read(tmp_path, f"{HEADER}\n{GOOD}").rows
+    )
+    (record,) = caplog.records
+    named = "job.csv: rows of other instructions are left out: load (2), send_forward (1), recv_b"
+    assert named in record.getMessage()
+    with pytest.raises(ProfileError, match="has no rows"):
+        read(tmp_path, f"{HEADER}\n{others}")
+    with pytest.raises(ProfileError, match="no row for stage 0 backward"):
+        read(tmp_path, f"{HEADER}\n{others}0,forward,1200,1,10\n")
 
 
 def test_a_stage_without_any_energy_is_refused(tmp_path):
@@ -232,7 +259,7 @@ def test_rows_may_stand_in_any_order_and_come_out_highest_first(tmp_path):
 
 def test_written_files_are_read_back_with_sidecar_and_digest(tmp_path):
     profile = uniform_profile(
-        2, {1200: (0.1, 1 / 3), 900: (0.2, 1e-9)}, sidecar=Sidecar(gpu="Some GPU", num_chunks=2)
+        2, {1200: (0.1, 1 / 3), 900: (2e-10, 1e-9)}, sidecar=Sidecar(gpu="Some GPU", num_chunks=2)
     )
     path = tmp_path / "job.csv"
     profile.write(path)

@@ -101,6 +101,24 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
             alone("--envpipe-max-slowdown", wrong)
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [("max-slowdown", "2%", "2 % is 2"), ("min-dwell-ms", "0.05s", "0.05 s is 50 ms")],
+)
+def test_a_number_in_another_unit_is_named(capsys, option, given, said) -> None:
+    with pytest.raises(SystemExit):
+        parsed(f"--envpipe-{option}", given)
+    assert f"--envpipe-{option}: '{given}' is not a number" in (told := capsys.readouterr().err)
+    assert said in told
+
+
+def test_names_are_taken_in_any_case() -> None:
+    assert read("--envpipe-scheduling", "1F1B").scheduling == "1f1b"
+    variables = {"ENVPIPE_SCHEDULING": "1F1B", "ENVPIPE_TYPE": "Optimal"}
+    of_variables = read_options(parsed(), variables, num_stages=4, on_gpu=True)
+    assert (of_variables.scheduling, of_variables.policy) == ("1f1b", "optimal")
+
+
 def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
     assert read(on_gpu=False).max_in_flight is None
 

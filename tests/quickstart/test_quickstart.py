@@ -191,11 +191,5 @@ def test_the_screen_says_what_counts_and_that_it_is_emulated(finished):
     assert "equal to the last bit" in screen
     assert "These joules are emulated" in screen
     assert str(finished.output) in screen
-    assert ("not to be trusted" in screen) == (not summary["times_trusted"])
-
-
-def test_times_are_not_trusted_where_over_one_percent_of_units_overran(finished):
-    runs = finished.summary["runs"].values()
-    for run in runs:
-        assert run["times_trusted"] == (run["overruns"] <= 0.01 * run["units"])
-    assert finished.summary["times_trusted"] == all(run["times_trusted"] for run in runs)
+    assert "They load torch and build the model first" in screen
+    assert "trusted" not in screen  # emulated time does not depend on the host's

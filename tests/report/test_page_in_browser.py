@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
+import numpy as np
 import pytest
+from matplotlib.image import imread as read_png
 from on_request import on_request
 from page_made import MICROBATCHES, STAGES, write_page
 
@@ -125,6 +129,11 @@ def test_it_fits_and_asks_for_nothing_and_has_no_error(driver, path, width, dark
     page.until("return document.querySelectorAll('.plot').length > 5")
     colour = page.ask("return Bokeh.documents[0].get_model_by_name('after').background_fill_color")
     assert colour == ("#16181b" if dark else "#ffffff")
+    cells = "[...document.querySelectorAll('td, th')]"
+    rights = page.ask(f"return {cells}.map((cell) => cell.getBoundingClientRect().right)")
+    assert max(rights) <= width
+    still = page.driver.find_element(By.CSS_SELECTOR, "figure svg")
+    assert (np.median(read_png(BytesIO(still.screenshot_as_png))[..., :3]) < 0.2) == dark
     assert troubles(driver) == ([], [])
 
 
@@ -223,11 +232,25 @@ def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
     page.choose("power-of", "each node")
     assert page.ask(visible, "power nodes")
     assert not page.ask(visible, "power GPUs")
+    legend = "Bokeh.documents[0].get_model_by_name('power').below.at(-1)"
+    assert page.ask(f"return {legend}.items.map((item) => item.visible)") == [False, True]
     page.choose("clock-rank", "rank 3, stage 1")
     lines = (
         "return Array.from(Bokeh.documents[0].get_model_by_name('clock lines').view.filter.indices)"
     )
     assert page.ask(lines) == [8, 9]
+
+
+def test_phases_and_gpus_have_their_names_below(page):
+    labels = (
+        "const {items} = Bokeh.documents[0].get_model_by_name(arguments[0]).below.at(-1);"
+        "return items.map(({label, renderers: [of]}) =>"
+        "  label.value ?? Array.from(of.data_source.data[label.field]).join())"
+    )
+    assert page.ask(labels, "steps time") == ["warm-up", "profile", "steady"]
+    gpus, nodes = page.ask(labels, "power")
+    assert gpus.startswith("rank 0 · stage 0,rank 1")
+    assert nodes == "n1,n2"
 
 
 def test_what_plans_predicted_goes_from_one_to_the_next(page):

@@ -7,6 +7,8 @@ import pytest
 from page_made import MICROBATCHES, ROWS, STAGES, durations_ms, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
+from envpipe_megatron.core.kinds import TRAITS
+from envpipe_megatron.report.page.timelines import colourings, timeline_figures
 from envpipe_megatron.report.page.units import KINDS, unit_table
 
 UNITS = 2 * MICROBATCHES
@@ -67,3 +69,14 @@ def test_what_is_no_whole_pipeline_is_shown_without_slack(lacking):
     assert not table.columns["critical"].any()
     unclocked = [replace(read, frequency_mhz=None) for read in recorded]
     assert not unit_table(unclocked, STAGES, None).columns["mhz"].any()
+
+
+def test_a_job_of_one_clock_is_coloured_by_kind_and_the_bar_has_their_names():
+    recorded = [
+        replace(read, frequency_mhz=np.full(len(read.start_us), 1410)) for read in two_pipelines()
+    ]
+    units = unit_table(recorded, STAGES, None)
+    for plot in timeline_figures(units, colourings(units)).values():
+        (bar,) = plot.right
+        assert bar.title == "kind"
+        assert [bar.major_label_overrides[at] for at in bar.ticker.ticks] == [*TRAITS]

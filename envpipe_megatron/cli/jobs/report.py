@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import say, say_working, show_tables, table_of
 
 if TYPE_CHECKING:
     from envpipe_megatron.report.run_folder import RunFolder
@@ -56,5 +56,7 @@ def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:
     from envpipe_megatron.report.report import write_report
     from envpipe_megatron.report.run_folder import read_run_folder
 
+    say_working(f"Reading {folder}")
     read = read_run_folder(folder)
+    say_working("Making pictures, summary, page and trace")
     return read, write_report(read, report_facts(read), output)

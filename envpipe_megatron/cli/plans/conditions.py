@@ -9,6 +9,7 @@ import click
 
 from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
+from envpipe_megatron.core.fields import POWER, SHORT_TIME, TIME
 from envpipe_megatron.core.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -17,7 +18,7 @@ _EACH = "one number, or one for each stage."
 _OPTIONS = (
     click.option(
         "--blocking-power",
-        type=amounts(),
+        type=amounts(of=POWER),
         help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
         "sidecar knows at the highest clock, or 0.",
     ),
@@ -30,12 +31,12 @@ _OPTIONS = (
     ),
     click.option(
         "--p2p-latency",
-        type=amounts(),
+        type=amounts(of=SHORT_TIME),
         help="Latency of a p2p hop, s; one number, or one for each boundary between stages.",
     ),
     click.option(
         "--tail-time",
-        type=amounts(),
+        type=amounts(of=TIME),
         help=f"Time after a stage's last unit (gradient reduction, optimizer), s; {_EACH}",
     ),
     click.option(
@@ -45,7 +46,7 @@ _OPTIONS = (
     ),
     click.option(
         "--change-time",
-        type=Finite(min=0),
+        type=Finite(of=SHORT_TIME),
         help="Time from the request of a clock until it runs, s.",
     ),
     click.option(

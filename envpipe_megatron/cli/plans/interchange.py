@@ -21,6 +21,7 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.fields import POWER
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -37,7 +38,7 @@ from envpipe_megatron.formats.interchange import read_freqs, write_freqs
 @NEW_PLAN_OPTION
 @click.option(
     "--blocking-power",
-    type=Finite(min=0),
+    type=Finite(of=POWER),
     help="Power of a GPU that waits in a receive, W. Default: the profile's sidecar, or 0.",
 )
 def import_freqs(

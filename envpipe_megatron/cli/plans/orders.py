@@ -25,7 +25,7 @@ class _NameOrFile(click.Choice[str]):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Read the name; the file is read by `job_options`."""
         path = Path(value)
-        if value in self.choices or not (path.suffix in _ENDINGS or path.is_file()):
+        if str(value).lower() in self.choices or not (path.suffix in _ENDINGS or path.is_file()):
             return super().convert(value, param, ctx)
         return EXISTING_FILE.convert(path, param, ctx)
 
@@ -33,7 +33,7 @@ class _NameOrFile(click.Choice[str]):
 _NAMES = (*SCHEDULES, *SCHEDULE_ALIASES)
 SCHEDULE_OPTION = click.option(
     "--schedule",
-    type=_NameOrFile(_NAMES),
+    type=_NameOrFile(_NAMES, case_sensitive=False),
     metavar=f"[{'|'.join(_NAMES)}|FILE]",
     help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto', the default with "
     "the optimal policy, is planned together with the frequencies. Or a file with any order: a "

@@ -20,6 +20,7 @@ from envpipe_megatron.cli.common import (
     write_stages,
 )
 from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.core.fields import PERCENT, POWER
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -64,14 +65,14 @@ from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least
 )
 @click.option(
     "--time-tolerance",
-    type=Finite(min=0),
+    type=Finite(of=PERCENT),
     default=0.1,
     show_default=True,
     help="With --objective energy: percent that a split may be slower than the fastest.",
 )
 @click.option(
     "--blocking-power",
-    type=Finite(min=0),
+    type=Finite(of=POWER),
     help="Power of a GPU that waits in a receive, W. Default: 0.",
 )
 @click.option(

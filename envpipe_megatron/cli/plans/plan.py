@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import operator
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from envpipe_megatron.cli.plans.conditions import (
 )
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.core.fields import FACTOR, RATIO, TIME, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -44,9 +47,11 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, request_in_flight
 
+_NO_DEADLINE = 1e3
 _ABOVE_0 = Finite(min=0, min_open=True)
+_POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
 @click.command()
@@ -67,7 +72,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
 )  # fmt: skip
 @click.option(
     "--deadline-factor",
-    type=_ABOVE_0,
+    type=Finite(min_open=True, of=FACTOR),
     help="With --policy optimal: times the iteration time of the framework's own order at the "
     "highest clocks. Default: 1 with --objective energy, and none with others.",
 )
@@ -79,7 +84,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
 )  # fmt: skip
 @click.option("--max-energy", "max_energy_j", type=_ABOVE_0, help="Most energy of an iteration, J.")
 @click.option(
-    "--power-cap", "power_cap_w", type=_ABOVE_0,
+    "--power-cap", "power_cap_w", type=Finite(min_open=True, of=_POWER_CAP),
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
 )  # fmt: skip
 @click.option(
@@ -99,7 +104,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     help="With --objective cost: price of an hour of a GPU.",
 )  # fmt: skip
 @click.option(
-    "--min-dwell", "min_dwell_s", type=Finite(min=0), default=0.0,
+    "--min-dwell", "min_dwell_s", type=Finite(of=TIME), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
@@ -135,7 +140,7 @@ _ABOVE_0 = Finite(min=0, min_open=True)
     "of whole backwards, not in a V, and with messages in order.",
 )  # fmt: skip
 @click.option(
-    "--split-overhead", type=Finite(min=0),
+    "--split-overhead", type=Finite(of=RATIO),
     help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
     "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
 )  # fmt: skip
@@ -235,7 +240,7 @@ def plan(
     if output is not None:
         planned.plan.write(output)
     console = Console()
-    for note in planned.notes:
+    for note in (*planned.notes, *_slack_limits(profile, request, planned.plan)):
         say(console, f"Note: {note}")
     if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
         say(console, f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
@@ -249,6 +254,33 @@ def plan(
         _make_frontier(console, profile, request, frontier_points, frontier_path)
     if memory_path is not None:
         _make_memory_frontier(console, profile, request, memory_path)
+
+
+def _slack_limits(profile: Profile, request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """A line for each limit that makes no difference to a plan's order."""
+    asked, factor = request.objective, request.deadline_factor
+    free = replace(request, order=plan.schedule, max_in_flight=None, max_extra_forwards=None,
+                   max_warmup_step=None, extra_warmup=None)  # fmt: skip
+    no_cap = replace(asked, power_cap_w=None, power_window_s=None, stages_per_node=None)
+    for option, given, without in (
+        ("--power-cap", asked.power_cap_w, {"objective": no_cap}),
+        ("--max-energy", asked.max_energy_j, {"objective": replace(asked, max_energy_j=None)}),
+        ("--deadline-factor", factor, {"deadline_factor": _NO_DEADLINE}),
+    ):
+        if given is None:
+            continue
+        other = make_plan(profile, replace(free, **without)).plan
+        cost, own_s = other.cost, other.baseline.cost.iteration_time_s
+        if asked.excess(other) <= 1 and cost.iteration_time_s <= (factor or _NO_DEADLINE) * own_s:
+            yield (
+                f"{option} {given:g} does not bind: without it the plan of this order takes "
+                f"{cost.iteration_time_s:.4f} s, {cost.energy_j:.1f} J, {cost.mean_power_w:.1f} W."
+            )
+    most, extra = request_in_flight(profile, request), request.max_extra_forwards
+    if most is not None and all(map(operator.lt, plan.schedule.peak_in_flight, most)):
+        yield "--max-in-flight does not bind: no stage holds as many microbatches."
+    if extra is not None and max(plan.schedule.extra_forwards) < extra:
+        yield "--max-extra-forwards does not bind: no stage has as many."
 
 
 def _make_frontier(

@@ -20,6 +20,7 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
 from envpipe_megatron.console import say, show_tables
+from envpipe_megatron.core.fields import PERCENT, POWER
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
     default=Goal.TIME.value, show_default=True, help="What is to be least.",
 )  # fmt: skip
 @click.option(
-    "--max-slowdown", "slowdown_percent", type=Finite(min=0), default=0.0, show_default=True,
+    "--max-slowdown", "slowdown_percent", type=Finite(of=PERCENT), default=0.0, show_default=True,
     help="With --objective energy or cost: percent that an iteration may take longer than that of "
     "the fastest configuration at the highest clocks.",
 )  # fmt: skip
@@ -82,7 +83,7 @@ logger = logging.getLogger(__name__)
     help="Model joules and clocks by a GPU preset, such as a100-sxm, where none were measured.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power", "blocking_power_w", type=Finite(min=0),
+    "--blocking-power", "blocking_power_w", type=Finite(of=POWER),
     help="Power of a GPU that waits in a receive, W. Default: the power model's, or 0.",
 )  # fmt: skip
 @click.option("--energy-price", type=Finite(min=0), default=0.0, help="With cost: of a kWh.")

@@ -16,7 +16,7 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     summary_table,
 )
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import say, say_working, show_tables, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
@@ -38,10 +38,12 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 
       envpipe simulate --profile profile.csv --plan plan.json --output pictures
     """
+    say_working(f"Simulating {plan_path}")
     profile = read_profile(profile_path)
     simulated = read_plan(plan_path, profile)
     facts = simulation_facts(simulated)
     if output is not None:
+        say_working("Drawing")
         from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
 
         refuse_foreign(output, _FILES, _FILES[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from envpipe_megatron.cli.common import (
     summary_table,
 )
 from envpipe_megatron.console import say, show_tables
+from envpipe_megatron.core.fields import FACTOR
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -31,7 +33,7 @@ from envpipe_megatron.formats.frontier import read_frontier
 )  # fmt: skip
 @click.option(
     "--factor",
-    type=Finite(min=1),
+    type=Finite(1, of=replace(FACTOR, least=1)),
     help="Time of the slower replica over that of the framework's own order at the highest clocks.",
 )
 @click.option(

@@ -89,11 +89,11 @@ class ObjectivePlanner:
             raise LinearProgramError(
                 f"No plan of schedule '{optimizer.schedule.name}' was found within the limits",
                 value=self.objective.to_json(),
-                remedy="Raise the limits or allow more time."
+                remedy="Raise the limits (in W and J) or allow more time."
                 if plan is None
                 else f"The nearest takes {plan.cost.iteration_time_s:.6g} s, "
                 f"{plan.cost.energy_j:.6g} J and {self.objective.power_w(plan):.6g} W: raise the "
-                f"limits{'' if math.isinf(self.longest_s) else _MORE_TIME}.",
+                f"limits, in W and J{'' if math.isinf(self.longest_s) else _MORE_TIME}.",
             )
         if self.objective != LEAST_ENERGY:
             plan = replace(plan, objective=self.objective.to_json())

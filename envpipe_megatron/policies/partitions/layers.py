@@ -18,7 +18,7 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import AMOUNT, Row, read_table
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow, read_unit
+from envpipe_megatron.core.profile_rows import ProfileRow, lines_of, read_row
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 
@@ -206,8 +206,8 @@ def read_layers(path: Path) -> LayerTable:
     _, lines = read_table(path, "layer table", LAYER_COLUMNS, _BYTE_COLUMNS)
     by_layer: dict[str, dict[Kind, dict[int, ProfileRow]]] = {}
     layer_bytes: dict[str, dict[str, float]] = {}
-    for line in lines:
-        layer, (kind, row) = _layer(line), read_unit(line)
+    for line, kind in lines_of(lines):
+        layer, row = _layer(line), read_row(line)
         known = by_layer.setdefault(layer, {kind: {} for kind in WHOLE})[kind]
         if row.frequency_mhz in known:
             raise EnvPipeError(

@@ -51,6 +51,7 @@
 
   select("power-of", (which) => {
     for (const other of ["GPUs", "nodes"]) named(`power ${other}`).visible = other === which;
+    for (const item of named("power").below.at(-1).items) item.visible = item.renderers[0].visible;
   });
 
   select("clock-rank", (rank) => {

@@ -79,5 +79,5 @@ def add_tips(plot: figure, drawn: Any, *tips: tuple[str, str]) -> None:
 
 def add_legend(plot: figure, items: Iterable[tuple[str, Any]]) -> None:
     """Names of what was drawn, below the plot."""
-    named = [LegendItem(label=label, renderers=[drawn]) for label, drawn in items]
+    named = [LegendItem(label=name, renderers=[of], visible=of.visible) for name, of in items]
     plot.add_layout(Legend(items=named, orientation="horizontal"), "below")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from bokeh.core.properties import field
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
@@ -51,13 +52,20 @@ def steps_figures(series: Sequence[StepSeries], predicted: Sequence[Prediction])
         if len(series) > 1:
             add_legend(plot, items)
         else:
+            named = {}
             for phase, first, end in series[0].phases:
-                colour = PHASE_COLOURS.get(split_phase(phase)[0], GREY)
+                name = split_phase(phase)[0]
+                colour = PHASE_COLOURS.get(name, GREY)
+                if name not in named:  # a box has no entry in a legend
+                    named[name] = plot.scatter(
+                        [first], [np.nan], marker="square", size=12, color=colour, alpha=0.3
+                    )
                 plot.add_layout(
                     BoxAnnotation(left=first - 0.5, right=end + 0.5, fill_color=colour,
                                   fill_alpha=0.18, line_alpha=0.0, level="underlay",
                                   propagate_hover=True)
                 )  # fmt: skip
+            add_legend(plot, named.items())
         figures.append(plot)
     return figures
 
@@ -92,6 +100,7 @@ def power_figure(power: PowerSeries) -> figure:
         for node in dict.fromkeys(power.nodes)
     }
     gpus = dict(zip(power.names, power.power_w, strict=True))
+    items = []
     for which, lines, visible in (("GPUs", gpus, True), ("nodes", by_node, False)):
         source = ColumnDataSource(
             {
@@ -106,4 +115,7 @@ def power_figure(power: PowerSeries) -> figure:
             visible=visible,
         )  # fmt: skip
         add_tips(plot, drawn, ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}"))
+        if len(lines) <= len(SERIES):  # more have no colour of their own
+            items.append((field("name"), drawn))
+    add_legend(plot, items)
     return plot

@@ -132,7 +132,9 @@ def _figure(
         view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
         fill_alpha=0.0, line_color=_PATH, line_width=1.6,
     )  # fmt: skip
-    bar = ColorBar(color_mapper=ways[0].mapper, title=ways[0].title, width=12)
+    first = ways[0]
+    bar = ColorBar(color_mapper=first.mapper, ticker=first.ticker, title=first.title, width=12)
+    bar.major_label_overrides = dict(enumerate(first.names))
     # What the page's script turns the bar and the units into.
     bar.name, bar.tags = f"{name} colours", [list(vars(way).values()) for way in ways]
     plot.add_layout(bar, "right")

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,31 +23,8 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 
-#: Real computation above this share of a unit's modelled time leaves too little room for jitter.
-MAX_REAL_SHARE = 0.5
-#: With more units than this over that share, emulated times are not to be trusted.
-MAX_OVERRUN_SHARE = 0.01
-
 #: Beyond the tags of what else the hosts of a pipeline send each other.
 _FIRST_TAG = 100
-
-
-@dataclass
-class Fidelity:
-    """Whether the host kept up with the emulation.
-
-    Units overrun whose real computation took more than half of their modelled time; `real_shares`
-    has real over modelled time of the latest units.
-    """
-
-    units: int = 0
-    overruns: int = 0
-    real_shares: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
-
-    @property
-    def trusted(self) -> bool:
-        """Whether at most 1 % of the units overran."""
-        return self.overruns <= MAX_OVERRUN_SHARE * self.units
 
 
 class _InWait:
@@ -104,7 +79,6 @@ class EmulatedExecutor:
         self._collectives = collectives
         self._settle_clock = settle_clock
         self._in_wait: _InWait | None = None
-        self.fidelity = Fidelity()
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
@@ -141,12 +115,10 @@ class EmulatedExecutor:
         if self._in_wait is not None:
             self._in_wait.end(self._ready_s)
             self._in_wait = None
-        self._real_start_s = time.monotonic()
         return Done()
 
     def end_unit(self) -> Completion:
         """The real computation is done: take the unit's modelled time, and sleep until its end."""
-        real_s = time.monotonic() - self._real_start_s
         self._settle_clock()
         unit, destination = self._units[len(self._ends)], self._destinations[len(self._ends)]
         self._work_s += self._time_at_max_s[unit.kind]
@@ -159,10 +131,6 @@ class EmulatedExecutor:
         if unit.combined:
             return Done()
         self._work_s = 0.0
-        share = real_s / (run.end_s - run.start_s)
-        self.fidelity.units += 1
-        self.fidelity.overruns += share > MAX_REAL_SHARE
-        self.fidelity.real_shares.append(share)
         remaining_s = self._anchor_s + run.end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early

@@ -26,7 +26,7 @@ folder = Path(sys.argv[sys.argv.index("--envpipe-output") + 1])
 {end}
 """
 LEAVES = """
-rows = [f"{s},{k},{f},{f / 1e5},{f / 10}" for s in (0, 1) for k in ("forward", "backward")
+rows = [f"{s},{k},{f},{f / 1e5},{f / 100}" for s in (0, 1) for k in ("forward", "backward")
         for f in (1410, 1200)]
 header = "stage,instruction,frequency,time,energy"
 (folder / "profile.csv").write_text("\\n".join([header, *rows]) + "\\n")

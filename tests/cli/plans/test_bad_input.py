@@ -79,17 +79,59 @@ def test_more_microbatches_than_any_file_has(profile_path, plan_path, tmp_path):
     assert_says(simulate_badly(profile_path, plan_path), "'num_microbatches'", "fewer units")
 
 
-def test_powers_that_no_gpu_has_are_told_with_row_and_remedy(profile_path, tmp_path, caplog):
-    plan_for(profile_path, tmp_path / "plan.json")
-    assert not caplog.records
-    header, *rows = profile_path.read_text().splitlines()
-    profile_path.write_text("\n".join([header, *(f"{row}e3" for row in rows)]))
-    plan_for(profile_path, tmp_path / "plan.json")
-    (record,) = caplog.records
-    assert_says(
-        record.getMessage(), f"{profile_path}, line 2", " W, and 31 more", "5 W to 5000 W",
-        "Times are in s", "energies in J",
-    )  # fmt: skip
+@pytest.mark.parametrize(("column", "factor"), [(3, 1e3), (4, 1e-3), (4, 1e3)])
+def test_times_in_ms_and_energies_in_kj_or_mj_are_refused(profile_path, tmp_path, column, factor):
+    header, *rows = [line.split(",") for line in profile_path.read_text().splitlines()]
+    for row in rows:
+        row[column] = str(factor * float(row[column]))
+    profile_path.write_text("\n".join(map(",".join, [header, *rows])))
+    message = plan_badly(profile_path, tmp_path)
+    assert_says(message, f"{profile_path}, line 2", "no GPU has (W)", "in s", "in J", "not ms, kJ")
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [
+        ("--blocking-power", "0.0836", "0.0836 kW is 83.6 W"),
+        ("--blocking-power", "83600,84000", "83600 mW is 83.6 W"),
+        ("--p2p-latency", "20", "20 ms is 0.02 s"),
+        ("--change-time", "10", "10 ms is 0.01 s"),
+        ("--tail-time", "1500", "1500 ms is 1.5 s"),
+        ("--spread", "3%", "3 % is 0.03"),
+        ("--split-overhead", "5 %", "5 % is 0.05"),
+        ("--deadline-factor", "102", "102 % is 1.02"),
+        ("--power-cap", "2.4kW", "2.4 kW is 2400 W"),
+        ("--min-dwell", "50ms", "50 ms is 0.05 s"),
+    ],
+)
+def test_an_option_in_another_unit_is_named(profile_path, tmp_path, option, given, said):
+    assert_says(plan_badly(profile_path, tmp_path, option, given), option, f"'{given}'", said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("wait_power_w", [{"stage": 0, "frequency_mhz": 1410, "power_w": 0.08}], "is 80 W"),
+        ("wait_power_w", [{"stage": 0, "frequency_mhz": 1.41, "power_w": 80}], "is 1410 MHz"),
+        ("p2p_latency_s", [20, 20, 20], "20 ms is 0.02 s"),
+        ("frequency_change_s", 20, "20 ms is 0.02 s"),
+    ],
+)
+def test_a_sidecar_in_another_unit_is_named(profile_path, tmp_path, field, value, said):
+    sidecar = {"format": "envpipe-profile/1", field: value}
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    assert_says(plan_badly(profile_path, tmp_path), f"field '{field}'", said)
+
+
+def test_a_plan_in_place_of_a_profile_is_named_and_the_other_way_round(profile_path, plan_path):
+    swapped = simulate_badly(plan_path, profile_path)
+    assert_says(swapped, str(plan_path), "JSON (envpipe-plan/1)", "Give the CSV of a profile")
+    assert_says(simulate_badly(profile_path, profile_path), "a table of stage,", "JSON of a plan")
+
+
+def test_an_orders_name_is_taken_in_any_case(profile_path, tmp_path):
+    planned = plan_for(profile_path, tmp_path / "plan.json", "--schedule", "1F1B")
+    assert "optimal on 1f1b" in planned.output
 
 
 @pytest.mark.parametrize("count", ["0", "2.5", ""])

@@ -423,7 +423,7 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
             ["line 6", "unknown layer", "99..."],
             id="long number",
         ),
-        ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
+        ("0,forward,1200", "0,forwrd,1200", ["line 6", "'forwrd'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
         (
             "0,forward,1200,0.1",
