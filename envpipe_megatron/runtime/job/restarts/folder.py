@@ -180,6 +180,13 @@ class JobFolder:
             self.found = replace(self.found, profile={}, plan={})
             self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
 
+    def forget_baseline(self, batch: str) -> None:
+        """Have a batch's baseline measured, as `forget_profile` does. Every rank calls it."""
+        if self.found is not None:
+            left = {name: kept for name, kept in self.found.baselines.items() if name != batch}
+            self.found = replace(self.found, baselines=left)
+            self._store(baselines=left)
+
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
         """Keep each batch's first; one without energies is measured again by each start."""
         if self._job is None:
