@@ -5,7 +5,9 @@
  "clock_backend": "nvml", "rank": 0, "num_ranks": 8, "stage": 0, "phase": "steady",
  "first_iteration": 40, "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1,
  "energy_j": 870.2, "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5,
- "idle_s": 0.2}
+ "idle_s": 0.2,
+ "baseline": {"iterations": 9, "time_s": 1.02, "time_uncertainty_s": 0.004, "energy_j": 351.5,
+              "metering_uncertainty_j": 0.6}}
 ```
 
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare
@@ -14,6 +16,7 @@ within a node alone. The three times add up to the duration: units, waits in rec
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
+`baseline` is what a step of this GPU is held against, where it may save.
 The older a job, the more windows are added up in a line, and lines are laid end to end: their
 instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
 the name of a run. What many ranks wrote and some were killed while writing may hold torn lines;
@@ -66,6 +69,8 @@ MAX_AMOUNT, MAX_INDEX, MAX_STAGE = 1e12, 2**31 - 1, 9_999
 #: Where the time of a window went; of an iteration whose units were not timed as in the last whose
 #: were.
 SHARES = ("compute_s", "blocking_s", "idle_s")
+#: What is known of an average step.
+STEP = ("iterations", "time_s", "time_uncertainty_s", "energy_j", "metering_uncertainty_j")
 
 
 class Phase(StrEnum):
@@ -120,6 +125,7 @@ class EnergyWindow:
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
         num_ranks: of its start of the job.
+        baseline: what a step is held against, by the names of `STEP`.
     """
 
     node: str
@@ -137,6 +143,7 @@ class EnergyWindow:
     shares_s: tuple[float, ...] | None
     begin_s: float | None = None
     num_ranks: int | None = None
+    baseline: Mapping[str, Any] | None = None
 
     @property
     def gpu_key(self) -> tuple[str, str]:
@@ -314,6 +321,7 @@ def _parse(data: Any) -> EnergyWindow:
         shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
         begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
         num_ranks=_index(data, "num_ranks"),
+        baseline=read_step(data.get("baseline")),
     )
 
 
@@ -322,6 +330,15 @@ def read_amount(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= MAX_AMOUNT:
         raise ValueError
     return float(value)
+
+
+def read_step(told: Any) -> dict[str, Any] | None:
+    """A step of a baseline, by the names that `StepEnergy` has; None if it is none."""
+    try:
+        read = {name: None if told[name] is None else read_amount(told[name]) for name in STEP}
+    except (TypeError, KeyError, ValueError):  # of another version
+        return None
+    return read if read["time_s"] and read["energy_j"] else None
 
 
 def read_text(data: dict[str, Any], name: str) -> str:

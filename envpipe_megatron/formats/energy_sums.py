@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from envpipe_megatron.formats.energy import BEGUN, num_steps
+from envpipe_megatron.formats.energy import BEGUN, STEP, num_steps
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
 #: this. So much is lost with a process that is killed, or a node that loses its power.
@@ -104,15 +104,15 @@ class LineSums:
             self._due.popleft()
 
 
-def _mean(known: Mapping[str, Any], line: Mapping[str, Any]) -> list[Any]:
+def _mean(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     """The baseline of two lines' steps, with its errors taken for common ones, as most are."""
     steps, more = steps_of(known), steps_of(line)
-    (iterations, *own), (others, *other) = known["baseline"], line["baseline"]
-    means = (
-        None if None in (a, b) else round((steps * a + more * b) / (steps + more), _DIGITS)
-        for a, b in zip(own, other, strict=True)
-    )
-    return [max(iterations, others), *means]
+    own, other = known["baseline"], line["baseline"]
+    means = {
+        name: None if None in (a, b) else round((steps * a + more * b) / (steps + more), _DIGITS)
+        for name, a, b in ((name, own[name], other[name]) for name in STEP)
+    }
+    return means | {"iterations": max(own["iterations"], other["iterations"])}
 
 
 class LogSums:

@@ -14,7 +14,7 @@ from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, compare, percent
+from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, percent
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ _made: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
 class IntervalReport:
     """Training since the last log line, on an average GPU of the job.
 
-    Without a whole step there is no energy, and before the baseline's end no comparison; nor are
-    steps of several sizes of batches compared, or those of a job that only measures.
+    Without a whole step there is no energy. The comparison is of all steady steps so far, as in the
+    bill; None in other phases, of several sizes of batches, and of a job that only measures.
     """
 
     energy: IntervalEnergy | None
@@ -47,12 +47,7 @@ class IntervalReport:
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
         energy = session.gather(session.lap())
-        if energy is None or energy.step is None:
-            return cls(energy, None)
-        baseline = session.baseline_of(energy)
-        if baseline is None or session.only_measures:
-            return cls(energy, None)
-        return cls(energy, compare(energy.step, baseline.mean))
+        return cls(energy, None if energy is None else energy.saved)
 
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and W&B, beside Megatron's own `iter-energy/gpu` and `power/gpu`."""
@@ -113,15 +108,13 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
     by_stage = collectives.all_to_planner(own)
     if not collectives.is_planner:
         return []
-    memory, job = session.memory, own["job"]
-    if session.only_measures:  # what differs is chance
-        job |= {"comparison": None, "other_batches": {}}
+    memory = session.memory
     summary = {
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
         "only_measures": session.only_measures,
         "baseline": own["baseline"],
-        "job": job,
+        "job": own["job"],
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": [rank for replicas in by_stage for rank in replicas],
     }

@@ -11,6 +11,7 @@ import pytest
 
 from envpipe_megatron.formats import energy
 from envpipe_megatron.formats.energy import (
+    STEP,
     EnergyFileError,
     EnergyNote,
     EnergyWindow,
@@ -151,10 +152,11 @@ def test_steps_of_several_baselines_are_held_against_their_mean():
     sums = LineSums(written.append, share=math.inf, longest_s=math.inf)
     for iteration, (seconds, joules) in enumerate([(1.0, 100.0)] * 3 + [(2.0, 140.0)]):
         place = {"first_iteration": iteration, "last_iteration": iteration}
-        sums.add(WINDOW | place | {"baseline": [9, seconds, 0.01, joules, None]})
+        baseline = dict(zip(STEP, (9, seconds, 0.01, joules, None), strict=True))
+        sums.add(WINDOW | place | {"baseline": baseline})
     sums.flush()
     (line,) = written
-    assert line["baseline"] == [9, 1.25, 0.01, 110.0, None]
+    assert list(line["baseline"].values()) == [9, 1.25, 0.01, 110.0, None]
     assert (line["first_iteration"], line["last_iteration"]) == (0, 3)
 
 

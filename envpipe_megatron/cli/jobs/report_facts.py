@@ -46,15 +46,16 @@ def report_facts(folder: RunFolder) -> ReportFacts:
 def _metered_facts(folder: RunFolder) -> ReportFacts:
     """What meters say of phases.
 
-    A job is compared with its own baseline: the steps of the warm-up that it measured, or all of
-    them where it was killed before it could tell. Of several runs in a folder, the last is compared
-    with the one called `baseline`, or else with the first.
+    A job is compared as in its bill: with the mean of its baselines, each as long as it was in
+    force. Before it could tell one, its whole warm-up stands in. Of several runs in a folder, the
+    last is compared with the one called `baseline`, or else with the first.
     """
     if folder.energy is None:
         return ReportFacts()
     if not folder.windows:
         return ReportFacts(notes=tuple(_incomplete([bill_of(folder.energy.lines)])))
-    others = bill_of(folder.energy.lines).other_runs
+    whole = bill_of(folder.energy.lines)
+    others = whole.other_runs
     if all(window.run in others for window in folder.windows):  # starts that have one name
         others = frozenset()
     bills = _bill_by_run(folder.energy.lines, others)
@@ -71,7 +72,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
     run = [name for name in bills if name != first or len(bills) == 1][-1]
     bill = bills[run]
-    steady = bill.steps(_STEADY)
+    steady, means = bill.steps(_STEADY), None
     if len(bills) > 1:
         base_bill, base_phase, base_name = bills[first], _STEADY, first
         baseline = base_bill.steps(_STEADY)
@@ -80,7 +81,11 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         notes.append("Only the run `baseline` is there: it is compared with nothing.")
     else:
         base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
+        means = whole.compared()
         baseline = _recorded_baseline(folder, bill)
+        if means:
+            count = baseline.iterations if baseline else means[1].iterations
+            baseline = replace(means[1], iterations=count)
         if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
             notes.append(
                 "The job recorded no baseline: its whole warm-up stands in for it, with the first "
@@ -89,7 +94,9 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     stages = _stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline)
     if base_name != run:
         stages += _stages(run or "steady", bill, _STEADY, folder.plan)
-    compared = compare(steady, baseline) if steady and baseline and baseline.time_s else None
+    compared = compare(*means) if means else None
+    if compared is None and steady and baseline and baseline.time_s:
+        compared = compare(steady, baseline)
     facts = ReportFacts(
         phases,
         _step_facts(base_name, baseline, _num_gpus(base_bill, base_phase)) if baseline else None,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from envpipe_megatron.formats.energy import (
     BEGUN,
     ENDED,
@@ -26,9 +28,17 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     Phase,
     name_of_run,
+    read_step,
     split_phase,
 )
-from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepEnergy, compare
+from envpipe_megatron.runtime.energy.steps import (
+    ComparedSteps,
+    Comparison,
+    RunningMean,
+    StepEnergy,
+    compare,
+    mean_steps,
+)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -97,6 +107,7 @@ class PhaseBill:
         shares_s: seconds of `SHARES`.
         steps: how many they hold, those that were repeated after a restart as often as run.
         step_s: the windows' mean step times.
+        compared: those whose baseline is known.
         first: the lowest iteration; None if no line says one.
         begun: windows that begin with it.
     """
@@ -109,11 +120,12 @@ class PhaseBill:
     shares_s: tuple[float, ...] = (0.0,) * len(SHARES)
     steps: int = 0
     step_s: RunningMean = field(default_factory=RunningMean)
+    compared: ComparedSteps = field(default_factory=ComparedSteps)
     first: int | None = None
     begun: int = 0
 
-    def add(self, window: EnergyWindow) -> None:
-        """Add one window."""
+    def add(self, window: EnergyWindow, baseline: Mapping[str, Any] | None = None) -> None:
+        """Add one window; its steps are held against a baseline, if one is known."""
         self.window = window
         self.windows += 1
         self.energy_j += window.energy_j
@@ -125,8 +137,12 @@ class PhaseBill:
         first, last = window.first_iteration, window.last_iteration
         if window.phase in OUTSIDE_STEPS or first is None or last is None or last < first:
             return
-        self.steps += last - first + 1
-        self.step_s.add(window.duration_s / (last - first + 1))
+        count = last - first + 1
+        self.steps += count
+        self.step_s.add(window.duration_s / count)
+        if baseline is not None:
+            measured = window.duration_s, window.energy_j, uncertainty_j
+            self.compared.add(StepEnergy(**baseline), count, *measured)
         if self.first is None or first < self.first:
             self.first, self.begun = first, 0
         self.begun += first == self.first
@@ -192,6 +208,8 @@ class Bill:
         self.other_runs: frozenset[str] = frozenset()
         #: The node that told of the last one.
         self._told_by = ""
+        #: The baseline that the job reported last: lines of earlier versions have none.
+        self._baseline: Mapping[str, Any] | None = None
         #: Whether all iterations had as many tokens.
         self._one_batch = True
 
@@ -209,6 +227,7 @@ class Bill:
                     self._told_by = line.node
                 self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
                 self.facts = new
+                self._baseline = read_step(new.get("baseline"))
             elif line.note in (BEGUN, ENDED):
                 node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
@@ -220,7 +239,8 @@ class Bill:
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
-        self.phases[key].add(line)
+        reported = self._baseline if line.phase == Phase.STEADY else None
+        self.phases[key].add(line, line.baseline or reported)
         if line.phase in OUTSIDE_STEPS:
             return
         if line.first_iteration is not None and line.last_iteration is not None:
@@ -231,13 +251,14 @@ class Bill:
         """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
         made = Bill()
         made.phases = {
-            key: replace(phase, step_s=copy.copy(phase.step_s))
+            key: replace(phase, step_s=copy.copy(phase.step_s), compared=copy.copy(phase.compared))
             for key, phase in self.phases.items()
         }
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
         made.unreadable = self.unreadable
         made.other_runs, made._told_by = self.other_runs, self._told_by
+        made._baseline = self._baseline
         made._one_batch = self._one_batch
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
@@ -337,18 +358,24 @@ class Bill:
             math.hypot(*sorted(errors_j)) / count if len(errors_j) == len(known) else None,
         )
 
-    def comparison(self) -> Comparison | None:
-        """Steady steps against the baseline that the job measured; None if one is not known.
+    def compared(self) -> tuple[StepEnergy, StepEnergy] | None:
+        """A steady step, and one as baselines expect it, of steps for which one was in force.
 
-        None, too, of a job that only measures.
+        None without such steps, if a GPU does not report its steps, or the job only measures.
         """
-        steady = self.steps(Phase.STEADY.value)
-        if steady is None or self.facts.get("level") == "observe":
+        if self.steps(Phase.STEADY.value) is None or self.facts.get("level") == "observe":
             return None
-        try:
-            return compare(steady, StepEnergy(**self.facts.get("baseline", {})))
-        except (TypeError, ArithmeticError):  # it is none that this version knows
-            return None
+        sums = [
+            phase.compared.sums
+            for (_, run, name, _), phase in self.phases.items()
+            if name == Phase.STEADY and run not in self.other_runs
+        ]
+        return mean_steps(np.array([math.fsum(each) for each in zip(*sums, strict=True)]))
+
+    def comparison(self) -> Comparison | None:
+        """Steady steps against the baselines that were in force; None if none is known."""
+        means = self.compared()
+        return compare(*means) if means else None
 
     def per_unit(self) -> Mapping[str, float]:
         """J per iteration, token and sample of training; those that are known.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
-from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError, WindowEnergy
+from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
+from envpipe_megatron.runtime.energy.steps import ComparedSteps, StepEnergy
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ class Window:
         compute_s: time in units.
         blocking_s: time in receives from other stages.
         seen: its first steps, if the counter was seen to refresh after their end.
+        baseline: what its steps are held against, once another one is in force.
     """
 
     phase: str
@@ -41,6 +45,7 @@ class Window:
     compute_s: float = 0.0
     blocking_s: float = 0.0
     seen: Window | None = None
+    baseline: StepEnergy | None = None
 
     @property
     def duration_s(self) -> float:
@@ -117,6 +122,11 @@ class EnergyLog:
         self._sums = LineSums(self._put)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
+        #: When the last window that was written ended, and where the counter stood.
+        self._written: tuple[float, CounterAt] | None = None
+        #: By phase, what the windows of its steps that are not written yet are held against.
+        self._baselines: dict[str, StepEnergy | None] = {}
+        self._compared: dict[str, ComparedSteps] = {}
         self._failing = False
         #: For each phase, what was metered of it.
         self.totals: dict[str, PhaseTotals] = {}
@@ -146,6 +156,31 @@ class EnergyLog:
         self._flush(seen_s)
         self._open = replace(step)
 
+    def hold_against(self, phase: str, baseline: StepEnergy | None) -> None:
+        """Hold steps of a phase against this GPU's baseline, from those of the open window on."""
+        for window in self._waiting:
+            window.baseline = self._baseline_of(window)
+        self._baselines[phase] = baseline
+
+    def compared(self, phase: str) -> ComparedSteps:
+        """Steps of a phase beside their baselines, also what is not written yet; never waits."""
+        made = copy.copy(self._compared.get(phase, ComparedSteps()))
+        for window in (*self._waiting, self._open):
+            if window is not None and window.phase == phase:
+                with suppress(MeterError):
+                    energy = self._meter.window(window.begin_s, window.end_s)
+                    self._compare(made, window, energy)
+        return made
+
+    def _compare(self, compared: ComparedSteps, window: Window, energy: WindowEnergy) -> None:
+        baseline = self._baseline_of(window)
+        if baseline is not None:
+            measured = window.duration_s, energy.energy_j, energy.uncertainty_j
+            compared.add(baseline, window.iterations, *measured)
+
+    def _baseline_of(self, window: Window) -> StepEnergy | None:
+        return window.baseline or self._baselines.get(window.phase)
+
     def interrupt(self) -> None:
         """End the open window: something that is not training follows, and is not billed."""
         if self._open:
@@ -174,9 +209,15 @@ class EnergyLog:
         except MeterError as error:
             self._warn(str(error))
             if window.seen:
-                self._write(window.seen)
+                self._write(replace(window.seen, baseline=window.baseline))
             return
+        if self._written is not None and self._written[0] == window.begin_s:
+            # Windows add up, as an agent bills them.
+            energy = replace(energy, begin=self._written[1])
+        self._written = window.end_s, energy.end
         self.totals.setdefault(window.phase, PhaseTotals()).add(window, energy)
+        compared = self._compared.setdefault(window.phase, ComparedSteps())
+        self._compare(compared, window, energy)
         if self._append is None:
             return
         line = {
@@ -195,7 +236,11 @@ class EnergyLog:
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
         if self._with_counter:
-            self._append(line | {"begin_counter": energy.begin, "end_counter": energy.end})
+            line |= {"begin_counter": energy.begin, "end_counter": energy.end}
+        if baseline := self._baseline_of(window):
+            line["baseline"] = asdict(baseline)
+        if self._with_counter:
+            self._append(line)
         else:
             self._sums.add(line)
 

@@ -5,6 +5,7 @@ Arithmetic alone: `TrainingEnergy` measures steps, and bills and reports compare
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from scipy.special import stdtrit
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.uncertainty import NORMAL_95
+from envpipe_megatron.formats.energy import STEP
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class IntervalEnergy:
     """What training took between two laps, on one GPU or on an average one of the job.
 
     `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
-    time lies between iterations and is shared by the steps. `step` is None if no step ended.
+    time lies between iterations and is shared by the steps. `step` is None if no step ended;
+    `saved`, of the job, unless some ended in the steady phase of one batch whose baseline is known.
     """
 
     phases: Mapping[str, int]
     step: StepEnergy | None
+    saved: Comparison | None = None
 
 
 @dataclass(frozen=True)
@@ -85,30 +89,42 @@ class BaselineEnergy:
 class Comparison:
     """Steps against those of a baseline, in percent; slowdown is of time.
 
-    Uncertainties are standard ones, in percentage points, None if not known; so is the saving where
-    an energy is not known.
+    Uncertainties are in percentage points: `NORMAL_95` times one reaches to the farther end of the
+    95 % interval, None if that is not known. A saving or slowdown is None where an energy is not
+    known, or the baseline so uncertain that its interval has no end.
     """
 
     saving_percent: float | None
     saving_uncertainty_percent: float | None
-    slowdown_percent: float
+    slowdown_percent: float | None
     slowdown_uncertainty_percent: float | None
 
 
 def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
     """How much energy a step saves against the baseline's, and how much longer it takes."""
-    saving = saving_uncertainty = slowdown_uncertainty = None
-    if step.energy_j is not None and baseline.energy_j:
-        ratio = step.energy_j / baseline.energy_j
-        saving = 100 * (1 - ratio)
-        own_j, base_j = step.energy_uncertainty_j, baseline.energy_uncertainty_j
-        if own_j is not None and base_j is not None:
-            saving_uncertainty = 100 * math.hypot(own_j, ratio * base_j) / baseline.energy_j
-    slower = step.time_s / baseline.time_s
-    own_s, base_s = step.time_uncertainty_s, baseline.time_uncertainty_s
-    if own_s is not None and base_s is not None:
-        slowdown_uncertainty = 100 * math.hypot(own_s, slower * base_s) / baseline.time_s
-    return Comparison(saving, saving_uncertainty, 100 * (slower - 1), slowdown_uncertainty)
+    own, base = step.energy_j, baseline.energy_j
+    more: tuple[float | None, float | None] = None, None
+    if own is not None and base:
+        more = _more(own, step.energy_uncertainty_j, base, baseline.energy_uncertainty_j)
+    saving = None if more[0] is None else -more[0]
+    base_error_s = baseline.time_uncertainty_s
+    slower = _more(step.time_s, step.time_uncertainty_s, baseline.time_s, base_error_s)
+    return Comparison(saving, more[1], *slower)
+
+
+def _more(
+    own: float, own_error: float | None, base: float, base_error: float | None
+) -> tuple[float | None, float | None]:
+    """By how many percent it exceeds a base, and how uncertain that is, by Fieller's theorem."""
+    ratio, base_share2 = own / base, (NORMAL_95 * (base_error or 0.0) / base) ** 2
+    if base_share2 >= 1:  # the base may be as good as nothing
+        return None, None
+    percent = 100 * (ratio - 1)
+    if own_error is None or base_error is None:
+        return percent, None
+    own2, kept = (NORMAL_95 * own_error / base) ** 2, 1 - base_share2
+    farther = (math.sqrt(own2 * kept + ratio**2 * base_share2) + ratio * base_share2) / kept
+    return percent, 100 * farther / NORMAL_95
 
 
 class RunningMean:
@@ -139,38 +155,64 @@ class RunningMean:
         return widened * math.sqrt(self._squares / (n - 1) / n)
 
 
-class PhaseMean:
-    """The mean step of all laps of one phase, each of which counts by its steps."""
+class ComparedSteps:
+    """Steps of one GPU beside what baselines expect in their place, of each the one in force then.
+
+    All that is said to be saved rests on `sums`, which add up over the GPUs and starts of a job.
+    """
 
     def __init__(self) -> None:
-        self._times_s = RunningMean()
-        self._iterations = 0
-        self._duration_s = self._energy_j = self._variance_j2 = 0.0
+        self._baseline: StepEnergy | None = None
+        self._alike = 0
+        #: Of windows' times to the baselines': they scatter beyond what baselines tell.
+        self._ratios = RunningMean()
+        self._sums = np.zeros(8)
 
-    def add(self, lap: StepEnergy) -> None:
-        """Add one more lap; one that was not metered is left out."""
-        if lap.energy_j is None or lap.metering_uncertainty_j is None:
-            return
-        self._times_s.add(lap.time_s)
-        self._iterations += lap.iterations
-        self._duration_s += lap.iterations * lap.time_s
-        self._energy_j += lap.iterations * lap.energy_j
-        self._variance_j2 += (lap.iterations * lap.metering_uncertainty_j) ** 2
-        self._last = lap
+    def __copy__(self) -> ComparedSteps:
+        made = ComparedSteps()
+        vars(made).update(vars(self), _ratios=copy.copy(self._ratios), _sums=self._sums.copy())
+        return made
+
+    def add(self, baseline: StepEnergy, steps: int, *measured: float | None) -> None:
+        """Add a window of steps: s, J, and its uncertainty of metering in J.
+
+        Steps that share a baseline share its errors; those of others are independent.
+        """
+        if baseline != self._baseline:
+            self._baseline, self._alike = baseline, 0
+        shared = (self._alike + steps) ** 2 - self._alike**2
+        self._alike += steps
+        own = np.array(measured, np.float64)  # nan where it is not known
+        base = np.array([getattr(baseline, name) for name in STEP[1:]], np.float64)
+        self._ratios.add(float(own[0] / steps / base[0]))
+        expected = base ** (1, 2, 1, 2) * (steps, shared, steps, shared)
+        self._sums += (steps, *own ** (1, 1, 2), *expected)
 
     @property
-    def step(self) -> StepEnergy | None:
-        """An average step; None before the first lap."""
-        count = self._iterations
-        if self._times_s.count < 2:
-            return self._last if count else None
-        return StepEnergy(
-            count,
-            self._duration_s / count,
-            self._times_s.uncertainty,
-            self._energy_j / count,
-            math.sqrt(self._variance_j2) / count,
-        )
+    def sums(self) -> FloatArray:
+        """[11] GPUs; steps; those whose scatter is known; s, error, J, error^2; the same expected.
+
+        Steps scatter on all GPUs alike, and errors of baselines are taken to: these add up. Errors
+        of metering are independent: their squares do, but for those of what is expected.
+        """
+        steps, time_s, energy_j, error_j2, base_s, base_error_s2, base_j, base_error_j2 = self._sums
+        scatter = self._ratios.uncertainty
+        known = (0.0, 0.0) if scatter is None else (steps, base_s * scatter)
+        own = known[0], time_s, known[1], energy_j, error_j2
+        gpus = float(steps > 0)
+        return np.array([gpus, steps, *own, base_s, base_error_s2**0.5, base_j, base_error_j2**0.5])
+
+
+def mean_steps(sums: FloatArray) -> tuple[StepEnergy, StepEnergy] | None:
+    """The average step and the one expected, by `ComparedSteps.sums`; None of no steps."""
+    gpus, steps, known, time_s, scatter_s, energy_j, error_j2, *expected = sums.tolist()
+    if not steps:
+        return None
+    scatter_s = scatter_s * steps / known if known else math.nan
+    totals = [[time_s, scatter_s, energy_j, math.sqrt(error_j2)], expected]
+    own, base = ([None if math.isnan(v) else v / steps for v in each] for each in totals)
+    count = round(steps / gpus)
+    return StepEnergy(count, *own), StepEnergy(count, *base)  # type: ignore[arg-type]
 
 
 def step_sums(step: StepEnergy | None) -> FloatArray:

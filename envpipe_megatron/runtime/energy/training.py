@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
 from envpipe_megatron.runtime.energy.intervals import Interval, measure_baseline, usual
@@ -23,11 +24,12 @@ from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,
+    ComparedSteps,
     IntervalEnergy,
-    PhaseMean,
     StepEnergy,
     compare,
     mean_over_gpus,
+    mean_steps,
     step_sums,
 )
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -48,6 +50,7 @@ class TrainingEnergy:
         baselines: what an earlier start of the job measured, by batch; see `phase_in_batch`. This
             one measures none of these batches.
         describe: called with the full batch's baseline, its mean step, as soon as it is known.
+        compares: whether the job is to save anything; else what differs is chance.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class TrainingEnergy:
         collectives: Collectives,
         baselines: Mapping[str, BaselineEnergy],
         describe: Callable[[Mapping[str, Any]], None],
+        compares: bool = True,
     ) -> None:
         self.log = log
         self._describe = describe
+        self._compares = compares
         self._meter = meter
         self._now_s = now_s
         self._collectives = collectives
@@ -69,10 +74,13 @@ class TrainingEnergy:
         self._lap_end: tuple[float, float] | None = None
         #: Of batches whose baseline is to be measured, the warm-up or a stretch of `baseline`.
         self._warmups: dict[str, list[Window]] = {}
+        #: Of those whose baseline is known.
+        self._warm: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: What the steps of the present measurement are added to as well.
         self._measured: list[Window] | None = None
-        self._job_phases: dict[str, PhaseMean] = {}
+        #: By batch, the sums of the job's GPUs of steady steps, `ComparedSteps.sums`.
+        self._job: dict[str, FloatArray] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
         #: The last step since a pause, whether it is over, and whether it is counted.
@@ -189,11 +197,11 @@ class TrainingEnergy:
                 self._meter.min_window_s,
             )
 
-    def baseline_of(self, phases: Iterable[str]) -> BaselineEnergy | None:
-        """What steps of these phases compare with; None if they are not all of one batch."""
-        # A batch's first step is the framework's alone, which does not say of which batch it is.
-        batches = {p if p == FRAMEWORK else split_phase(p)[1] for p in phases if p != PLAN}
-        return self.baselines.get(batches.pop()) if len(batches) == 1 else None
+    def forget_baseline(self, batch: str) -> None:
+        """Have a batch's baseline measured: an earlier start's is of no use."""
+        del self.baselines[batch]
+        self._settled.remove(batch)
+        self.log.hold_against(phase_in_batch(Phase.STEADY, batch), None)
 
     def measure_into(self, steps: list[Window] | None) -> None:
         """Add each step that ends from now on to these, until the next call."""
@@ -211,6 +219,11 @@ class TrainingEnergy:
         if steps and self._meter.last_refresh_s < steps[-1].end_s:
             self._meter.catch_up()
         return self._over_gpus(usual(steps).measure(self._meter).step)[0]
+
+    def warm_step(self, batch: str) -> StepEnergy | None:
+        """`mean_step` of the warm-up of a batch whose baseline was known, without the first."""
+        self.measure_into(None)
+        return self.mean_step(self._warm.pop(batch, [])[1:])
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; the meter is not waited for.
@@ -237,29 +250,32 @@ class TrainingEnergy:
         """The interval on an average GPU of the job; on all ranks together.
 
         GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
-        None if a rank has no step in its interval.
+        None if a rank has no step in its interval. What all steady steps so
+        far have saved is added up, and is `saved` if some are of this interval.
         """
+        own = np.array([self._compared(batch).sums for batch in sorted(self.baselines)])
+        sums = SUM(self._collectives.by_stage(own, SUM))
+        self._job = dict(zip(sorted(self.baselines), sums, strict=True))
         mean, _ = self._over_gpus(interval.step)
         if mean is None:
             return None
-        if len(interval.phases) == 1:
-            (phase,) = interval.phases
-            self._job_phases.setdefault(phase, PhaseMean()).add(mean)
-        return IntervalEnergy(interval.phases, mean)
+        batches = [b for b in self._job if phase_in_batch(Phase.STEADY, b) in interval.phases]
+        found = mean_steps(self._job[batches[0]]) if len(batches) == 1 else None
+        return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def summary(self) -> dict[str, Any]:
         """What was metered so far, of this GPU and as far as it was gathered of the job.
 
         Returns:
-            `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step; `job`
-                knows of laps of one phase alone) and `comparison` of the steady phase with the
-                baseline, None if not known, and likewise `other_batches`, by batch, of those of
-                another size than the full one; `gpu` and each of its phases have `total_energy_j`
-                and `total_duration_s` too, its phases `total_units_s`, and its phase `plan` no
-                step. `baseline`, the mean step of all GPUs, or None.
+            `gpu` and `job`, each with `comparison` of the steady phase with the baselines that were
+                in force, None if none is known, or this GPU's is not; and likewise `other_batches`,
+                by batch, of those of another size than the full one. `gpu` and each of its `phases`
+                have `total_energy_j` and `total_duration_s`, its phases `total_units_s` and
+                `_step_facts` of an average step, and its phase `plan` no step. `baseline`, the mean
+                step of all GPUs, or None.
         """
         totals = self.log.totals
-        own: dict[str, StepEnergy | None] = {
+        own = {
             name: StepEnergy(
                 total.iterations,
                 total.duration_s / total.iterations,
@@ -270,11 +286,11 @@ class TrainingEnergy:
             for name, total in totals.items()
             if total.iterations
         }
-        job = {name: mean.step for name, mean in self._job_phases.items()}
         baseline = self.baselines.get("")
-        facts = _facts(own, {batch: b.own for batch, b in self.baselines.items() if b.own})
+        measured = [batch for batch, known in self.baselines.items() if known.own]
+        phases: dict[str, Any] = {name: _step_facts(step) for name, step in own.items()}
         for name, total in totals.items():
-            phase = facts["phases"].setdefault(name, {"iterations": 0})
+            phase = phases.setdefault(name, {"iterations": 0})
             phase["total_energy_j"] = total.energy_j
             phase["total_duration_s"] = total.duration_s
             phase["total_units_s"] = total.compute_s
@@ -282,9 +298,10 @@ class TrainingEnergy:
             "gpu": {
                 "total_energy_j": sum(total.energy_j for total in totals.values()),
                 "total_duration_s": sum(total.duration_s for total in totals.values()),
-                **facts,
+                "phases": phases,
+                **_comparisons({batch: self._compared(batch).sums for batch in measured}),
             },
-            "job": _facts(job, {batch: b.mean for batch, b in self.baselines.items()}),
+            "job": _comparisons(self._job),
             "baseline": _step_facts(baseline.mean) if baseline else None,
         }
 
@@ -311,12 +328,20 @@ class TrainingEnergy:
         phase, batch = split_phase(step.phase)
         if phase == Phase.BASELINE or (phase == Phase.WARMUP and batch not in self._settled):
             self._warmups.setdefault(batch, []).append(step)
+        elif phase == Phase.WARMUP:
+            self._warm.setdefault(batch, []).append(step)
+
+    def _compared(self, batch: str) -> ComparedSteps:
+        return self.log.compared(phase_in_batch(Phase.STEADY, batch))
 
     def _counter_j(self, time_s: float) -> float:
         return self._meter.window(time_s, time_s).end.energy_j
 
     def _know_baseline(self, batch: str, baseline: BaselineEnergy) -> None:
         self.baselines[batch] = baseline
+        if self._compares:
+            own = baseline.own or (*baseline.by_stage[self._collectives.stage :], baseline.mean)[0]
+            self.log.hold_against(phase_in_batch(Phase.STEADY, batch), own)
         if not batch:
             self._describe({"baseline": asdict(baseline.mean)})
 
@@ -329,17 +354,11 @@ class TrainingEnergy:
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
 
 
-def _facts(
-    steps: Mapping[str, StepEnergy | None], baselines: Mapping[str, StepEnergy]
-) -> dict[str, Any]:
-    known = {name: _step_facts(step) for name, step in steps.items() if step is not None}
-    compared = {
-        batch: asdict(compare(steady, baseline))
-        for batch, baseline in baselines.items()
-        if (steady := steps.get(phase_in_batch(Phase.STEADY, batch)))
-    }
-    full = compared.pop("", None)
-    return {"phases": known, "comparison": full, "other_batches": compared}
+def _comparisons(sums: Mapping[str, FloatArray]) -> dict[str, Any]:
+    """The facts of comparisons, by batch."""
+    means = {batch: mean_steps(of_batch) for batch, of_batch in sums.items()}
+    facts = {batch: asdict(compare(*found)) for batch, found in means.items() if found}
+    return {"comparison": facts.pop("", None), "other_batches": facts}
 
 
 def _step_facts(step: StepEnergy) -> dict[str, Any]:

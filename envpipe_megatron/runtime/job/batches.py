@@ -113,9 +113,6 @@ class Batches:
         self, name: str, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None
     ) -> PhaseParts:
         job = self._job
-        if name in job.energy.baselines:
-            # One that does not count, and one that what an earlier start measured is held against.
-            job = replace(job, config=replace(job.config, warmup_iterations=2))
         if name:
             job = replace(job, say=_named(name, job.say), print_grid=_named(name, job.print_grid))
         return PhaseParts(

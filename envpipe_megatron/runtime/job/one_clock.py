@@ -133,7 +133,8 @@ class ClockSearch:
         """
         compared = self._compared(clock, other)
         noise = min(compared.slowdown_uncertainty_percent or 0.0, _MOST_EXCUSED_PERCENT)
-        return compared.slowdown_percent > allowed_percent + noise + _ROUNDING_PERCENT
+        more = compared.slowdown_percent or 0.0  # one that is not known is none
+        return more > allowed_percent + noise + _ROUNDING_PERCENT
 
     def _takes_more(self, clock: int, other: int) -> bool:
         """Whether a clock's steps take more energy, by more than can be noise."""

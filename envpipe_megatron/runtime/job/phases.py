@@ -32,7 +32,7 @@ from envpipe_megatron.runtime.job.planning import (
     profiled_clocks,
 )
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
-from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
+from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
 from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
@@ -57,11 +57,16 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
-    records = []
-    job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
-    for left in reversed(range(config.warmup_iterations)):
-        job.memory.watch = Watch.PEAK if left else Watch.UNITS
-        records.append((yield at_top))
+    known = job.batch in job.energy.baselines
+    # Of a known one, an iteration that does not count and one that it is held against.
+    for iterations in (2, config.warmup_iterations) if known else (config.warmup_iterations,):
+        records = []
+        job.say(f"warm-up: {iterations} iterations of {schedule.name} at {top} MHz")
+        for left in reversed(range(iterations)):
+            job.memory.watch = Watch.PEAK if left else Watch.UNITS
+            records.append((yield at_top))
+        if known and baseline_holds(job):
+            break
     job.memory.watch = Watch.PEAK
     order, own_order = replace(at_top, phase=Phase.STEADY), True
     try:

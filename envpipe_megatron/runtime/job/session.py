@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywher
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy
+from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
@@ -148,6 +148,7 @@ class Session:
             collectives,
             self._folder.found.baselines if self._folder.found else {},
             self.describe_job,
+            compares=not self.only_measures,
         )
         self._iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
         self._batches = Batches(
@@ -217,10 +218,6 @@ class Session:
     def only_measures(self) -> bool:
         """Whether the job keeps the framework's order at baseline clocks, from begin to end."""
         return self._config.measures_alone()
-
-    def baseline_of(self, interval: IntervalEnergy) -> BaselineEnergy | None:
-        """The baseline of the batches of an interval; None if it is not known, or not one size."""
-        return self._energy.baseline_of(interval.phases)
 
     @property
     def last_record(self) -> StageRecord | None:

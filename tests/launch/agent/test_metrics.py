@@ -140,9 +140,9 @@ def test_figures_of_the_job(node):
                 "metering_uncertainty_j": 1}  # fmt: skip
     facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
              "baseline": baseline, "predicted": {"saving_percent": 25.0}}  # fmt: skip
-    bill.add(parse_line(json.dumps(window).encode()))
     note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
     bill.add(parse_line(json.dumps(note).encode()))
+    bill.add(parse_line(json.dumps(window).encode()))
     families = node.scrape(port)
     found = {
         (name.removeprefix("envpipe_job_"), *list(sample.labels.values())[1:]): sample.value

@@ -286,6 +286,37 @@ def test_saving_against_the_jobs_own_baseline():
     assert "slower 5.92 +- " in line
 
 
+LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
+
+
+@pytest.mark.parametrize("told", ["by lines", "by notes"])
+def test_each_step_is_held_against_the_baseline_that_was_in_force(told):
+    """Both halves of a job save a fifth, at another length of sequences; so do both starts."""
+    entries = []
+    for start, baseline in enumerate([BASELINE, LATER]):
+        own = {"baseline": baseline} if told == "by lines" else {}
+        step = {"duration_s": baseline["time_s"], "run": f"a {STARTS[start // 2]}", **own}
+        entries += [] if own else [job(baseline=baseline)]
+        energy_j = 0.8 * baseline["energy_j"]
+        entries += [
+            window(gpu, 4 * start + i, energy_j, **step) for gpu in (0, 1) for i in range(4)
+        ]
+    made = bill(*entries)
+    for got in (made.comparison(), made.snapshot().comparison()):
+        assert got.saving_percent == pytest.approx(20.0)
+        assert got.slowdown_percent == pytest.approx(0.0, abs=1e-9)
+        assert got.slowdown_uncertainty_percent < 2, "that sequences grow is no scatter"
+
+
+def test_steps_without_a_baseline_are_in_no_saving():
+    """Of one run that only measures, and of the steps before a baseline could be measured."""
+    known = [window(0, i, 100.0, baseline=BASELINE, run="envpipe") for i in range(4)]
+    others = [window(0, i, 500.0, run="baseline") for i in range(4)]
+    damaged = window(0, 9, 500.0, baseline={**BASELINE, "time_s": "1.9"}, run="envpipe")
+    assert bill(*others, *known, damaged).comparison().saving_percent == pytest.approx(20.0)
+    assert bill(*others, damaged).comparison() is None
+
+
 def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving():
     """Who looks first and then turns EnvPipe on, in one folder, wants what it saves."""
     looks, saves = (job(level=level, type="optimal") for level in ("observe", "order"))

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
+from envpipe_megatron.runtime.energy.steps import StepEnergy, mean_steps
 
 
 class Logged:
@@ -148,6 +150,25 @@ def test_what_a_line_says(logged):
     assert logged.log.totals == {
         "steady": PhaseTotals(*(pytest.approx(x) for x in (300, 0.001 * 3**0.5, 3, 1.5, 0.3)), 6)
     }
+
+
+def test_a_window_that_waits_for_the_counter_keeps_its_baseline(logged):
+    """Short steps, and a counter that is seen late: it is written when another is in force."""
+    earlier, later = (StepEnergy(9, time_s, 0.01, 100 * time_s, 0.5) for time_s in (0.5, 0.6))
+    logged.log.hold_against("steady", earlier)
+    logged.step("steady", 0, 0.0, 1.0)
+    for iteration, phase in enumerate(["steady", "baseline", "steady"], start=1):
+        logged.log.add(step(phase, iteration, 0.5 + 0.5 * iteration, 0.5))
+    logged.log.hold_against("steady", later)
+    logged.log.add(step("steady", 4, 2.5, 0.5))
+    logged.at(2.0, 3.2)
+    so_far = logged.log.compared("steady").sums
+    logged.log.close()
+    lines = [line.get("baseline") for line in logged.lines()]
+    assert lines == [asdict(earlier), asdict(earlier), None, asdict(later)]
+    totals = logged.log.compared("steady").sums
+    assert so_far == pytest.approx(totals), "what is not written yet counts, too"
+    assert mean_steps(totals)[1].time_s == pytest.approx((2 * 0.5 + 2 * 0.6) / 4)
 
 
 def test_lines_for_an_agent_say_where_the_counter_stood(logged):
@@ -328,6 +349,9 @@ def weeks(step_s: float, days: float, lines: list[dict[str, Any]], **how: Any) -
     begin_s = 812345.123456789
     for iteration in range(int(days * 86400 / step_s)):
         place = iteration % 500
+        if place == 0:
+            known = StepEnergy(9, step_s + iteration / 7e9, 0.0123456789, 351.2345678, 0.61234567)
+            log.hold_against("steady", known)
         if place in (496, 0) and iteration:
             log.add(Window("plan", iteration, iteration, begin_s, begin_s + 0.031, 0))
             begin_s += 0.031

@@ -111,6 +111,9 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
     sizes = {split_phase(window.phase)[1] for window in logs.windows}
     assert sizes == {"", "m2"}
     bill = bill_of(logs.lines)
+    in_bill, in_log = bill.comparison(), summary["comparison"]
+    assert in_bill.saving_percent == pytest.approx(in_log["saving_percent"], abs=0.1)
+    assert in_bill.slowdown_percent == pytest.approx(in_log["slowdown_percent"])
     assert bill.steps("steady").iterations == 3
     assert bill.steps("warm-up m2").iterations == WARMUP
     bill.facts |= {"tokens_per_iteration": 100}

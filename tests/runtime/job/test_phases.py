@@ -100,6 +100,7 @@ class Rank:
     num_microbatches: int = MICROBATCHES
     channel: Any = field(default_factory=lambda: CHANNEL)
     executor: Any = "executor"
+    energy: Any = field(default_factory=lambda: SimpleNamespace(baselines={}))
     meter: Any = "meter"
     print_grid: Any = "grid"
 

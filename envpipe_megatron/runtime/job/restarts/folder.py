@@ -198,6 +198,14 @@ class JobFolder:
             forgotten: dict[str, Any] = {"profile": {}, "plan": {}, "reconfigure_ended": None}
             self._later(partial(self._store, reconfigure_steps=0, **forgotten))
 
+    def forget_baseline(self, batch: str) -> None:
+        """Have a batch's baseline measured, as `forget_profile` does. Every rank calls it."""
+        if self.found is not None:
+            left = {name: kept for name, kept in self.found.baselines.items() if name != batch}
+            self.found = replace(self.found, baselines=left)
+            self._later(partial(self._store, baselines=left))
+            self._kept_baselines.discard(batch)
+
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
         """Keep each batch's first; one without energies is measured again by each start."""
         new = {

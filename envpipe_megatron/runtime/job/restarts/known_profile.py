@@ -1,7 +1,7 @@
-"""A profile that need not be measured, held against this start's warm-up. Called by `phases`.
+"""A profile and a baseline that need not be measured, held against this start's warm-up.
 
 Units may cost something else today than they did: by another driver, heat, another node, or a fact
-that no key has. What was measured in the warm-up, at the highest clock, tells.
+that no key has. What was measured in the warm-up, at the highest clock, tells. Called by `phases`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from envpipe_megatron.core.plan import check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.memory.limit import knows_memory, with_memory
 
-#: A kind of units whose time differs by a larger share is not the one that was profiled.
+#: A kind of units whose time differs by a larger share is not the one that was profiled, and a step
+#: is not that of the baseline.
 _MOST_APART = 0.03
+#: Where a baseline is known less well, a step may differ by as much, up to this share.
+_MOST_UNSURE = 0.1
 
 
 def known_profile(
@@ -56,6 +60,29 @@ def known_profile(
     if given is not None and knows_memory(profile.sidecar):
         return profile
     return with_memory(profile, job.memory.stages)
+
+
+def baseline_holds(job: PhaseParts) -> bool:
+    """Whether a step of the warm-up takes as long as the baseline that is known.
+
+    An earlier start's that it contradicts is forgotten. Every rank calls it.
+    """
+    step, found = job.energy.warm_step(job.batch), job.folder.found
+    if found is None or job.batch not in found.baselines:
+        return True  # this start measured it
+    known = found.baselines[job.batch].mean
+    if step is not None:
+        unsure = NORMAL_95 * (known.time_uncertainty_s or 0.0) / known.time_s
+        share = step.time_s / known.time_s - 1
+        if abs(share) <= min(max(_MOST_APART, unsure), _MOST_UNSURE):
+            return True
+        job.say(
+            f"the baseline of an earlier start is not used: a step takes {step.time_s:.4g} s, "
+            f"{100 * share:+.1f} % against its {known.time_s:.4g} s"
+        )
+    job.energy.forget_baseline(job.batch)
+    job.folder.forget_baseline(job.batch)
+    return False
 
 
 def read_named(path: Path, num_stages: int) -> Profile:

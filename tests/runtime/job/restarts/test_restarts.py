@@ -116,6 +116,24 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
     assert set(starts) <= set(job["starts"])
 
 
+def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, finished, tmp_path):
+    """It was taken on an overloaded host; what a step saves of it is nobody's saving."""
+    path = tmp_path / "output" / "job.json"
+    job = json.loads(path.read_text())
+    job["baseline"]["mean"] |= {"time_s": 6.7, "time_uncertainty_s": 5.7, "energy_j": 2000.0}
+    path.write_text(json.dumps(job))
+    ranks = three_ranks.run(step_ranks.start_job, tmp_path, 10)
+    for before, told in zip(finished, ranks, strict=True):
+        assert told["phases"] == ["warm-up"] * (2 + 4) + ["steady"] * 4
+        measured = told["baseline"].mean.time_s
+        assert measured == pytest.approx(before["baseline"].mean.time_s, rel=0.02)
+    (said,) = (text for text in ranks[0]["said"] if "is not used" in text)
+    assert "the baseline of an earlier start is not used: a step takes 1." in said
+    assert "% against its 6.7 s" in said
+    kept = json.loads(path.read_text())["baseline"]["mean"]
+    assert kept["time_s"] == pytest.approx(measured)
+
+
 @on_request("PIPELINE")
 @pytest.mark.usefixtures("finished")
 def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
