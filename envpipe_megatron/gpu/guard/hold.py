@@ -55,7 +55,7 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.child import start_child
+from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import Phase, phase_in_batch
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
@@ -63,7 +63,8 @@ class Iterations:
         record = self.last_record = run.end(number)
         if run.times_units and run.whole:
             self._timed = run.order, record
-        phase = phase_in_batch(run.order.phase, batch)
+        # A step that did not run whole is none of a phase: nothing is compared with it.
+        phase = phase_in_batch(run.order.phase, batch) if run.whole else FRAMEWORK
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
         clocks_mhz = run.frequencies_mhz if controlled() else None
 

@@ -1,4 +1,4 @@
-"""Python processes that a rank has beside it: its GPU's guard, and the reader of its energy."""
+"""Python processes that a rank has beside it: its GPU's guard, the reader of its energy, planners."""
 
 from __future__ import annotations
 
