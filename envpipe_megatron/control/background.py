@@ -1,6 +1,6 @@
-"""Work of the planning rank beside training, in a process of its own; `background_process` is that.
+"""Work of the planning rank beside training, in a process of its own: `background_process`.
 
-In a thread it would take Python's interpreter lock from the training thread, and could not be ended.
+A thread would take Python's interpreter lock from the training thread, and could not be ended.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Generic, TypeVar
 
@@ -59,10 +60,11 @@ class Background(Generic[T]):
         Raises an error of any kind if it cannot be pickled, or no process can be started.
         """
         self.close()
-        answer, nothing = TemporaryFile(dir=_FOLDER), subprocess.DEVNULL
+        nothing = subprocess.DEVNULL
+        answer = TemporaryFile(dir=_FOLDER)  # noqa: SIM115  # until its result is taken
         order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": self._limit_s}
         with TemporaryFile(dir=_FOLDER) as work:
-            pickle.dump([os.path.abspath(path) for path in sys.path], work)
+            pickle.dump([str(Path(path).absolute()) for path in sys.path], work)
             pickle.dump(make, work)
             work.seek(0)
             streams = {"stdin": work, "stdout": nothing, "stderr": nothing}
@@ -78,12 +80,12 @@ class Background(Generic[T]):
             return None
         process, answer = self._child
         try:
-            status = process.wait(wait_s)
+            status = process.wait(max(0.0, min(wait_s, self._until_s - time.monotonic())))
         except subprocess.TimeoutExpired:
-            if time.monotonic() > self._until_s:
-                self.close()
-                raise BackgroundError(f"No end in {self._limit_s:g} s") from None
-            return None
+            if time.monotonic() < self._until_s:
+                return None
+            self.close()
+            raise BackgroundError(f"No end in {self._limit_s:g} s") from None
         self._child = None
         with answer:
             if status:

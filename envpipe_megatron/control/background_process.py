@@ -17,6 +17,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
+#: After the rank would have ended it, s.
+_LATER_S = 60
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -29,7 +31,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != order["parent"]:  # it died before this asked
         return
-    signal.alarm(math.ceil(order["limit_s"]) + 1)  # a job that goes on without plans takes nothing
+    signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)  # if the rank does not look any more
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")
     done: tuple[Any, Exception | None]

@@ -172,7 +172,7 @@ class Planner:
         return plans
 
     def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
-        """An order and clocks as a plan, where none could be made; KnowledgeError without meters."""
+        """An order and clocks where no plan could be made; KnowledgeError without meters."""
         profile = self._knowledge.profile(careful=False)
         return Plan(UNPLANNED, order, frequency_mhz, profile, known_conditions(profile))
 

@@ -235,10 +235,12 @@ class Knowledge:
         return drifted
 
     def _odd(self, measured_s: FloatArray, known_s: FloatArray) -> BoolArray:
-        """[num_stages, units_per_stage] units that did not run: of iterations that were not whole,
-        or so fast that no clock does that; a stage's that are so twice in a row are believed."""
+        """[num_stages, units_per_stage] units that did not run, as iterations were not whole.
+
+        Or they are too fast for that; a stage's that are so twice in a row are believed.
+        """
         with np.errstate(invalid="ignore"):
-            fast = measured_s < _IMPLAUSIBLE * known_s
+            fast = np.asarray(measured_s < _IMPLAUSIBLE * known_s)
         refused = fast & ~self._refused[:, np.newaxis]
         self._refused = refused.any(axis=1)
         return refused | np.isnan(measured_s)

@@ -26,7 +26,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import MOST_TRIES, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import ask_online, check_plan, make_room
+from envpipe_megatron.runtime.job.planning import check_plan, make_room, plan_online
 from envpipe_megatron.runtime.job.reports import make_report
 from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -156,7 +156,7 @@ def _controller(
         config.request.min_dwell_s,
     )
     check = partial(check_plan, job, clocks_mhz=())
-    planner = Planner(knowledge, partial(ask_online, job), check, limits, job.background)
+    planner = Planner(knowledge, partial(plan_online, job), check, limits, job.background)
     return Controller(schedule, knowledge, job.collectives.num_replicas, planner)
 
 

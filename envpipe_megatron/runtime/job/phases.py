@@ -59,7 +59,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     Raises EnvPipeError on all ranks, before the first iteration, if a profile or plan by file is
     not one of this job. Nothing ends training later on.
     """
-    config, state = job.config, job.state
+    config = job.config
     check_files(job)
     schedule = _framework_schedule(job)
     top = max(job.gpu.supported_frequencies_mhz)
@@ -139,9 +139,7 @@ def _closed_loop(
         records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
 
 
-def _loop(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
-) -> PhaseRun[None]:
+def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
     profile = known_profile(job, schedule, records)
     if profile is not None:

@@ -87,7 +87,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
                 raise
             job.say(f"the plan {path} is made again: {error}")
     plan, notes = by_background(
-        job.collectives, job.background(), lambda: partial(planned, *ask_online(job, profile))
+        job.collectives, job.background(), lambda: partial(planned, *plan_online(job, profile))
     )
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
@@ -125,15 +125,15 @@ def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[
     return sorted(clocks)
 
 
-def ask_online(
+def plan_online(
     job: PhaseParts,
     profile: Profile,
     order: Schedule | None = None,
     deadline_factor: float | None = None,
 ) -> Asked:
-    """Ask for a plan from all that is known of the job; called on the planner only.
+    """Say what to plan from all that is known of the job: an order, or the best one.
 
-    It is for an order or the best one; by default as the job's own request has it.
+    By default as the job's own request has it. Called on the planner only.
     """
     request = job.config.request
     if deadline_factor is not None:
@@ -206,7 +206,7 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
 
 
 def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
-    """Refuse (SessionError) a plan of an order that the job cannot run, or clocks that GPUs lack."""
+    """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
         raise SessionError(
             f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "

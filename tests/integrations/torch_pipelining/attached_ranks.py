@@ -108,8 +108,8 @@ _start = Background.start
 
 def _start_and_wait(self: Background[Any], make: Callable[[], Any]) -> None:
     _start(self, make)
-    assert self._thread is not None
-    self._thread.join()
+    assert self._child is not None
+    self._child[0].wait()
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
