@@ -78,6 +78,12 @@ class Recorded:
         )
 
 
+def once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """Warns the first time only: an order may have changed for good, and training lasts weeks."""
+    left = [warn]
+    return lambda text: left.pop()(text) if left else None
+
+
 class Followed:
     """Tells an iteration of its units, as long as they come in its order, one after another."""
 

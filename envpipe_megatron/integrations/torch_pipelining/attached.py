@@ -24,7 +24,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded
+from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -147,6 +147,7 @@ class AttachedPipeline:
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
         self._failed: Followed | None = None
+        self._warn = once(logger.warning)
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
@@ -237,7 +238,7 @@ class AttachedPipeline:
             runs = self._runner.turn_to(run.order.schedule)
         except Exception as error:  # alike on every rank, which all have the same order
             return self._in_own_order(error, run, *args, **kwargs)
-        followed = Followed(run, self.job.session.highest_clock)
+        followed = Followed(run, self.job.session.highest_clock, self._warn)
         self._units.hear_losses_of(runs)
         self._units.reporter = followed
         try:
