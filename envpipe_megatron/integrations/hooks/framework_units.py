@@ -78,9 +78,9 @@ class Recorded:
         )
 
 
-def once(warn: Callable[[str], None]) -> Callable[[str], None]:
-    """Warns the first time only: an order may have changed for good, and training lasts weeks."""
-    left = [warn]
+def once() -> Callable[[str], None]:
+    """What warns the first time only: an order may have changed for good, for weeks."""
+    left = [logger.warning]
     return lambda text: left.pop()(text) if left else None
 
 

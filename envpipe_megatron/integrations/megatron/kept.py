@@ -71,7 +71,7 @@ class KeptOrder:
         self._full_microbatches = full_microbatches
         self._stage = stage
         self._on_all = on_all
-        self._warn = once(logger.warning)
+        self._warn = once()
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
 

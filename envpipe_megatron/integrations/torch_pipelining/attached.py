@@ -147,7 +147,7 @@ class AttachedPipeline:
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
         self._failed: Followed | None = None
-        self._warn = once(logger.warning)
+        self._warn = once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
