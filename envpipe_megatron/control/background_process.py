@@ -15,9 +15,11 @@ import signal
 import sys
 from typing import Any
 
+from envpipe_megatron.errors import EnvPipeError
+
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
-#: After the rank would have ended it, s.
+#: It ends so long after the rank should have ended it, s.
 _LATER_S = 60
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -31,28 +33,19 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != order["parent"]:  # it died before this asked
         return
-    signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)  # if the rank does not look any more
+    signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")
     done: tuple[Any, Exception | None]
     try:
         sys.path[:] = pickle.load(sys.stdin.buffer)
         done = pickle.load(sys.stdin.buffer)(), None
-        answer = pickle.dumps(done)
-    except Exception as error:  # of any kind: whoever takes the result raises it
-        answer = _told(error)
-    with os.fdopen(order["answer"], "wb") as file:
-        file.write(answer)
-
-
-def _told(error: Exception) -> bytes:
-    """The error as a result; in words, if it does not survive the way."""
-    try:
-        answer = pickle.dumps((None, error))
-        pickle.loads(answer)
-    except Exception:
-        answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    return answer
+    except EnvPipeError as error:
+        done = None, error
+    except Exception as error:  # whose class may not survive the way
+        done = None, RuntimeError(f"{type(error).__name__}: {error}")
+    with os.fdopen(order["answer"], "wb") as answer:
+        pickle.dump(done, answer)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,6 @@ def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
     job.state.plan = None
     _note(job, f"The framework's own order, at the highest clock: {error}")
     if not job.state.several_sizes:
-        job.state.profile = None
         job.folder.forget_profile()
     _keep_own_order(job, schedule)
 
@@ -133,9 +132,13 @@ def _closed_loop(
             yield from _loop(job, order.schedule, records)
         except GoesOnError as error:
             _go_on(job, order.schedule, error)
+        if not job.state.several_sizes:
+            job.state.profile = None  # it may be what has failed
         job.say(f"steady: {order.schedule.name}")
         steady = replace(order, phase=Phase.STEADY)
-        yield from iterations(steady, _TRIED_AFTER * 2**tries)
+        for _ in range(_TRIED_AFTER * 2**tries):
+            yield steady
+        _note(job, "After a failure, the closed loop was begun anew")
         records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
 
 
