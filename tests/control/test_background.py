@@ -77,7 +77,7 @@ def test_what_is_killed_has_failed_and_may_be_tried_again():
 def test_errors_come_as_they_were_or_in_words():
     background = Background()
     background.start(partial(int, "none"))
-    with pytest.raises(RuntimeError, match="ValueError: .*none"):
+    with pytest.raises(RuntimeError, match=r"ValueError: .*none"):
         taken(background)
     background.start(partial(planned, None, PlanRequest(4, "no-such"), ()))  # type: ignore[arg-type]
     with pytest.raises(PlannerError, match="no-such"):
