@@ -240,9 +240,9 @@ class Knowledge:
         Or they are too fast for that; a stage's that are so twice in a row are believed.
         """
         with np.errstate(invalid="ignore"):
-            fast = np.asarray(measured_s < _IMPLAUSIBLE * known_s)
+            fast = measured_s < _IMPLAUSIBLE * known_s
         refused = fast & ~self._refused[:, np.newaxis]
-        self._refused = refused.any(axis=1)
+        self._refused = np.asarray(refused.any(axis=1))
         return refused | np.isnan(measured_s)
 
     def profile(self, *, careful: bool) -> Profile:

@@ -63,7 +63,7 @@ def whole(
     """The records of iterations, again while some did not run whole on one rank; `MOST_TRIES`."""
     for _ in range(MOST_TRIES):
         records = yield from run()
-        partial = sum(not record.whole for record in records)
+        partial: float = sum(not record.whole for record in records)
         if not any(collectives.by_stage(partial, sum)):
             break
     return records
