@@ -64,7 +64,8 @@ def whole(
     for _ in range(MOST_TRIES):
         records = yield from run()
         partial: float = sum(not record.whole for record in records)
-        if not any(collectives.by_stage(partial, sum)):
+        by_stage = collectives.by_stage(partial, sum)
+        if not any(by_stage):
             break
     return records
 
