@@ -65,7 +65,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
     job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
-    records = yield from whole(partial(_warm_up, job, at_top), job.collectives)
+    warm_up = partial(_warm_up, job, at_top)
+    if config.measures_alone(schedule.name):  # nothing is learned from its units
+        records = yield from warm_up()
+    else:
+        records = yield from whole(warm_up, job.collectives)
     order, own_order = replace(at_top, phase=Phase.STEADY), True
     try:
         if config.one_clock_slowdown_percent is not None:
