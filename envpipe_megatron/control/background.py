@@ -1,60 +1,110 @@
-"""Work of the planning rank beside training."""
+"""Work of the planning rank beside training, in a process of its own: `background_process`.
+
+A thread would take Python's interpreter lock from the training thread, and could not be ended.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Generic, TypeVar
+
+from envpipe_megatron.child import start_child
+from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
 
+_PROCESS = ("-P", "-m", "envpipe_megatron.control.background_process")  # -P: not the working folder
+#: Where work and result lie, without a name: in memory, so that no disk is waited for.
+_FOLDER = "/dev/shm"
+#: How long to wait for the end of a process that was killed, s.
+_END_S = 1.0
+
+
+class BackgroundError(EnvPipeError):
+    """The process of a piece of work has ended, or was ended, without a result."""
+
 
 class Background(Generic[T]):
-    """One piece of work at a time on a thread, which training does not wait for.
+    """One piece of work at a time in a child process, which training does not wait for.
 
-    A piece that lasts longer than `limit_s` is given up: it is left behind with the process.
+    The child is killed when it lasts longer than `limit_s`, when other work begins, and when this
+    process ends. It has this process' import path, no torch and no GPU.
     """
 
     def __init__(self, limit_s: float = 900.0) -> None:
         self._limit_s = limit_s
         self._until_s = math.inf
-        self._thread: threading.Thread | None = None
-        self._ended: list[T | Exception] = []
+        self._child: tuple[subprocess.Popen[bytes], IO[bytes]] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a piece of work was begun whose result was not taken."""
-        return self._thread is not None
+        return self._child is not None
 
     def start(self, make: Callable[[], T]) -> None:
-        """Begin; what was begun before and not taken is dropped."""
-        ended: list[T | Exception] = []
+        """Begin; what was begun before and not taken is ended.
 
-        def run() -> None:
-            try:
-                ended.append(make())
-            except Exception as error:  # whoever takes the result raises it
-                ended.append(error)
+        Args:
+            make: can be pickled, as its result can, without names of `__main__`.
 
-        self._ended = ended
-        self._until_s = time.monotonic() + self._limit_s
-        self._thread = threading.Thread(target=run, name="envpipe-planner", daemon=True)
-        self._thread.start()
-
-    def take(self) -> T | None:
-        """The result, once; None as long as there is none.
-
-        Raises what the work raised, TimeoutError if it was given up.
+        Raises an error of any kind if it cannot be pickled, or no process can be started.
         """
-        if not self._ended:
-            if self.busy and time.monotonic() > self._until_s:
-                self._thread, self._ended = None, []
-                raise TimeoutError(f"no end in {self._limit_s:g} s")
+        self.close()
+        nothing = subprocess.DEVNULL
+        answer = TemporaryFile(dir=_FOLDER)  # noqa: SIM115  # until its result is taken
+        order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": self._limit_s}
+        with TemporaryFile(dir=_FOLDER) as work:
+            pickle.dump([str(Path(path).absolute()) for path in sys.path], work)
+            pickle.dump(make, work)
+            work.seek(0)
+            streams = {"stdin": work, "stdout": nothing, "stderr": nothing}
+            self._child = start_child(_PROCESS, order, [answer.fileno()], **streams), answer
+        self._until_s = time.monotonic() + self._limit_s
+
+    def take(self, wait_s: float = 0.0) -> T | None:
+        """The result, once; None as long as there is none, after a wait of `wait_s` at most.
+
+        Raises what the work raised, BackgroundError if it was given up or its process has died.
+        """
+        if self._child is None:
             return None
-        self._thread = None
-        result = self._ended.pop()
-        if isinstance(result, Exception):
-            raise result
-        return result
+        process, answer = self._child
+        try:
+            status = process.wait(max(0.0, min(wait_s, self._until_s - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < self._until_s:
+                return None
+            self.close()
+            raise BackgroundError(f"No end in {self._limit_s:g} s") from None
+        self._child = None
+        with answer:
+            if status:
+                raise BackgroundError(
+                    "The process that plans has died",
+                    value=signal.Signals(-status).name if status < 0 else f"status {status}",
+                    remedy="Look whether the host's memory is full.",
+                )
+            answer.seek(0)
+            result, error = pickle.load(answer)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]  # of a pickle
+
+    def close(self) -> None:
+        """End what runs: nobody takes its result any more."""
+        if self._child is not None:
+            (process, answer), self._child = self._child, None
+            answer.close()
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)

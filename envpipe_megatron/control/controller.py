@@ -16,7 +16,7 @@ import numpy as np
 from envpipe_megatron.control.baseline import Baseline, Steps
 from envpipe_megatron.control.command import Clocked, Command
 from envpipe_megatron.control.known.knowledge import Knowledge
-from envpipe_megatron.control.planner import Planner, Plans
+from envpipe_megatron.control.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers
 from envpipe_megatron.control.troubles import Harm, Silence
@@ -97,14 +97,17 @@ class Controller:
         #: Windows between looks at the highest clock, and the one after which the next is due.
         self._look_every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
         self._since_baseline = 0
-        #: The plan that ranks have not heard of yet.
+        #: The plan that ranks have not heard of yet; the last that they have, and the one before.
         self._adopted: Plan | None = None
+        self._heard: list[Plan | None] = [None, None]
         self._notes: list[str] = []
         #: What the bill is to say of steps that were too slow, and what it does not say yet.
         self._harm, self._billed = Harm(), ""
         self._silence = Silence(own.num_stages)
         #: How often planning failed, and the window after which it is tried again, if it is.
         self._failures, self._again_at = 0, 0
+        #: Whether what is planned is the best order, not only clocks.
+        self._reorders = True
         #: By which share stages changed since the last plan was begun, and in the last window, if
         #: that was of a plan.
         self._drift: FloatArray = np.zeros(own.num_stages)
@@ -128,10 +131,16 @@ class Controller:
         if not self._knowledge.profiled:
             yield from self._probe()
         self._replan(reorder=True)
-        while (plans := self._planner.take()) is None:
+        while (plans := self._take()) is None:
             window = yield self._command(Phase.PROFILE, self._top, 1)
             self._learn_own(window)
-        self._adopt(plans[0])
+            if plans := self._planner.quick(self._own, self._usual_own_s()):
+                self._note("a plan that was made in seconds runs until the best one is there")
+                break
+        if plans:
+            self._adopt(plans[0])
+        else:
+            self._lead(self._unplanned())
         yield from self._correct()
         while True:
             yield from self._steady()
@@ -167,10 +176,13 @@ class Controller:
                 why = "the plan is slower than expected"
                 yield from self._out_of_harm(window, why, drift)
                 continue
-            self._replan(reorder=False)
-            while (plans := self._take()) is None:
+            if not self._planner.busy:  # else the best plan is on its way
+                self._replan(reorder=False)
+            while (plans := self._take()) is None and not self._harmed():
                 window = yield self._plan_command(Phase.RECONFIGURE)
                 self._learn_plan(window)
+            if plans is None:
+                continue
             today = self._planner.repriced(self.plan)
             time = self._prediction_error(today)
             energy = today.cost.energy_j / self.plan.cost.energy_j - 1
@@ -226,13 +238,31 @@ class Controller:
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
-            self._note(f"nothing better is planned: {type(error).__name__}: {error}")
-            self._failures += 1
-            self._again_at = self._windows + 2**self._failures
+            self._failed(f"nothing better is planned: {type(error).__name__}: {error}")
             return {}
-        if plans is not None:
+        if plans is not None and self._reorders:
             self._failures = 0
         return plans
+
+    def _failed(self, why: str) -> None:
+        """Have it tried again, each time later."""
+        self._note(why)
+        self._failures += 1
+        self._again_at = self._windows + min(2**self._failures, _MOST_STRETCHES)
+        if self._has_no_plan:
+            self._billed = f"The framework's own order, at the highest clocks: {why}"
+
+    @property
+    def _has_no_plan(self) -> bool:
+        return self.plan is None or self.plan.policy == UNPLANNED
+
+    def refuse(self, command: Command, why: str) -> Command:
+        """What runs in place of a command whose plan has no memory: the plan that ran before."""
+        self._heard = [self._heard[0], self._heard[0]]
+        self._notes, self._billed = [command.note] if command.note else [], command.billed
+        self._lead(self._heard[0] or self._unplanned())
+        self._failed(f"the new plan does not run: {why}")
+        return self._made(command.phase, command.iterations, 1, *self._followers.running)
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
@@ -363,6 +393,9 @@ class Controller:
         own_s = self._knowledge.iteration_s(self._top.schedule, self._top.frequency_mhz)
         return own_s * self._followers.slowest
 
+    def _usual_own_s(self) -> float:
+        return self._own_predicted_s() / self._followers.slowest
+
     def _own_today_s(self) -> float:
         return self._baseline.today_s(self._own_predicted_s())
 
@@ -398,7 +431,9 @@ class Controller:
         yield from self._probe(again=True)
 
     def _replan(self, *, reorder: bool) -> None:
-        self._again_at = 0
+        self._reorders = reorder
+        if reorder:
+            self._again_at = 0
         order = None if reorder or self.plan is None else self.plan.schedule
         self._planner.begin(order, self._slower)
 
@@ -409,13 +444,21 @@ class Controller:
 
     def _better(self, plan: Plan) -> bool:
         assert self.plan is not None
-        own_s = self._own_predicted_s() / self._followers.slowest
-        return self._planner.better(self._ready(plan), self.plan, own_s)
+        return self._planner.better(self._ready(plan), self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> None:
-        self.plan = self._adopted = self._ready(plan)
-        self._followers.lead(self.plan)
+        if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
+            self._billed = "The framework's own order ran until there was a plan"
+        self._lead(self._ready(plan))
+        self._adopted = None if self._has_no_plan else self.plan
+
+    def _lead(self, plan: Plan) -> None:
+        self.plan = plan
+        self._followers.lead(plan)
         self._steps = Steps()
+
+    def _unplanned(self) -> Plan:
+        return self._planner.unplanned(self._top.schedule, self._top.frequency_mhz)
 
     def _follow(self) -> None:
         assert self.plan is not None
@@ -425,6 +468,7 @@ class Controller:
             self._note(note)
             self._steps = Steps()
         if followers.missing and not self._planner.busy:
+            self._reorders = False
             self._planner.begin_levels(self.plan.schedule, followers.asked())
 
     # --- commands -------------------------------------------------------------------------------
@@ -450,6 +494,8 @@ class Controller:
         note, self._notes = "; ".join(self._notes), []
         billed, self._billed = self._billed, ""
         adopted, self._adopted = self._adopted, None
+        if adopted is not None:
+            self._heard = [self._heard[1], adopted]
         return Command(
             phase,
             iterations,

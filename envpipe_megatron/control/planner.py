@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.control.known.knowledge import Knowledge
 from envpipe_megatron.control.parking import comes_late, parked, still_parked
 from envpipe_megatron.control.replicas import level_factor
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4
+#: The policy of what runs while no plan could be made.
+UNPLANNED = "baseline"
 
-#: Makes a plan from a profile, for an order or the best there is, to take so many times as long as
-#: the framework's own order; LinearProgramError if there is none.
-MakePlan: TypeAlias = Callable[[Profile, Schedule | None, float], Plan]
+#: What to plan, from which profile, and what is known beforehand: for `planned`.
+Asked: TypeAlias = tuple[Profile, PlanRequest, tuple[str, ...]]
+#: Asks for a plan from a profile, for an order or the best there is, to take so many times as long
+#: as the framework's own order.
+Ask: TypeAlias = Callable[[Profile, Schedule | None, float], Asked]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,56 +58,123 @@ class Limits:
         return self.deadline_factor * (1 + self.max_slowdown)
 
 
+def planned(
+    profile: Profile, request: PlanRequest, notes: tuple[str, ...]
+) -> tuple[Plan, tuple[str, ...]]:
+    """A plan, and what the user should know of it, `notes` too; errors as of `make_plan`."""
+    made = make_plan(profile, request)
+    return made.plan, (*made.notes, *notes)
+
+
+def first_plans(asked: Mapping[int, Sequence[Asked]]) -> Plans:
+    """By level, the first plan of those asked for that there is; LinearProgramError: none."""
+    plans: Plans = {}
+    for level, (*others, last) in asked.items():
+        for one in others:
+            with suppress(LinearProgramError):
+                plans[level], _ = planned(*one)
+                break
+        else:
+            plans[level], _ = planned(*last)
+    return plans
+
+
 class Planner:
-    """Makes plans for one job, and says what they take by what is known now.
+    """Plans beside training from what is known now.
 
     Args:
         knowledge: what is known of its units.
-        make_plan: called where the background runs it.
+        ask: says what to plan.
+        check: raises EnvPipeError for a plan that the job cannot run.
         limits: of the job.
-        background: runs one piece of planning at a time.
+        background: makes what runs one piece of planning at a time.
     """
 
     def __init__(
         self,
         knowledge: Knowledge,
-        make_plan: MakePlan,
+        ask: Ask,
+        check: Callable[[Plan], None],
         limits: Limits,
-        background: Background[Plans],
+        background: Callable[[], Background[Plans]],
     ) -> None:
-        self._knowledge, self._make_plan = knowledge, make_plan
-        self.limits, self._background = limits, background
+        self._knowledge, self._ask, self._check = knowledge, ask, check
+        self.limits, self._make_background = limits, background
+        self._background = background()
+        #: Makes the plan of `quick`.
+        self._quick: Background[Plans] | None = None
+        #: Why nothing could be begun.
+        self._failure: Exception | None = None
 
     @property
     def busy(self) -> bool:
         """Whether plans are being made, or were made and not taken."""
-        return self._background.busy
+        return self._failure is not None or self._background.busy
 
     def take(self) -> Plans | None:
         """What was made, once; None as long as there is none. Raises what planning raised."""
-        return self._background.take()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self._taken(self._background)
 
     def begin(self, order: Schedule | None, faster: float) -> None:
         """Make a plan for an order, or the best there is, if possible faster by a share."""
-        profile, factor = self._knowledge.profile(careful=True), self.limits.deadline_factor
-
-        def made() -> Plans:
-            for within in (factor - faster, factor):
-                with suppress(LinearProgramError):
-                    return {0: self._make_plan(profile, order, within)}
-            return {0: self._make_plan(profile, None, factor)}
-
-        self._background.start(made)
+        factor = self.limits.deadline_factor
+        tries = dict.fromkeys([(order, factor - faster), (order, factor), (None, factor)])
+        self._begin({0: list(tries)})
 
     def begin_levels(self, order: Schedule, levels: Sequence[int]) -> None:
         """Make plans of an order for levels of the frontier."""
-        profile, factor = self._knowledge.profile(careful=True), self.limits.deadline_factor
-        self._background.start(
-            lambda: {
-                level: self._make_plan(profile, order, factor * level_factor(level))
-                for level in levels
-            }
-        )
+        factor = self.limits.deadline_factor
+        self._begin({level: [(order, factor * level_factor(level))] for level in levels})
+
+    def quick(self, order: Schedule, own_s: float) -> Plans:
+        """A plan of an order, made in seconds: begun by the first call, and there once.
+
+        It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
+        None is there that would take longer than the user allows, where the framework's own order
+        takes `own_s`.
+        """
+        try:
+            if self._quick is None:
+                self._quick = self._make_background()
+                known = self._knowledge.profile(careful=True)
+                profile, request, notes = self._ask(known, order, self.limits.deadline_factor)
+                conditions = replace(
+                    known_conditions(profile),
+                    wait_power_w=None,
+                    change_time_s=0.0,
+                    change_energy_j=0.0,
+                )
+                asked = profile, replace(request, conditions=conditions), notes
+                self._quick.start(partial(first_plans, {0: [asked]}))
+            plans = self._taken(self._quick) or {}
+        except Exception:  # of any kind: the best plan comes later
+            logger.exception("No quick plan")
+            return {}
+        allowed_s = own_s * self.limits.allowed
+        times_s = {at: self.repriced(plan).cost.iteration_time_s for at, plan in plans.items()}
+        return {at: plan for at, plan in plans.items() if times_s[at] <= allowed_s}
+
+    def _begin(self, tries: Mapping[int, Sequence[tuple[Schedule | None, float]]]) -> None:
+        try:
+            profile = self._knowledge.profile(careful=True)
+            asked = {level: [self._ask(profile, *one) for one in of] for level, of in tries.items()}
+            self._background.start(partial(first_plans, asked))
+        except Exception as error:  # of any kind: whoever takes the plans raises it
+            self._failure = error
+
+    def _taken(self, background: Background[Plans]) -> Plans | None:
+        plans = background.take()
+        for plan in (plans or {}).values():
+            self._check(plan)
+        return plans
+
+    def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
+        """An order and clocks where no plan could be made; KnowledgeError without meters."""
+        profile = self._knowledge.profile(careful=False)
+        return Plan(UNPLANNED, order, frequency_mhz, profile, known_conditions(profile))
 
     def repriced(self, plan: Plan) -> Plan:
         """The same orders and clocks, at what they take by now."""

@@ -60,7 +60,8 @@ class Report:
     """One rank's part of a window; arrays of replicas have one row each.
 
     Attributes:
-        unit_s: [replicas, units_per_stage] how long each unit took: its median.
+        unit_s: [replicas, units_per_stage] how long each unit took: its median over iterations that
+            ran whole; NaN if none did.
         ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
         gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
         steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
@@ -108,12 +109,15 @@ class Window:
         """[num_stages, units_per_stage] medians over some replicas.
 
         Of an even number the lower of the middle ones: of two replicas, one of which is slow, the
-        other tells what units take.
+        other tells what units take. NaN where none of them ran whole.
         """
         rows = list(replicas)
-        return np.array(
-            [np.quantile(s.unit_s[rows], 0.5, axis=0, method="lower") for s in self.stages]
-        )
+        return np.array([_lower_median(stage.unit_s[rows]) for stage in self.stages])
+
+    @property
+    def whole(self) -> bool:
+        """Whether each replica of each stage ran an iteration whole."""
+        return all(np.isfinite(stage.unit_s).all() for stage in self.stages)
 
     @property
     def num_iterations(self) -> int:
@@ -176,6 +180,11 @@ class Window:
             for stage, report in enumerate(self.stages)
             for problem in report.problems
         )
+
+
+def _lower_median(unit_s: FloatArray) -> FloatArray:
+    whole = unit_s[np.isfinite(unit_s).all(axis=1)]
+    return np.quantile(whole, 0.5, axis=0, method="lower") if len(whole) else unit_s[0]
 
 
 @dataclass(frozen=True)

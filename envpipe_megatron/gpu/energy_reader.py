@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
+from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
-from envpipe_megatron.gpu.child import start_child
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader_process")  # -P: not the working folder

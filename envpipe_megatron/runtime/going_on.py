@@ -8,11 +8,10 @@ rank tries its part, the ranks agree on the outcome, and all of them raise `Goes
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from envpipe_megatron.control.background import Background
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 
@@ -56,34 +55,21 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def by_planner_in_time(
-    collectives: Collectives, make: Callable[[], T], longest_s: float, look_s: float = _LOOK_S
+def by_background(
+    collectives: Collectives,
+    background: Background[T],
+    prepare: Callable[[], Callable[[], T]],
+    look_s: float = _LOOK_S,
 ) -> T:
     """As `by_planner`, for what may take longer than a collective waits, or forever.
 
-    `make` runs on a thread, which is left behind after `longest_s` (GoesOnError); every `look_s`,
-    the planner lets the other ranks know that it is still busy.
+    The planner prepares what its background runs; every `look_s`, it lets the other ranks know that
+    it is still busy.
     """
-    ended: list[tuple[list[T], str | None]] = []
-    thread = threading.Thread(
-        target=lambda: ended.append(_tried(make)), name="envpipe-planner", daemon=True
-    )
-    until_s = time.monotonic() + longest_s
-    if collectives.is_planner:
-        thread.start()
-
-    def look() -> list[T]:
-        thread.join(look_s)
-        if not ended and time.monotonic() > until_s:
-            raise GoesOnError(f"It took longer than {longest_s:g} s")
-        made, failure = ended[0] if ended else ([], None)
-        if failure is not None:
-            raise GoesOnError(failure)
-        return made
-
-    while not (found := by_planner(collectives, look)):
+    by_planner(collectives, lambda: background.start(prepare()))
+    while (made := by_planner(collectives, lambda: background.take(look_s))) is None:
         pass
-    return found[0]
+    return made
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:

@@ -1,30 +1,134 @@
-"""Work beside training, on a thread."""
+"""Work beside training, in a process of its own."""
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
 
+import numpy as np
 import pytest
+from presets import preset_profile
 
-from envpipe_megatron.control.background import Background
+from envpipe_megatron.control.background import Background, BackgroundError
+from envpipe_megatron.control.planner import planned
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.policies.request import PlannerError, PlanRequest
+
+FOR_EVER = partial(sum, count())
+CLOCKS = (1200, 1005, 855)
+TIMES = {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.06}
 
 
-def test_what_never_ends_is_given_up_and_makes_room():
-    background: Background[str] = Background(limit_s=0.0)
-    hangs, ended = threading.Event(), threading.Event()
+def taken(background):
+    while (made := background.take(60.0)) is None:
+        pass
+    return made
 
-    def hang() -> str:
-        hangs.wait(10)
-        ended.set()
-        return "late"
 
-    background.start(hang)
-    with pytest.raises(TimeoutError, match="no end in 0 s"):
-        list(iter(background.take, "made"))
+def pid_of(background):
+    return background._child[0].pid
+
+
+def is_gone(pid):
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    return True
+
+
+def test_what_never_ends_is_ended_and_makes_room():
+    background = Background(limit_s=0.0)
+    background.start(FOR_EVER)
+    pid = pid_of(background)
+    with pytest.raises(BackgroundError, match="No end in 0 s"):
+        taken(background)
+    assert is_gone(pid)
     assert not background.busy
-    hangs.set()
-    assert ended.wait(10)
-    assert background.take() is None, "nobody waits for it any more"
-    background.start(lambda: "made")
-    background._thread.join(10)
-    assert background.take() == "made"
+    assert background.take() is None
+    background = Background()
+    background.start(FOR_EVER)
+    pid = pid_of(background)
+    background.start(partial(abs, -1))
+    assert is_gone(pid), "nobody waits for it any more"
+    assert taken(background) == 1
+    background.start(FOR_EVER)
+    pid = pid_of(background)
+    background.close()
+    assert is_gone(pid)
+
+
+def test_what_is_killed_has_failed_and_may_be_tried_again():
+    background = Background()
+    background.start(FOR_EVER)
+    os.kill(pid_of(background), signal.SIGKILL)  # as by a host without memory
+    with pytest.raises(BackgroundError, match="SIGKILL"):
+        taken(background)
+    background.start(partial(abs, -1))
+    assert taken(background) == 1
+
+
+def test_errors_come_as_they_were_or_in_words():
+    background = Background()
+    background.start(partial(int, "none"))
+    with pytest.raises(RuntimeError, match=r"ValueError: .*none"):
+        taken(background)
+    background.start(partial(planned, None, PlanRequest(4, "no-such"), ()))  # type: ignore[arg-type]
+    with pytest.raises(PlannerError, match="no-such"):
+        taken(background)
+    with pytest.raises(AttributeError, match="pickle"):
+        background.start(lambda: 1)
+    assert not background.busy
+
+
+def test_it_ends_with_its_parent():
+    """Which may be killed, and waits for nobody."""
+    program = (
+        "import time; from functools import partial; from itertools import count\n"
+        "from envpipe_megatron.control.background import Background\n"
+        "background = Background(); background.start(partial(sum, count()))\n"
+        "print(background._child[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    assert wait_readable([child], 30)  # once that process has ended
+    os.close(child)
+
+
+ORDER = """
+from envpipe_megatron.core.orders import builders
+def gpipe_of_a_user(profile, request):
+    return builders.gpipe(profile.num_stages, request.num_microbatches)
+"""
+
+
+@pytest.mark.parametrize(("schedule", "alike"), [("auto", "auto"), ("of-a-user", "gpipe")])
+def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, monkeypatch):
+    """As in this process; an order of the user's own is found by its entry point there too."""
+    (tmp_path / "user_orders.py").write_text(ORDER)
+    metadata = tmp_path / "user_orders-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: user-orders\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[envpipe_megatron.schedules]\nof-a-user = user_orders:gpipe_of_a_user\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    profile = preset_profile("a100-sxm", 3, TIMES, CLOCKS)
+    request = PlanRequest(8, schedule, "optimal", conditions=known_conditions(profile))
+    background: Background = Background()
+    background.start(partial(planned, profile, request, ("A note.",)))
+    plan, notes = taken(background)
+    here, own_notes = planned(profile, replace(request, schedule=alike), ("A note.",))
+    assert plan.schedule.stages == here.schedule.stages
+    assert np.array_equal(plan.frequency_mhz, here.frequency_mhz)
+    assert plan.cost == here.cost
+    assert plan.energy_lower_bound_j == here.energy_lower_bound_j
+    assert notes == own_notes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import plain_stages
 import step_ranks
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.reporting import IntervalReport
@@ -49,7 +51,9 @@ def train_kept(
     )
     framework = step_ranks.Framework(rank, session, gpu)
     steps, reports = [], []
-    try:
+    with ExitStack() as last:
+        last.callback(session.close)
+        last.enter_context(plans_are_waited_for())
         for count in counts:
             framework.begin()
             order = builders.one_f_one_b(3, count)
@@ -60,8 +64,6 @@ def train_kept(
             framework.end(0.3)
             steps.append((session.state.phase.value, tuple(run.frequencies_mhz)))
             reports.append(IntervalReport.gather(session))
-    finally:
-        session.close()
     return {
         "steps": steps,
         "reports": reports,

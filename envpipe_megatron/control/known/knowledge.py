@@ -48,6 +48,8 @@ _KEEPS, _KEEPS_UPSET = 0.1, 1e-4
 _NO_SLOWER = 1.01
 #: So many iterations of one order tell how they differ as a whole, and so many windows are kept.
 _TELLS_COMMON, _KEPT_COMMON = 3, 9
+#: A unit that takes less than this share of what is known did not run.
+_IMPLAUSIBLE = 0.3
 #: A row of a profile stands for so many units.
 _UNITS_OF_PROFILE = 100.0
 #: How much it counts that all kinds of units draw the same power, until each draws some.
@@ -87,6 +89,8 @@ class Knowledge:
         self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
         #: By which share iterations differ as a whole, in the latest windows.
         self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
+        #: [num_stages] whether units of the last window were too fast to be true.
+        self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
         keys = num_stages * num_chunks * len(self.kinds)
@@ -198,11 +202,16 @@ class Knowledge:
                 longer than before, below zero if shorter; 0 for what is no more than scatter.
         """
         measured_s = window.unit_s(replicas)
+        known_s = self.durations_s(schedule, frequency_mhz)
+        odd = self._odd(measured_s, known_s)
+        measured_s = np.where(odd, known_s, measured_s)
+        if np.isnan(measured_s).any():
+            raise KnowledgeError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked = asked_s(frequency_mhz, timeline, parking, fresh)
         common = self._common_error(window)
-        clean = self.lateness.at_their_clock(asked, timeline)
+        clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
         for key in np.unique(keys[keys >= 0]).tolist():
@@ -219,11 +228,22 @@ class Knowledge:
             if not times.points:
                 raise KnowledgeError("A unit of the framework's order was not measured", value=key)
             times.fit()
-        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked)
+        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # else nothing new replaces what is known
                 self.sums[stage] = self.sums[stage].faded(fades) + report.meter
         return drifted
+
+    def _odd(self, measured_s: FloatArray, known_s: FloatArray) -> BoolArray:
+        """[num_stages, units_per_stage] units that did not run, as iterations were not whole.
+
+        Or they are too fast for that; a stage's that are so twice in a row are believed.
+        """
+        with np.errstate(invalid="ignore"):
+            fast = measured_s < _IMPLAUSIBLE * known_s
+        refused = fast & ~self._refused[:, np.newaxis]
+        self._refused = np.asarray(refused.any(axis=1))
+        return refused | np.isnan(measured_s)
 
     def profile(self, *, careful: bool) -> Profile:
         """The profile of what is known, of each unit from its lowest measured clock upwards.
@@ -338,12 +358,14 @@ class Knowledge:
         measured_s: FloatArray,
         timeline: Timeline,
         asked: FloatArray,
+        odd: BoolArray,
     ) -> None:
         """Both clocks must have been measured: a model of one errs by as much as it tells."""
         before = np.roll(frequency_mhz, 1, axis=1)
         own_s = self.durations_s(schedule, frequency_mhz)
         old_s = self.durations_s(schedule, before)
         keys, telling = self.keys(schedule), self.lateness.telling(own_s, old_s, timeline, asked)
+        telling &= ~odd
         for at in np.argwhere(telling):
             points = self._times[keys[*at]].points
             telling[*at] = frequency_mhz[*at] in points and before[*at] in points

@@ -48,6 +48,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -55,7 +56,6 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.child import start_child
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,

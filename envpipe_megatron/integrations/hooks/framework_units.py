@@ -78,6 +78,12 @@ class Recorded:
         )
 
 
+def once() -> Callable[[str], None]:
+    """What warns the first time only: an order may have changed for good, for weeks."""
+    left = [logger.warning]
+    return lambda text: left.pop()(text) if left else None
+
+
 class Followed:
     """Tells an iteration of its units, as long as they come in its order, one after another."""
 

@@ -22,7 +22,12 @@ from megatron.core.pipeline_parallel import schedules
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded, Reporter
+from envpipe_megatron.integrations.hooks.framework_units import (
+    Followed,
+    Recorded,
+    Reporter,
+    once,
+)
 from envpipe_megatron.integrations.megatron.replacing import replaced
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -66,6 +71,7 @@ class KeptOrder:
         self._full_microbatches = full_microbatches
         self._stage = stage
         self._on_all = on_all
+        self._warn = once()
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
 
@@ -87,7 +93,7 @@ class KeptOrder:
         specs = StageSpecs.alike(_message(arguments))
         full = count == self._full_microbatches
         run = self._session.open_iteration(order, specs, full_batch=full)
-        followed = Followed(run, self._session.highest_clock)
+        followed = Followed(run, self._session.highest_clock, self._warn)
         with _told_of_units(followed):
             losses = self._framework_function(**arguments)
         followed.complete()

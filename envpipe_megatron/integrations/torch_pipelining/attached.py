@@ -25,7 +25,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded
+from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -160,6 +160,7 @@ class AttachedPipeline:
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
         self._failed: Followed | None = None
+        self._warn = once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
@@ -286,7 +287,7 @@ class AttachedPipeline:
             runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
             why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        followed = Followed(run, highest_clock)
+        followed = Followed(run, highest_clock, self._warn)
         if alone or runs is None:
             highest_clock()
         else:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from envpipe_megatron.gpu.child import TORCHRUN_MARK
+from envpipe_megatron.child import TORCHRUN_MARK
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import child

@@ -47,6 +47,7 @@ class StageRecord:
         followed: whether the next iteration follows at once: False before what is no training.
         timed: whether its units were timed; else the iteration was, and another's units stand for
             them.
+        whole: whether all of its units ran, as far as is known; else times of units tell nothing.
     """
 
     start_s: FloatArray
@@ -58,6 +59,7 @@ class StageRecord:
     number: int | None = None
     followed: bool = True
     timed: bool = True
+    whole: bool = True
 
     @property
     def unit_time_s(self) -> FloatArray:
@@ -82,11 +84,11 @@ class StageRecord:
 
 
 def late_record(
-    read: Callable[[], StageRecord], number: int | None, *, timed: bool = True
+    read: Callable[[], StageRecord], number: int | None, *, timed: bool = True, whole: bool = True
 ) -> StageRecord:
     """A record that is read, once, when one of its times is first asked for."""
     record = object.__new__(_LateRecord)
-    record.__dict__.update(_read=read, number=number, timed=timed)
+    record.__dict__.update(_read=read, number=number, timed=timed, whole=whole)
     return record
 
 
@@ -95,7 +97,7 @@ class _LateRecord(StageRecord):
         """A time that is not there yet."""
         if "_read" not in self.__dict__ or name.startswith("_"):
             raise AttributeError(name)
-        self.__dict__.update({**self._read().__dict__, "number": self.number})
+        self.__dict__.update({**self._read().__dict__, "number": self.number, "whole": self.whole})
         del self.__dict__["_read"]
         return getattr(self, name)
 

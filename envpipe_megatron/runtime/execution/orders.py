@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 from envpipe_megatron.control.command import Parking
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 T = TypeVar("T")
+
+#: Iterations that did not run whole are repeated until they have been run so often.
+MOST_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,27 @@ class IterationOrder:
 #: A phase is a generator: it yields what the next iteration runs, is sent what this stage measured
 #: in it, and returns what it found. All ranks run the same phases in step.
 PhaseRun = Generator[IterationOrder, StageRecord, T]
+
+
+def iterations(order: IterationOrder, count: int = 1) -> PhaseRun[list[StageRecord]]:
+    """Run an order so many times; the records."""
+    records = []
+    for _ in range(count):
+        records.append((yield order))
+    return records
+
+
+def whole(
+    run: Callable[[], PhaseRun[list[StageRecord]]], collectives: Collectives
+) -> PhaseRun[list[StageRecord]]:
+    """The records of iterations, again while some did not run whole on one rank; `MOST_TRIES`."""
+    for _ in range(MOST_TRIES):
+        records = yield from run()
+        partial: float = sum(not record.whole for record in records)
+        by_stage = collectives.by_stage(partial, sum)
+        if not any(by_stage):
+            break
+    return records
 
 
 def constant_order(

@@ -141,6 +141,8 @@ class StageRun:
         """
         read, like = self._executor.end_iteration(), self._like
         if like is not None:
-            return late_record(lambda: read().with_units_of(like), number, timed=False)
+            return late_record(
+                lambda: read().with_units_of(like), number, timed=False, whole=self.whole
+            )
         guarded = read if self._channel is None else partial(self._channel.unless_lost, read)
-        return late_record(guarded, number)
+        return late_record(guarded, number, whole=self.whole)

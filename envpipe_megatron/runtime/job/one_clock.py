@@ -244,10 +244,12 @@ class OneClock:
         job = self._job
         order = constant_order(phase, self._schedule, clock, clock)
         yield from self._stretches.settle(order)
+        before = len(steps[clock])
         job.energy.measure_into(steps[clock])
         at_least = max(_LEAST_STEPS, job.config.profiler.measured_iterations)
         records = yield from self._stretches.measure(order, at_least)
         job.energy.measure_into(None)
+        del steps[clock][before : -len(records)]  # of iterations that did not run whole
         self.compared_after = max(_COMPARED_AFTER, _MEASUREMENTS_APART * len(records))
         yield from self._stretches.settle(order)  # the counter passes the last step's end
         rounds = search.tried[clock].rounds + 1 if clock in search.tried else 1

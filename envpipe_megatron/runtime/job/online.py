@@ -23,12 +23,13 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import MOST_TRIES, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import make_room, plan_online
+from envpipe_megatron.runtime.job.planning import check_plan, make_room, plan_online
 from envpipe_megatron.runtime.job.reports import make_report
 from envpipe_megatron.runtime.memory.limit import with_memory
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 
@@ -55,12 +56,14 @@ def run_online(
     top_mhz = max(clocks_mhz)
     order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
     command = Command(Phase.WARMUP, 0, 0, 0.0, (0.0,) * job.num_stages)
-    controller: Run | None = None
+    controller: Controller | None = None
+    run: Run | None = None
 
     def begin() -> None:
-        nonlocal controller
-        controller = _controller(job, schedule, kinds, clocks_mhz, facts, profile).run()
-        next(controller)
+        nonlocal controller, run
+        controller = _controller(job, schedule, kinds, clocks_mhz, facts, profile)
+        run = _whole(controller.run())
+        next(run)
 
     by_planner(job.collectives, begin)
     records, billed = list(records), ""
@@ -79,9 +82,10 @@ def run_online(
         )
         stages = job.collectives.to_planner(report, merged)
 
-        command = by_planner(job.collectives, partial(_next, controller, stages))
-        if command.plan is not None:
-            _adopt(job, command.plan)
+        command = by_planner(job.collectives, partial(_next, run, stages))
+        if command.plan is not None and (why := _refused(job, command.plan, schedule)):
+            refused = partial(_instead, controller, command, why)
+            command = by_planner(job.collectives, refused)
         if command.orders:
             clocked = command.orders[command.which[replica]]
             order = replace(
@@ -107,12 +111,31 @@ def run_online(
             records.append((yield order))
 
 
-def _next(controller: Run | None, stages: Sequence[Report]) -> Command:
+def _next(run: Run | None, stages: Sequence[Report]) -> Command:
     """What the controller says to the reports of all stages; on the planning rank."""
-    assert controller is not None
-    command = controller.send(Window(tuple(stages)))
+    assert run is not None
+    command = run.send(Window(tuple(stages)))
     assert command is not None
     return command
+
+
+def _whole(run: Run) -> Run:
+    """The controller's commands, each again while no iteration of its window ran whole."""
+    command = next(run)
+    while True:
+        for left in reversed(range(MOST_TRIES)):
+            window = yield command
+            if command is None or window.whole or not left:
+                break
+            note = "units came otherwise: looking again"
+            command = replace(command, settle=1, orders=(), plan=None, note=note, billed="")
+        command = run.send(window)
+
+
+def _instead(controller: Controller | None, command: Command, why: str) -> Command:
+    """What the controller says in place of a command whose plan is refused; likewise."""
+    assert controller is not None
+    return controller.refuse(command, why)
 
 
 def _controller(
@@ -132,18 +155,28 @@ def _controller(
         config.request.deadline_factor or 1.0,
         config.request.min_dwell_s,
     )
-    planner = Planner(knowledge, partial(plan_online, job), limits, job.background())
+    check = partial(check_plan, job, clocks_mhz=())
+    planner = Planner(knowledge, partial(plan_online, job), check, limits, job.background)
     return Controller(schedule, knowledge, job.collectives.num_replicas, planner)
 
 
-def _adopt(job: PhaseParts, plan: Plan) -> None:
-    """A new plan runs from now on, on every rank: its memory is made ready, and it is kept."""
+def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
+    """Why a new plan has no memory; else it is kept and runs from now on, on every rank.
+
+    The framework's own order ran, so that too little memory for it is only said.
+    """
     before = job.state.plan
     if before is None or before.schedule.stages != plan.schedule.stages:
-        make_room(job, plan)
+        try:
+            make_room(job, plan)
+        except MemoryFullError as error:
+            if plan.schedule.stages != own.stages:
+                return str(error)
+            job.say(f"memory: {error}")
     job.state.plan, job.state.profile = plan, plan.profile
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
     job.folder.keep_plan(plan, 0, None, job.batch)
+    return ""
 
 
 def _told(job: PhaseParts, command: Command) -> dict[str, object]:

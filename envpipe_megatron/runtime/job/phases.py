@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
+from envpipe_megatron.control.controller import WINDOW
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -19,7 +21,13 @@ from envpipe_megatron.gpu.overrides import SWEEP_STEP, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import (
+    IterationOrder,
+    PhaseRun,
+    constant_order,
+    iterations,
+    whole,
+)
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.runtime.job.online import run_online
@@ -40,6 +48,8 @@ from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, Profiler
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
+#: Iterations after which a closed loop that failed is begun anew; twice as many each time.
+_TRIED_AFTER = 200
 #: Iterations of the steady phase in which the peak of memory is held against its prediction.
 _COMPARED_ITERATIONS = 3
 
@@ -51,40 +61,46 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     not one of this job, and MemoryFullError if messages have no memory. Nothing ends training later
     on.
     """
-    config, state = job.config, job.state
+    config = job.config
     check_files(job)
     schedule = _framework_schedule(job)
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
+    warm_up = partial(_warm_up, job, at_top)
     known = job.batch in job.energy.baselines
-    # Of a known one, an iteration that does not count and one that it is held against.
-    for iterations in (2, config.warmup_iterations) if known else (config.warmup_iterations,):
-        records = []
-        job.say(f"warm-up: {iterations} iterations of {schedule.name} at {top} MHz")
-        for left in reversed(range(iterations)):
-            job.memory.watch = Watch.PEAK if left else Watch.UNITS
-            records.append((yield at_top))
+    for _ in range(2 if known else 1):  # a baseline that does not hold is measured again
+        job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
+        if config.measures_alone(schedule.name):  # nothing is learned from its units
+            records = yield from warm_up()
+        else:
+            records = yield from whole(warm_up, job.collectives)
         if known and baseline_holds(job):
             break
-    job.memory.watch = Watch.PEAK
     order, own_order = replace(at_top, phase=Phase.STEADY), True
     try:
         if config.one_clock_slowdown_percent is not None:
             yield from _one_clock(job, schedule)
         elif config.closed_loop:
-            yield from _closed_loop(job, schedule, records[1:])
+            yield from _closed_loop(job, at_top, records[1:])
         elif not config.measures_alone(schedule.name):
             order = yield from _save_energy(job, schedule, records[1:])
             own_order = False
     except GoesOnError as error:
-        state.plan = None
-        _note(job, f"The framework's own order, at the highest clock: {error}")
-        if not state.several_sizes:
-            job.folder.forget_profile()
-    if own_order:
-        _keep_own_order(job, schedule)
+        _go_on(job, schedule, error)
+    else:
+        if own_order:
+            _keep_own_order(job, schedule)
     yield from _steady(job, order)
+
+
+def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
+    """The framework's order goes on, for something has failed."""
+    job.state.plan = None
+    _note(job, f"The framework's own order, at the highest clock: {error}")
+    if not job.state.several_sizes:
+        job.folder.forget_profile()
+    _keep_own_order(job, schedule)
 
 
 def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
@@ -102,9 +118,42 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         clock = yield from one.find()
 
 
+def _warm_up(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
+    """Run the warm-up; what the units of its last iteration hold is watched."""
+    job.memory.watch = Watch.PEAK
+    records = yield from iterations(order, job.config.warmup_iterations - 1)
+    job.memory.watch = Watch.UNITS
+    records += yield from iterations(order)
+    job.memory.watch = Watch.PEAK
+    return records
+
+
 def _closed_loop(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, order: IterationOrder, records: Sequence[StageRecord]
 ) -> PhaseRun[None]:
+    """The closed loop, forever: what fails is begun anew, each time later.
+
+    Args:
+        job: this rank's parts.
+        order: the framework's, at the highest clock; it runs meanwhile.
+        records: of the warm-up, but for its first iteration.
+    """
+    for tries in count():
+        try:
+            yield from _loop(job, order.schedule, records)
+        except GoesOnError as error:
+            _go_on(job, order.schedule, error)
+        if not job.state.several_sizes:
+            job.state.profile = None  # it may be what has failed
+        job.say(f"steady: {order.schedule.name}")
+        steady = replace(order, phase=Phase.STEADY)
+        for _ in range(_TRIED_AFTER * 2**tries):
+            yield steady
+        _note(job, "After a failure, the closed loop was begun anew")
+        records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
+
+
+def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
     profile = known_profile(job, schedule, records)
     if profile is not None:

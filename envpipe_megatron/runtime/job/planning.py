@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from envpipe_megatron.control.planner import Asked, planned
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
@@ -13,21 +15,17 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s, order_at_maximum_s
-from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import (
     PlanRequest,
     framework_order,
     request_conditions,
 )
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
+from envpipe_megatron.runtime.going_on import GoesOnError, by_background, by_planner
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.limit import in_flight_limit
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-
-#: Planning must end while GPUs wait for it; 64 stages x 1,024 microbatches take some minutes.
-_LONGEST_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def check_files(job: PhaseParts) -> None:
         if job.config.closed_loop:
             profiled_clocks(job, profile, clocks_mhz)
         if given is not None:
-            _check(job, _read(job, given, profile), clocks_mhz)
+            check_plan(job, _read(job, given, profile), clocks_mhz)
 
     job.collectives.agreed(look)
 
@@ -75,13 +73,8 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 
     def by_file(path: Path) -> Plan:
         plan = _read(job, path, profile)
-        _check(job, plan, clocks_mhz)
+        check_plan(job, plan, clocks_mhz)
         return plan
-
-    def online() -> tuple[Plan, tuple[str, ...]]:
-        plan, notes = make_online(job, profile)
-        _check(job, plan, clocks_mhz)
-        return plan, notes
 
     given = None if job.batch else job.config.plan_file
     path = job.folder.found_plan(job.batch) or given
@@ -94,7 +87,10 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             if path == given and not job.state.several_sizes:
                 raise
             job.say(f"the plan {path} is made again: {error}")
-    plan, notes = by_planner_in_time(job.collectives, online, _LONGEST_S)
+    plan, notes = by_background(
+        job.collectives, job.background(), lambda: partial(planned, *plan_online(job, profile))
+    )
+    by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     return Adopted(plan, notes, made_now=True)
 
@@ -145,25 +141,20 @@ def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[
 
 
 def plan_online(
-    job: PhaseParts, profile: Profile, order: Schedule | None, deadline_factor: float
-) -> Plan:
-    """A plan that the job can run, for an order or the best; called on the planner alone."""
-    request = replace(job.config.request, deadline_factor=deadline_factor)
+    job: PhaseParts,
+    profile: Profile,
+    order: Schedule | None = None,
+    deadline_factor: float | None = None,
+) -> Asked:
+    """Say what to plan from all that is known of the job: an order, or the best one.
+
+    By default as the job's own request has it. Called on the planner only.
+    """
+    request = job.config.request
+    if deadline_factor is not None:
+        request = replace(request, deadline_factor=deadline_factor)
     if order is not None and job.kept_order is None:
         request = replace(request, schedule="1f1b", order=order, max_in_flight=None)
-    plan, _ = make_online(job, profile, request)
-    _check(job, plan, ())
-    return plan
-
-
-def make_online(
-    job: PhaseParts, profile: Profile, request: PlanRequest | None = None
-) -> tuple[Plan, tuple[str, ...]]:
-    """A plan from all that is known of the job, and notes; called on the planner alone.
-
-    The request is by default the job's own.
-    """
-    request = request or job.config.request
     # The loop online replaces the offline one: it starts from the plain policy.
     request = replace(
         request,
@@ -186,17 +177,14 @@ def make_online(
     if job.kept_order is None:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
-    limit = None
+    limit, notes = None, tuple[str, ...]()
     if job.kept_order is not None or request.order is None:  # else memory is ready for it
         limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
-    made = make_plan(profile, request)
-    notes = made.notes
-    if limit is not None:
         held = ", ".join(f"{most:g}" for most in limit)
-        notes = (*notes, f"Memory holds at most {held} microbatches in flight.")
-    return made.plan, notes
+        notes = (f"Memory holds at most {held} microbatches in flight.",)
+    return profile, request, notes
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:
@@ -232,7 +220,7 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
     return plan
 
 
-def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
+def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
     """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
         raise SessionError(

@@ -23,7 +23,12 @@ from envpipe_megatron.policies.reconfigure import (
 )
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.orders import (
+    IterationOrder,
+    PhaseRun,
+    iterations,
+    whole,
+)
 from envpipe_megatron.runtime.going_on import by_planner
 
 #: The end must be seen in this many iterations in a row: one iteration's waits are noisy.
@@ -119,7 +124,8 @@ def reconfigure_online(
     times_s: list[list[FloatArray]] = []
     for iteration in range(policy.max_steps):
         clocks = schedule.pair_clocks(frequency.reshape(shape))
-        record = yield IterationOrder(Phase.RECONFIGURE, schedule, clocks)
+        order = IterationOrder(Phase.RECONFIGURE, schedule, clocks)
+        (record,) = yield from whole(functools.partial(iterations, order), collectives)
         # The hiccup of one replica must not look like a bubble.
         waits_s = collectives.medians(record.receive_wait_s)
         changes, why = by_planner(collectives, functools.partial(look, iteration, waits_s))

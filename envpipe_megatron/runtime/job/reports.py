@@ -47,18 +47,22 @@ def make_report(
     ends_s = np.array([record.end_s[-1] for record in records])
     steps_s = np.append(np.diff(begins_s), np.nan)
     steps_s[:-1][[not _follows(*both) for both in pairwise(records)]] = np.nan
+    steps_s[[not record.whole for record in records]] = np.nan
     if np.isfinite(steps_s).any():
         steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
     stretches: list[Stretch] = []
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
         until_s = record.begin_s + step_s
+        if not record.whole:
+            break
         stretches += _stretches(record, clocks_mhz, kinds, parked, late_s, tail_s, until_s)
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
     sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
+    unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(
-        np.median([record.unit_time_s for record in records], axis=0)[np.newaxis],
+        np.median(unit_s or [np.full(len(kinds), np.nan)], axis=0)[np.newaxis],
         ends_s[np.newaxis],
         (steps_s - ends_s)[np.newaxis],
         steps_s[np.newaxis],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
@@ -151,6 +152,8 @@ class Session:
             compares=not self.only_measures,
         )
         self._iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
+        #: What runs beside training.
+        self._beside = contextlib.ExitStack()
         self._batches = Batches(
             JobParts(
                 config=self._config,
@@ -169,6 +172,7 @@ class Session:
                 memory=self._memory,
                 say=self._say,
                 print_grid=self._folder.add_grid,
+                background=lambda: self._beside.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
         )
@@ -439,6 +443,7 @@ class Session:
                     last.callback(self._agent.close)
                 last.callback(self._energy.close)
                 last.callback(self._iterations.end)
+                last.callback(self._beside.close)
                 last.callback(self.executor.idle, METER_MARGIN_S)
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()

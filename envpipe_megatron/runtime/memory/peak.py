@@ -92,6 +92,11 @@ class StageMemory:
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
+    def room_below(self, in_flight: int) -> float:
+        """The room that is left if there is none for so many in flight."""
+        below = (in_flight - 1 - self.baseline_in_flight) * self.activation_bytes
+        return max(0.0, min(self.room_bytes, below))
+
     def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
         """The most that is allocated while these units run; of those measured it is known."""
         return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
@@ -233,8 +238,11 @@ class JobMemory:
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
-        if full:
-            self.stages = stages
+        if full:  # no later plan is to hold as many
+            self.stages = tuple(
+                replace(stage, room_bytes=stage.room_below(peaks[n])) if n in full else stage
+                for n, stage in enumerate(stages)
+            )
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
                 f"order, {_gib(predicted)} GiB at its peak, where {_gib(allowed)} GiB may be used",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,12 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.orders import (
+    IterationOrder,
+    PhaseRun,
+    iterations,
+    whole,
+)
 
 #: Of a shorter iteration, as a step without units is, no more are run than of this one, s.
 _LEAST_S = 1e-3
@@ -47,10 +53,7 @@ class Stretches:
         """What this stage measures in iterations that fill a window, once clocks have settled."""
         assert self._shortest_s is not None
         count = max(at_least, math.ceil(self._min_window_s / self._shortest_s))
-        records = []
-        for _ in range(count):
-            records.append((yield order))
-        return records
+        return (yield from whole(partial(iterations, order, count), self._collectives))
 
 
 def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from waiting_plans import plans_are_waited_for
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
@@ -108,15 +108,6 @@ class FastJob(Job):
         fast_time.install(self.session._gpu)
         fast_time.install(self.session.executor._gpu)
         fast_time.meanwhile = self.session.meter._try_sample
-
-
-_start = Background.start
-
-
-def _start_and_wait(self: Background[Any], make: Callable[[], Any]) -> None:
-    _start(self, make)
-    assert self._thread is not None
-    self._thread.join()
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -210,7 +201,7 @@ def train(rank: int, case: Case, root: Path | None, preset: str = "a100-sxm") ->
 
     Training waits for its plans: they come at the same step however busy the host is.
     """
-    with patch.object(Background, "start", _start_and_wait):
+    with plans_are_waited_for():
         return _train(rank, case, root, preset)
 
 

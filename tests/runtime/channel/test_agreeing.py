@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,8 @@ from envpipe_megatron.runtime.channel.collectives import (
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.going_on import (
     GoesOnError,
+    by_background,
     by_planner,
-    by_planner_in_time,
     in_words,
     on_every_rank,
 )
@@ -230,39 +229,18 @@ def test_planning_goes_on_without_what_fails():
     def fails() -> None:
         raise ValueError("of a test")
 
-    for planned in (by_planner, lambda c, make: by_planner_in_time(c, make, 60.0)):
+    background: Any = SimpleNamespace(start=lambda work: work(), take=lambda wait_s: None)
+    for planned in (by_planner, lambda c, make: by_background(c, background, lambda: make)):
         with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
             planned(told.seen_by(0), fails)
         with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
             planned(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))
 
 
-def test_what_is_made_at_the_last_moment_counts():
-    told, elsewhere = Told(), []
-    assert by_planner_in_time(told.seen_by(0), lambda: 5, longest_s=0.0) == 5
-    assert by_planner_in_time(told.seen_by(1), lambda: elsewhere.append(6), longest_s=0.0) == 5
-    assert not elsewhere
-
-
 def test_planning_may_take_longer_than_the_others_wait_to_hear_of_it():
-    ended, looks = threading.Event(), []
-
-    def from_planner(own: Any) -> Any:
-        looks.append(0)
-        if len(looks) == 2:
-            ended.set()
-        return own
-
-    heard: Any = SimpleNamespace(is_planner=True, from_planner=from_planner)
-    assert by_planner_in_time(heard, ended.wait, longest_s=60.0, look_s=0.01) is True
-    assert len(looks) > 1
-
-
-def test_a_planning_thread_ends_with_its_process():
-    told, ended = Told(), threading.Event()
-    with pytest.raises(GoesOnError, match="It took longer than 0 s"):
-        by_planner_in_time(told.seen_by(0), ended.wait, longest_s=0.0, look_s=0.0)
-    (thread,) = (t for t in threading.enumerate() if t.name == "envpipe-planner")
-    assert thread.daemon
-    ended.set()
-    thread.join()
+    looks = []
+    heard: Any = SimpleNamespace(is_planner=True, from_planner=lambda own: looks.append(0) or own)
+    takes = iter([None, None, 5])
+    slow: Any = SimpleNamespace(start=lambda work: None, take=lambda wait_s: next(takes))
+    assert by_background(heard, slow, lambda: pytest.fail, look_s=0.01) == 5
+    assert len(looks) == 4

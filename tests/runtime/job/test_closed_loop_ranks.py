@@ -76,7 +76,7 @@ def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks
     known = Sidecar(wait_power_w=wait_power_w, frequency_change_s=model.frequency_change_s)
     make_profile(rows, source="the preset", sidecar=known).write(tmp_path / "given.csv")
     given = {"profile_file": tmp_path / "given.csv"}
-    three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 14, {}, {**LOOP, **given})
+    three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
     output = tmp_path / "output"
     plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
     assert plan.park_mhz is not None

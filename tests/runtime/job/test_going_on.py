@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import going_on_ranks
@@ -14,9 +15,10 @@ from on_request import on_request
 from presets import preset_profile
 from rank_pool import RankFailedError
 
+from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlannerError
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner_in_time
+from envpipe_megatron.runtime.going_on import GoesOnError, by_background
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -78,18 +80,19 @@ def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
         assert one.peak_in_flight != ()
 
 
-def test_planning_that_never_ends_is_left_behind():
-    ended, looks = threading.Event(), []
+def test_planning_that_never_ends_is_ended():
+    looks = []
     collectives = SimpleNamespace(is_planner=True, from_planner=lambda own: looks.append(0) or own)
-    with pytest.raises(GoesOnError, match="longer than"):
-        by_planner_in_time(collectives, ended.wait, longest_s=0.05, look_s=0.01)
-    assert len(looks) > 1  # the others heard of it meanwhile
-    ended.set()
-    assert by_planner_in_time(collectives, ended.wait, longest_s=60.0) is True
+    background = Background(limit_s=0.05)
+    with pytest.raises(GoesOnError, match=r"No end in 0\.05 s"):
+        by_background(collectives, background, lambda: partial(sum, count()), look_s=0.01)
+    assert len(looks) > 2  # the others heard of it meanwhile
+    assert not background.busy
+    assert by_background(collectives, Background(), lambda: partial(abs, -1), look_s=0.01) == 1
 
 
 def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
-    fault = Fault("runtime.job.planning:make_plan", error=MemoryError)
+    fault = Fault("runtime.job.planning:plan_online", error=MemoryError)
     run = three_ranks.run
     check_own_order(run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,)), "MemoryError")
     assert stored(tmp_path)["profile"]  # the next start may have more memory
@@ -125,7 +128,7 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     given = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
-    wrong = Fault("runtime.job.planning:make_plan", error=PlannerError)
+    wrong = Fault("runtime.job.planning:plan_online", error=PlannerError)
     plenty = (10**9,) * 3
     told = three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (wrong,), plenty, given)
     check_own_order(told, "of a test")

@@ -79,6 +79,12 @@ class Memory:
 CHANNEL = SimpleNamespace(make_room=lambda order, specs: True)
 
 
+class Record(str):
+    """Stands in for the record of an iteration."""
+
+    whole = True
+
+
 @dataclass
 class Rank:
     """Stage 0 of a job, on one of its two replicas; others say what it says, but for `other`."""
@@ -128,7 +134,7 @@ class Rank:
         for number in range(count):
             order = going.send(record)  # type: ignore[arg-type]  # a generator begins with None
             ran.append((order, self.memory.watch))
-            record = f"record {number}"  # type: ignore[assignment]
+            record = Record(f"record {number}")  # type: ignore[assignment]
         return ran
 
 

@@ -17,6 +17,8 @@ from on_request import on_request
 from planning_cases import random_profile
 from presets import preset_profile
 
+from benchmarks.online.emulated_job import Immediate
+from envpipe_megatron.control import planner
 from envpipe_megatron.core.channel_model import check_message_order, find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
@@ -35,7 +37,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning
 from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, make_online, predicted
+from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, plan_online, predicted
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -61,7 +63,7 @@ def test_late_clocks_make_no_online_plan_slow():
         channel=SimpleNamespace(capacity=None),
         memory=SimpleNamespace(stages=None),
     )
-    plan, _ = make_online(job, profile)
+    plan, _ = planner.planned(*plan_online(job, profile))
     assert plan.conditions.change_time_s == 0.05
     assert plan.cost.slowdown_percent(plan.baseline.cost) < 1e-6
     assert plan.cost.saving_percent(plan.baseline.cost) > 12
@@ -74,7 +76,7 @@ def test_of_a_profile_that_the_user_named_planning_that_fails_ends_no_training(
     def fails(job, profile):
         raise failure("of a test")
 
-    monkeypatch.setattr(planning, "make_online", fails)
+    monkeypatch.setattr(planning, "plan_online", fails)
     with pytest.raises(GoesOnError, match="of a test"):
         Starting(Path("none"), named_profile=True).adopt()
 
@@ -143,6 +145,7 @@ class Starting:
         )
         self.collectives = Collectives(0, alone, [], 1)
         self.say = self.said.append
+        self.background = Immediate
 
     @property
     def kept_order(self) -> Any:
@@ -316,7 +319,7 @@ def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one_or_later_on
     assert job.adopt().made_now
 
 
-@pytest.mark.parametrize("part", ["make_plan", "known_conditions", "in_flight_limit", "_check"])
+@pytest.mark.parametrize("part", ["planned", "known_conditions", "in_flight_limit", "check_plan"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, RecursionError])
 def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
     def fails(*arguments: Any) -> Any:
@@ -329,7 +332,7 @@ def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
 
 def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
     """At any call of any function below `policies`."""
-    make_plan, calls, at_call = planning.make_plan, 0, 0
+    make_plan, calls, at_call = planner.make_plan, 0, 0
 
     def count(frame: Any, event: str, _: object) -> None:
         nonlocal calls
@@ -347,7 +350,7 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(planning, "make_plan", profiled)
+    monkeypatch.setattr(planner, "make_plan", profiled)
     job = Starting(tmp_path / "none", request=PlanRequest(4, "auto", "optimal"))
     assert job.adopt().made_now
     total, rng = calls, random.Random(0)
@@ -469,7 +472,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         asked.append((profile, request))
         return limit
 
-    monkeypatch.setattr(planning, "make_plan", make)
+    monkeypatch.setattr(planner, "make_plan", make)
     monkeypatch.setattr(planning, "in_flight_limit", limited)
     request = PlanRequest(1, "envpipe", "envelope", "balanced", max_in_flight=3)
     job: Any = Starting(
@@ -477,7 +480,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     )
     job.own_order = "order"
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
-    plan, notes = make_online(job, profile)
+    plan, notes = planner.planned(*plan_online(job, profile))
     wanted = replace(
         request,
         num_microbatches=7,

@@ -131,6 +131,7 @@ def reconfigured(
         medians=lambda own: [np.median([own, own, own + 5.0], axis=0), 2 * own],
         is_planner=True,
         from_planner=lambda own: own,
+        by_stage=lambda own, merge: [own],
     )
     policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
     said: list[str] = []
@@ -149,7 +150,7 @@ def reconfigured(
             order = run.send(record)  # type: ignore[arg-type]  # a generator begins with None
             assert (order.phase, order.schedule) == (Phase.RECONFIGURE, schedule)
             ran.append(order.frequency_mhz.copy())
-            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=waits_s + 0.1)
+            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=waits_s + 0.1, whole=True)
     except StopIteration as ended:
         path = critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.03)
         assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
@@ -223,7 +224,10 @@ class Pipeline:
 
     def reconfigured(self, name: str, max_steps: int = 3000) -> tuple[Plan, int, Ended]:
         collectives: Any = SimpleNamespace(
-            medians=list, is_planner=True, from_planner=lambda own: own
+            medians=list,
+            is_planner=True,
+            from_planner=lambda own: own,
+            by_stage=lambda own, merge: [own],
         )
         policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
         known = [range(1050, 1411, 30)] * 4
@@ -241,7 +245,9 @@ class Pipeline:
             timeline = Timeline(self.schedule, self._seconds(profiled_s, order.frequency_mhz))
             waits_s = timeline.start_s
             waits_s[:, 1:] -= timeline.end_s[:, :-1]
-            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=timeline.duration_s)
+            record = SimpleNamespace(
+                receive_wait_s=waits_s, unit_time_s=timeline.duration_s, whole=True
+            )
 
     def moves(self) -> list[str]:
         """For each unit, how its clock moved: `+` for up and `-` for down, runs as one."""

@@ -19,7 +19,7 @@ def ran(phase: Any, times_s: list[float]) -> int:
         while True:
             count += 1
             time_s = times_s.pop(0) if len(times_s) > 1 else times_s[0]
-            phase.send(SimpleNamespace(iteration_time_s=time_s))
+            phase.send(SimpleNamespace(iteration_time_s=time_s, whole=True))
     except StopIteration:
         return count
 
@@ -34,7 +34,10 @@ def ran(phase: Any, times_s: list[float]) -> int:
     ],
 )
 def test_a_step_without_units_does_not_set_how_long_a_window_is(settled_s, others_s, count):
-    collectives: Any = SimpleNamespace(by_stage=lambda own, reduce: [own, others_s])
+    def by_stage(own: Any, reduce: Any) -> list[Any]:
+        return [own, others_s if isinstance(own, float) else own]
+
+    collectives: Any = SimpleNamespace(by_stage=by_stage)
     stretches = Stretches(2, 1.0, collectives)
     order: Any = "order"
     assert ran(stretches.settle(order), settled_s) == 2

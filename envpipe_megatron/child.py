@@ -1,4 +1,4 @@
-"""Python processes that a rank has beside it: its GPU's guard, and the reader of its energy."""
+"""Python processes that a rank has beside it: its GPU's guard, its meter's reader, its planner."""
 
 from __future__ import annotations
 
