@@ -109,4 +109,4 @@ class Background(Generic[T]):
 
 def _in_memory() -> IO[bytes]:
     """A file without a name: no disk is waited for, and no `/dev/shm` need have room."""
-    return open(os.memfd_create("envpipe"), "w+b")
+    return os.fdopen(os.memfd_create("envpipe"), "w+b")

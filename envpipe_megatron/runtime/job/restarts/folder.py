@@ -288,9 +288,7 @@ class JobFolder:
         write_job(self.path, self._job)
 
 
-def _without(
-    batch: str, baselines: Mapping[str, BaselineEnergy]
-) -> dict[str, BaselineEnergy]:
+def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, BaselineEnergy]:
     return {name: kept for name, kept in baselines.items() if name != batch}
 
 
