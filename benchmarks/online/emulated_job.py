@@ -188,6 +188,7 @@ class EmulatedJob:
         channel = SimpleNamespace(
             capacity=None,
             more_bytes=lambda schedule: 0,
+            make_room=lambda schedule, specs: True,
             expect=_nothing,
             send=_nothing,
             receive=_nothing,
@@ -218,7 +219,7 @@ class EmulatedJob:
             clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),
             problems=tuple,
             meter=VirtualMeter(gpu),
-            energy=SimpleNamespace(),  # type: ignore[arg-type]
+            energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]
             collectives=collectives,
             memory=JobMemory(None, stage, collectives, said),
             say=said if collectives.is_planner else _nothing,

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Generic, TypeVar
 
 from envpipe_megatron.child import start_child
@@ -24,8 +23,6 @@ from envpipe_megatron.errors import EnvPipeError
 T = TypeVar("T")
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.control.background_process")  # -P: not the working folder
-#: Where work and result lie, without a name: in memory, so that no disk is waited for.
-_FOLDER = "/dev/shm"
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
 
@@ -61,9 +58,9 @@ class Background(Generic[T]):
         """
         self.close()
         nothing = subprocess.DEVNULL
-        answer = TemporaryFile(dir=_FOLDER)  # noqa: SIM115  # until its result is taken
+        answer = _in_memory()
         order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": self._limit_s}
-        with TemporaryFile(dir=_FOLDER) as work:
+        with _in_memory() as work:
             pickle.dump([str(Path(path).absolute()) for path in sys.path], work)
             pickle.dump(make, work)
             work.seek(0)
@@ -108,3 +105,8 @@ class Background(Generic[T]):
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
+
+
+def _in_memory() -> IO[bytes]:
+    """A file without a name: no disk is waited for, and no `/dev/shm` need have room."""
+    return os.fdopen(os.memfd_create("envpipe"), "w+b")

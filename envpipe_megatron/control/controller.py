@@ -431,9 +431,11 @@ class Controller:
         yield from self._probe(again=True)
 
     def _replan(self, *, reorder: bool) -> None:
-        self._reorders = reorder
         if reorder:
             self._again_at = 0
+        elif self._reorders and self._planner.busy:  # what is ended here is begun again soon
+            self._again_at = self._windows + 1
+        self._reorders = reorder
         order = None if reorder or self.plan is None else self.plan.schedule
         self._planner.begin(order, self._slower)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from envpipe_megatron.formats.energy import BEGUN, STEP, num_steps
+from envpipe_megatron.formats.energy import STEP, num_steps
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
 #: this. So much is lost with a process that is killed, or a node that loses its power.
@@ -116,7 +116,7 @@ def _mean(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LogSums:
-    """Adds up the lines of all GPUs of energy logs, between the starts of their nodes' agents.
+    """Adds up the lines of all GPUs of energy logs, between the notes of their nodes' agents.
 
     `write` gets sums and notes, by which a bill is the same but for the number of lines. `share` is
     as for `LineSums`; by default, all lines are of one span.
@@ -134,8 +134,7 @@ class LogSums:
                 self._gpus[whose] = LineSums(self._write, self._share, math.inf)
             self._gpus[whose].add(entry)
             return
-        if entry.get("note") == BEGUN:
-            self.flush()
+        self.flush()  # what a note says may be of the lines behind it only
         self._write(entry)
 
     def flush(self) -> None:

@@ -37,10 +37,10 @@ class Writer:
         self._ready.put(key)
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="envpipe-writer", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="envpipe-writer", daemon=True)
+                with suppress(RuntimeError):  # the interpreter is ending, or threads are used up
+                    thread.start()
+                    self._thread = thread
 
     def num_waiting(self, key: str) -> int:
         """How many calls of a key have not ended."""
@@ -48,9 +48,12 @@ class Writer:
 
     def close(self) -> None:
         """Make all calls that wait; a disk that hangs is waited for once, and left behind."""
-        if self._thread is None or self._hangs:
+        if self._hangs:
             return
         self._ready.put(None)
+        if self._thread is None:
+            self._run()
+            return
         self._thread.join(_JOIN_S)
         self._hangs = self._thread.is_alive()
         if self._hangs:

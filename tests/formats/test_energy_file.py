@@ -17,10 +17,11 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     append_line,
     name_of_run,
+    parse_entry,
     parse_line,
     read_energy_logs,
 )
-from envpipe_megatron.formats.energy_sums import LineSums
+from envpipe_megatron.formats.energy_sums import LineSums, LogSums
 from envpipe_megatron.launch.bill.bill import bill_of
 
 WINDOW = {
@@ -145,6 +146,24 @@ def test_of_large_logs_sums_are_read_and_make_the_same_bill(tmp_path, monkeypatc
     for phase in ("steady", "baseline"):
         assert one.steps(phase).iterations == other.steps(phase).iterations
         assert one.steps(phase).energy_j == pytest.approx(other.steps(phase).energy_j)
+
+
+def test_sums_of_starts_under_one_agent_lie_between_its_notes():
+    """The second start asks for something else: the first one's steps are not this job's."""
+    asked = {"format": "envpipe-note/1", "node": "n1", "note": "job"}
+    entries, made = [], []
+    for number, level in enumerate(["observe", "order"]):
+        run = f"a 2026-03-0{number + 1}T10:00:00.000+00:00"
+        entries += [
+            asked | {"facts": {"level": level}},
+            *steps_of_gpus(20, run=run, energy_j=number),
+        ]
+    sums = LogSums(made.append)
+    for entry in entries:
+        sums.add(entry)
+    sums.flush()
+    one, other = (bill_of(map(parse_entry, lines)).steps("steady") for lines in (made, entries))
+    assert one.energy_j == other.energy_j == 1.0
 
 
 def test_steps_of_several_baselines_are_held_against_their_mean():

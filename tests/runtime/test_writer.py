@@ -84,6 +84,22 @@ def test_the_end_waits_for_a_disk_that_hangs_once_and_not_for_long(disk, monkeyp
     assert caplog.text.count("their disk does not answer") == 1
 
 
+def test_lines_that_come_as_python_ends_are_written(disk, monkeypatch):
+    """It starts no thread by then, in version 3.12."""
+    writer = Writer()
+    disk.room.set()
+    writer.put("log", disk.write("line 1"))
+    writer.close()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer.put("log", disk.write("line 2"))
+    writer.close()
+    assert disk.written == ["line 1", "line 2"]
+
+
 def test_training_waits_for_no_file_of_its_folder(tmp_path, monkeypatch):
     """Neither a plan, which is made safe on the disk, nor a line, whatever becomes of the disk."""
     goes_on, asked = threading.Event(), threading.Event()

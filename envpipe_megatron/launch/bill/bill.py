@@ -239,7 +239,8 @@ class Bill:
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
-        reported = self._baseline if line.phase == Phase.STEADY else None
+        of_old = line.phase == Phase.STEADY and line.num_ranks is None
+        reported = self._baseline if of_old else None
         self.phases[key].add(line, line.baseline or reported)
         if line.phase in OUTSIDE_STEPS:
             return

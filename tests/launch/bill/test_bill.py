@@ -312,9 +312,11 @@ def test_steps_without_a_baseline_are_in_no_saving():
     """Of one run that only measures, and of the steps before a baseline could be measured."""
     known = [window(0, i, 100.0, baseline=BASELINE, run="envpipe") for i in range(4)]
     others = [window(0, i, 500.0, run="baseline") for i in range(4)]
+    told = job(baseline=BASELINE)  # as of an earlier start: lines of this version say their own
     damaged = window(0, 9, 500.0, baseline={**BASELINE, "time_s": "1.9"}, run="envpipe")
     assert bill(*others, *known, damaged).comparison().saving_percent == pytest.approx(20.0)
     assert bill(*others, damaged).comparison() is None
+    assert bill(told, *(one | {"num_ranks": 1} for one in others)).comparison() is None
 
 
 def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving():

@@ -201,9 +201,8 @@ class JobFolder:
     def forget_baseline(self, batch: str) -> None:
         """Have a batch's baseline measured, as `forget_profile` does. Every rank calls it."""
         if self.found is not None:
-            left = {name: kept for name, kept in self.found.baselines.items() if name != batch}
-            self.found = replace(self.found, baselines=left)
-            self._later(partial(self._store, baselines=left))
+            self.found = replace(self.found, baselines=_without(batch, self.found.baselines))
+            self._later(partial(self._drop_baseline, batch))
             self._kept_baselines.discard(batch)
 
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
@@ -217,6 +216,10 @@ class JobFolder:
         if new:
             self._kept_baselines |= new.keys()
             self._later(partial(self._add_baselines, new))
+
+    def _drop_baseline(self, batch: str) -> None:
+        if self._job is not None:
+            self._store(baselines=_without(batch, self._job.baselines))
 
     def _add_baselines(self, new: Mapping[str, BaselineEnergy]) -> None:
         if self._job is not None:
@@ -283,6 +286,10 @@ class JobFolder:
             return
         self._job = replace(self._job, **changes)
         write_job(self.path, self._job)
+
+
+def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, BaselineEnergy]:
+    return {name: kept for name, kept in baselines.items() if name != batch}
 
 
 def _locked(path: Path) -> IO[str]:

@@ -289,6 +289,13 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
     assert read_job(tmp_path, KEYS).baselines == {"": BASELINE}
 
 
+def test_a_baseline_that_does_not_hold_takes_none_of_this_start_with_it(whole):
+    folder = job_folder(whole)
+    folder.keep_baselines({"m3": BASELINE})
+    folder.forget_baseline("")
+    assert read_job(whole, KEYS).baselines == {"m3": BASELINE}
+
+
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
     folder = job_folder(tmp_path)
     for source in (tmp_path / "plan.json", tmp_path / "mine.json"):
