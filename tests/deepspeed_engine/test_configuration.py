@@ -271,7 +271,8 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     ran, said = [], []
     monkeypatch.setattr(PipelineEngine, "_exec_schedule", lambda engine, steps: ran.append(steps))
     engine: Any = object.__new__(EnvPipeEngine)
-    session = SimpleNamespace(executed=["F0"], run_iteration=full)
+    session = SimpleNamespace(executed=["F0"], run_iteration=full, state=SimpleNamespace(notes=()))
+    session.highest_clock = lambda: ran.append("highest clock")
     planner = SimpleNamespace(is_planner=True)
     given = {
         "_job": SimpleNamespace(session=session, collectives=planner, say=said.append),
@@ -280,12 +281,12 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         "micro_batches": 2,
         "full_microbatches": 2,
         "_reserve_pipe_buffers": lambda count: None,
-        "_learned_specs": lambda: None,
     }
     for name, value in given.items():
         object.__setattr__(engine, name, value)
     steps = TrainSchedule(2, 2, 0)
     for _ in range(3):
         engine._exec_schedule(steps)
-    assert ran == [steps] * 3
-    assert said == ["DeepSpeed's own order from here on: too little of a test"]
+    assert ran == ["highest clock", *[steps] * 3]
+    assert said == ["DeepSpeed's own schedule, at the highest clock: too little of a test"]
+    assert session.state.notes == tuple(said)

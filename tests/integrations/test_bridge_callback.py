@@ -343,16 +343,22 @@ def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTrainin
 
 
 @pytest.mark.usefixtures("trainings")
-def test_a_job_that_trains_without_envpipe(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_job_that_trains_without_envpipe(
+    loop: Any, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
     from envpipe_megatron.integrations.job import WithoutEnvPipeError
     from envpipe_megatron.integrations.megatron_bridge import callback as module
 
-    def without(*arguments: Any) -> None:
+    def without(*arguments: Any, **named: Any) -> None:
         raise WithoutEnvPipeError("NVML is not there")
 
-    monkeypatch.setattr(module, "Training", without)
+    of, name = (FakeTraining, "end_step") if later else (module, "Training")
+    monkeypatch.setattr(of, name, without)
     own, settings, callback = dict(vars(loop)), config(), make()
     function = begin(callback, loop, settings)
+    if later:
+        callback.on_train_step_end(context(settings, skipped_iter=False))
     callback.on_train_step_start(context(settings))
     assert function(n=0) == "Megatron {'n': 0}"
     callback.on_train_step_end(context(settings, skipped_iter=False))

@@ -512,13 +512,14 @@ def test_messages_of_a_teacher_are_counted_once() -> None:
     assert spec.shapes == ((16, 1, 96),)
 
 
+@pytest.mark.parametrize("later", [False, True])
 def test_a_job_that_trains_without_envpipe(
-    hooks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hooks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool
 ) -> None:
-    """Megatron has its own function, and hooks have nothing to do."""
+    """Megatron has its own function, and hooks have nothing to do: also if it lost its level."""
     from megatron.core.pipeline_parallel import schedules
 
-    def without(*arguments: Any) -> None:
+    def without(*arguments: Any, **named: Any) -> None:
         raise WithoutEnvPipeError("NVML is not there")
 
     monkeypatch.setattr(hooks, "_state", hooks._State(options=SimpleNamespace()))
@@ -526,9 +527,15 @@ def test_a_job_that_trains_without_envpipe(
     monkeypatch.setattr(hooks.recomputation, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
-    hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
+    if later:
+        training = SimpleNamespace(begin_step=lambda iteration: None, end_step=without)
+        hooks._state.training, schedules.envpipe_hook = training, "hook"
+    else:
+        hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
+    hooks.begin_step(0)
+    hooks.end_step(0)
     assert schedules.envpipe_hook is None
-    for iteration in range(5):
+    for iteration in range(1, 5):
         hooks.begin_step(iteration)
         hooks.end_step(0)
         assert hooks.log(iteration, None, None) == ""

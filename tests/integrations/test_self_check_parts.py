@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,21 +188,36 @@ def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
 
 
 def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:
+    from envpipe_megatron.integrations.job import WithoutEnvPipeError
     from envpipe_megatron.integrations.megatron.training import Training
     from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
     def full(own: Any, **arguments: Any) -> Any:
         raise MemoryFullError("too little of a test")
 
+    def unreadable() -> Any:
+        raise WithoutEnvPipeError("NVML is not there")
+
     training: Any = object.__new__(Training)
     session = SimpleNamespace(end_step=lambda: None)
     training.job = SimpleNamespace(session=session, has_its_profile=lambda: False)
     stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
     training._stand_in = type("Full", (), stand_in)()
-    training._replaced, training._full, lowered = dict, None, []
+    training._replaced, lowered = dict, []
     training._lower = lambda *why: lowered.append(why)
     training.announce = lambda: None
     assert training._forward_backward(model="m") == {"model": "m"}
     for _ in range(2):
         training.end_step(skipped=False)
     assert lowered == [(None, "too little of a test")]
+    # Where the GPU cannot be read by then, all later steps are Megatron's as well.
+    del training._lower
+    training._options = make_dataclass("Options", ["plan_file"])(None)
+    training._decide = lambda *why: None
+    training._decision = SimpleNamespace(to_check=())
+    training.job.close = lambda: None
+    training._make_job = unreadable
+    training._forward_backward(model="m")
+    with pytest.raises(WithoutEnvPipeError):
+        training.end_step(skipped=False)
+    assert training._forward_backward(model="n") == {"model": "n"}

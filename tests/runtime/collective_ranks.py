@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from envpipe_megatron.runtime.channel import collectives
+from envpipe_megatron.runtime.channel import collectives, host_group
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 
@@ -39,6 +40,14 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
         "from_planner": made.from_planner(str(rank)),
         "agreed": made.agreed(lambda: rank),
     }
+
+
+def come_late(rank: int, connect_s: float) -> int:
+    """A sum over ranks of which some come when the others have given up connecting, or might."""
+    with patch.object(host_group, "_CONNECT", timedelta(seconds=connect_s)):
+        if rank in (3, 7):
+            time.sleep(10 * connect_s)
+        return sum(make_collectives([range(12)], timedelta(seconds=20)).in_pipeline(rank))
 
 
 def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:

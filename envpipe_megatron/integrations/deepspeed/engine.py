@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -138,9 +137,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 full_batch=self.micro_batches == self.full_microbatches,
             )
         except MemoryFullError as error:  # on all ranks, and no unit has run
-            if self._job.collectives.is_planner:
-                self._job.say(f"DeepSpeed's own order from here on: {error}")
-            self._own_steps_left = sys.maxsize
+            self._leave_to_deepspeed(str(error))
             super()._exec_schedule(pipe_schedule)
             return
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
@@ -154,11 +151,16 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         except UnsupportedEngineError as error:
             why = str(error)
         if (first := self._job.collectives.first(why)) is not None:
-            self._own_steps_left = math.inf
-            note = f"DeepSpeed's own schedule, at the highest clock: {first[1]}"
-            self._job.session.state.notes += (note,)
-            if self._job.collectives.is_planner:
-                self._job.say(note)
+            self._leave_to_deepspeed(first[1])
+
+    def _leave_to_deepspeed(self, why: str) -> None:
+        """Leave this step and all later ones to DeepSpeed."""
+        self._own_steps_left = math.inf
+        self._job.session.highest_clock()
+        note = f"DeepSpeed's own schedule, at the highest clock: {why}"
+        self._job.session.state.notes += (note,)
+        if self._job.collectives.is_planner:
+            self._job.say(note)
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""

@@ -192,7 +192,9 @@ class ForwardBackward:
     @property
     def failed(self) -> str | None:
         """Why the job is to go on at a lower level, on all ranks alike; None if it need not."""
-        return self._against if self._check is None else self._against or self._check.failed
+        if self._against is not None or self._check is None or self._check.failed is None:
+            return self._against
+        return f"its self-check: {self._check.failed}"
 
     def _why_not(self, arguments: dict[str, Any], groups: ProcessGroupCollection) -> str | None:
         """What this rank's call has that the interpreter does not run."""

@@ -44,8 +44,8 @@ class Training:
         WithoutEnvPipeError, EnvPipeError: as `Job` raises them.
     """
 
-    #: Why this step ran by Megatron's own function.
-    _full: str | None = None
+    #: Why the job goes on at a lower level behind this step.
+    _why_lower: str | None = None
 
     def __init__(
         self,
@@ -101,16 +101,18 @@ class Training:
     def end_step(self, *, skipped: bool) -> None:
         """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
-        Raises SystemExit if only the profile was asked for, and it is written.
+        Raises SystemExit if only the profile was asked for, and it is written; WithoutEnvPipeError,
+        on all ranks, if the job was to go on at a lower level and cannot: nothing else is to be
+        called then, and Megatron's own function runs.
         """
         if self._stand_in is not None:
             self._stand_in.end_step(skipped=skipped)
         self.job.session.end_step()
         if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
-            self._full = f"its self-check: {self._stand_in.failed}"
-        if self._full is not None:
-            self._lower(None, self._full)
-            self._full = None
+            self._why_lower = self._stand_in.failed
+        if self._why_lower is not None:
+            self._lower(None, self._why_lower)
+            self._why_lower = None
             self.announce()
         if self.job.has_its_profile():
             self.end()
@@ -169,6 +171,7 @@ class Training:
             say_line(f"the plan {self._options.plan_file} is not run: it may be of another order")
         self._options = replace(self._options, plan_file=None)
         self.job.close()
+        self._stand_in = None  # unless there is another job
         self.job = self._make_job()
         if self._replaced is not None:
             self._stand_in = self._make_stand_in(self._replaced)
@@ -191,10 +194,11 @@ class Training:
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """What Megatron calls in each step; what it gets once may stand for another later."""
-        assert self._stand_in is not None
         assert self._replaced is not None
+        if self._stand_in is None:
+            return self._replaced(**arguments)
         try:
             return self._stand_in(**arguments)
         except MemoryFullError as error:  # on all ranks, and no unit has run
-            self._full = str(error)
+            self._why_lower = str(error)
             return self._replaced(**arguments)

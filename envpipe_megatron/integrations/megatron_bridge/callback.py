@@ -93,7 +93,11 @@ class EnvPipeCallback:
         """The optimizer has stepped; Bridge logs after this."""
         if self._training is None:
             return
-        self._training.end_step(skipped=bool(context.skipped_iter))
+        try:
+            self._training.end_step(skipped=bool(context.skipped_iter))
+        except WithoutEnvPipeError:
+            self._training = None
+            return
         state, iteration = context.state, context.state.train_state.step + 1
         interval = state.cfg.logger.log_interval
         if interval and iteration % interval == 0:

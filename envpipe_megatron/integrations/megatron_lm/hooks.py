@@ -128,7 +128,12 @@ def end_step(skipped: int) -> None:
     if _state.without:
         return
     count = _state.reached.note("end_step")
-    running(_state.training).end_step(skipped=bool(skipped))
+    try:
+        running(_state.training).end_step(skipped=bool(skipped))
+    except WithoutEnvPipeError:
+        _state.training, _state.without = None, True
+        _hooked_schedules().envpipe_hook = None
+        return
     if count == NEEDED_BY_ITERATION:
         _state.reached.check(_NEEDED, count)
 

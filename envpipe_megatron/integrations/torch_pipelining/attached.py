@@ -263,9 +263,10 @@ class AttachedPipeline:
             )
         if is_whole:
             self._whole = run
-            run.whole = run.same_work = not changed
+            run.whole = run.same_work = False  # unless torch's step returns
             run.begin_unit()
             result = self._torch_step(*args, **kwargs)
+            run.whole = run.same_work = not changed
         else:  # while shapes are inferred, nobody knows yet whether another order still fits
             alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
             result = self._told(run, alone, *args, **kwargs)
@@ -342,7 +343,12 @@ class AttachedPipeline:
         self.job.close()
         atexit.unregister(self.job.close)
         self._options = replace(self._options, plan_file=None, profile_file=None)
-        self.job = self._make_job()
+        try:
+            self.job = self._make_job()
+        except WithoutEnvPipeError:
+            self._without = True
+            self._release()
+            return
         self.job.session.begin_step()
         self._begun = True
         self._announce()

@@ -53,6 +53,11 @@ def obstacle() -> str | None:
         return f"NCCL_P2P_DISABLE={disabled}"
     if level in ("LOC", "0"):
         return f"NCCL_P2P_LEVEL={level}"
+    return no_driver()
+
+
+def no_driver() -> str | None:
+    """Why streams of this process have no words in memory; None if nothing speaks against."""
     if driver is None:
         return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
     return None

@@ -23,6 +23,8 @@ FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
 _GATHER_TAG = 0
+#: For ranks that have been together just before.
+_COME = timedelta(minutes=3)
 #: gloo may wait five times as long for a rank that cannot be reached.
 _CONNECT = timedelta(seconds=20)
 
@@ -31,7 +33,7 @@ class HostGroup:
     """Exchanges of a group; each is called by all of its ranks, in one order.
 
     Every method raises RuntimeError when a rank is gone, or silent for the time-out; so does making
-    one whose ranks cannot reach each other, within two minutes.
+    one whose ranks do not come or cannot reach each other, within five minutes.
 
     Args:
         ranks: the global ranks, this one among them.
@@ -48,6 +50,10 @@ class HostGroup:
         if self._size > 1:
             store = PrefixStore(f"envpipe/{name}", _get_default_store())
             place = self._index, self._size
+            # A rank that comes late (a debugger, a slow import) can be reached all the same.
+            store.set(f"come/{self._index}", "")
+            everyone = [f"come/{index}" for index in range(self._size)]
+            store.wait(everyone, min(timeout, _COME))
             # The first shows soon whether all can be reached. It lives until the next is connected.
             first = dist.ProcessGroupGloo(PrefixStore("first", store), *place, _CONNECT)
             self._transport, _ = dist.ProcessGroupGloo(store, *place, timeout), first

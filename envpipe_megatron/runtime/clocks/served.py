@@ -24,7 +24,7 @@ from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.clock.completion import Completion, Later
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
-from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream, obstacle
+from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream, no_driver
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Count = Callable[[int, int], None]
 def count_by_stream(page: ClockPage) -> Count | None:
     """Counts by the current stream; None if this process has no GPU that can, or may."""
     initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    why = obstacle() if initialised else "CUDA is not initialised yet"
+    why = no_driver() if initialised else "CUDA is not initialised yet"
     if why is None:
         try:
             count = counter_in_stream(page)

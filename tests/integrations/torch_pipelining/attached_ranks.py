@@ -175,21 +175,23 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
     return refused, levels
 
 
-def train_where_no_gpu_is_read(rank: int, case: Case, root: Path) -> Any:
-    """What a schedule and what is attached to it do where rank 1's GPU is not there."""
+def train_where_no_gpu_is_read(rank: int, case: Case, root: Path, *, later: bool) -> Any:
+    """What a schedule and what is attached to it do where rank 1's GPU is not there, or no more."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
     mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
     own, said = schedule.step, []
+    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
     with patch.dict(os.environ):
+        pipeline = attach(schedule, say=said.append) if later else None
         if rank == 1:
             del os.environ[PRESET_VARIABLE]
-        pipeline = attach(schedule, say=said.append)
+        pipeline = pipeline or attach(schedule, say=said.append)
+        for _ in range(2):
+            inputs, target = [data[0]] if 0 in mine else [], data[1] if last in mine else None
+            schedule.step(*inputs, target=target)
+            pipeline.pause()
     untouched = schedule.step == own
-    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
-    for _ in range(2):
-        schedule.step(*([data[0]] if 0 in mine else []), target=data[1] if last in mine else None)
-        pipeline.pause()
     told = pipeline.phase, pipeline.report().line(), said
     pipeline.end_training()
     pipeline.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,12 +242,14 @@ def test_random_numbers_keep_the_order_of_chunks(trained, two_ranks):
     assert "random numbers in backwards" in " ".join(ours[0]["said"])
 
 
-@pytest.mark.parametrize("level", ["units", "order"])
+@pytest.mark.parametrize("level", ["uniform", "units", "order"])
 def test_a_step_that_fails_and_is_caught_does_not_end_training(trained, two_ranks, level):
     settings = {"level": level, "baseline_steps": 3}
     case = Case("Schedule1F1B", steps=9, fails=5, settings=settings)
     _, ours = trained(case, ranks=two_ranks)
     assert {rank["level"] for rank in ours} == {level}
+    phases = ours[0]["summary"]["gpu"]["phases"]
+    assert phases["framework"]["iterations"] == 2  # the first one, and that which failed
 
 
 @pytest.mark.parametrize(
@@ -301,13 +304,15 @@ def test_long_runs_save_and_keep_their_bits(trained, name):
     assert compared["slowdown_percent"] < 0.5
 
 
-def test_where_a_gpu_cannot_be_read_the_schedule_stays_torchs(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks: RankPool, later) -> None:
+    """From the start, or where the job is made again, at the level that the first step allows."""
+    train = partial(attached_ranks.train_where_no_gpu_is_read, later=later)
+    case = Case("Schedule1F1B", draws_in_backward=later)
     with memory_folder() as folder:
-        told = two_ranks.run(
-            attached_ranks.train_where_no_gpu_is_read, Case("Schedule1F1B"), folder
-        )
+        told = two_ranks.run(train, case, folder)
     why = "This job trains without EnvPipe: .*no CUDA GPU in this process"
     for rank, (untouched, phase, line, said) in enumerate(told):
         assert untouched
         assert (phase, line) == ("framework", "")
-        assert [bool(re.match(why, text)) for text in said] == [True] * (rank == 0)
+        assert [bool(re.match(why, text)) for text in said[later:]] == [True] * (rank == 0)

@@ -34,6 +34,11 @@ LAYOUTS = {
 }
 
 
+def test_ranks_that_come_late_are_waited_for(pool):
+    """By those that could not be reached as long."""
+    assert pool.run(collective_ranks.come_late, 0.1) == [66] * 12
+
+
 #: Each layout, and each number that one rank takes in; the others on request.
 ENOUGH = {("one pipeline", 3), ("neighbours", 2), ("as Megatron's", 3), ("no order", 2)}
 ENOUGH |= {("no pipeline", 8)}

@@ -305,7 +305,8 @@ def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
         return lambda *call: calls.append(call)
 
     monkeypatch.setattr(served, "counter_in_stream", counter_in_stream)
-    monkeypatch.setattr(served, "obstacle", lambda: None)
+    monkeypatch.setattr(served, "no_driver", lambda: None)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # of other GPUs' memory
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
