@@ -97,7 +97,6 @@ def test_times_in_ms_and_energies_in_kj_or_mj_are_refused(profile_path, tmp_path
         ("--p2p-latency", "20", "20 ms is 0.02 s"),
         ("--change-time", "10", "10 ms is 0.01 s"),
         ("--tail-time", "1500", "1500 ms is 1.5 s"),
-        ("--spread", "3%", "3 % is 0.03"),
         ("--split-overhead", "5 %", "5 % is 0.05"),
         ("--deadline-factor", "102", "102 % is 1.02"),
         ("--power-cap", "2.4kW", "2.4 kW is 2400 W"),
