@@ -36,6 +36,7 @@ from envpipe_megatron.core.profile_rows import (
     ProfileError,
     ProfileRow,
     SplitBackward,
+    check_power,
     in_order,
     lines_of,
     one_gpu,
@@ -348,6 +349,7 @@ def read_profile(path: Path) -> Profile:
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     for (line, kind), chunk in zip(units, chunks, strict=True):
         row = read_row(line)
+        check_power(line.where, row.energy_j, row.time_s)
         if kind is Kind.COMBINED and listed_chunks == 1:
             raise line.error(
                 f"{line.where}: combined units, which only pipelines with chunks have",

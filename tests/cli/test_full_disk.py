@@ -36,6 +36,7 @@ def test_output_to_a_full_disk_is_an_error_in_a_line(monkeypatch, capsys, comman
             main(COMMANDS[command].split(), "envpipe")
     assert end.value.code == 1
     said = capsys.readouterr().err
+    said = said.removeprefix("Simulating plan.json ...\n")
     assert said.startswith(SAID)
     assert said.count("\n") == 1
 

@@ -160,7 +160,7 @@ def test_the_line_says_what_is_emulated_and_what_a_dry_run():
 def test_sentences_of_a_table_are_broken_into_lines_and_figures_are_not():
     section = Section("Claims", ("", "value", "claim"), (("a", "1", "b" * 50), ("c", "2", "d")))
     page = tables_page("A page", (), (section,), "prove")
-    assert page.count('<td class="words">') == 2
+    assert page.count('<td data-name="claim" class="words">') == 2
     assert page.count('<th class="words">claim</th>') == page.count('class="words"') - 2 == 1
 
 

@@ -24,7 +24,7 @@ _SETTLE_S = 0.2
 #: The counter refreshes after a window, without an event.
 _MARGIN_S = 0.3
 #: Stands for the clock of a CPU, which nobody sets.
-_CPU_MHZ = 1
+_CPU_MHZ = 1000
 
 
 class RankGpu:

@@ -6,6 +6,7 @@ profiled, runs on the first stage, and the output layer with the loss on the las
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import AMOUNT, Row, read_table
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow, lines_of, read_row
+from envpipe_megatron.core.profile_rows import ProfileRow, check_power, lines_of, read_row
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 
@@ -227,6 +228,10 @@ def read_layers(path: Path) -> LayerTable:
                     value=value,
                     remedy="Bytes depend on the layer alone: give the same on all its lines.",
                 )
+    rows = [row for kinds in by_layer.values() for of in kinds.values() for row in of.values()]
+    if rows:  # of a layer without weights, a difference of two measurements may be as good as none
+        energy_j, time_s = (math.fsum(getattr(r, of) for r in rows) for of in ("energy_j", "time_s"))
+        check_power(str(path), energy_j, time_s, EnvPipeError)
     names = _layer_names(by_layer, path)
     frequencies = {
         kind: sorted(by_layer[names[0]][kind], reverse=True) for kind in WHOLE

@@ -406,7 +406,8 @@ for _ in range(200):
     for part in parts:
         part.close()
     assert gpu.requested_frequency_mhz is None, gpu.history
-    assert not any(part._thread.is_alive() for part in parts)
+    assert not any(part._thread.is_alive() for part in (clock, watch))
+    assert log._writer._thread is None
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)

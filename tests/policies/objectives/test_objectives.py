@@ -312,7 +312,7 @@ def test_what_was_asked_stands_in_the_file(tmp_path):
     [
         (
             {"power_cap_w": 10.0},
-            "within the limits.*power_cap_w: 10.0.*nearest takes.*raise the limits\\.$",
+            "within the limits.*power_cap_w: 10.0.*nearest takes.*raise the limits, in W and J\\.$",
         ),
         ({"max_energy_j": 1.0}, "within the limits.*max_energy_j: 1.0"),
         ({"power_cap_w": 250.0, "factor": 1.0}, "within the limits"),

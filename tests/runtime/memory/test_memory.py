@@ -240,7 +240,11 @@ def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
             try:
                 memory.predict(order, more_bytes)
             except MemoryFullError as error:
-                assert memory.stages is before
+                full, other = memory.stages
+                assert other is before[1]
+                # No later plan is to have as many in flight on the stage that is full.
+                assert full == replace(before[0], room_bytes=before[0].room_below(2 + extra))
+                memory.stages = before
                 return str(error).partition(", or")[0]
 
         first, second = job.everywhere(each)
