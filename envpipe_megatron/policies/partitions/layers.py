@@ -230,7 +230,9 @@ def read_layers(path: Path) -> LayerTable:
                 )
     rows = [row for kinds in by_layer.values() for of in kinds.values() for row in of.values()]
     if rows:  # of a layer without weights, a difference of two measurements may be as good as none
-        energy_j, time_s = (math.fsum(getattr(r, of) for r in rows) for of in ("energy_j", "time_s"))
+        energy_j, time_s = (
+            math.fsum(getattr(r, of) for r in rows) for of in ("energy_j", "time_s")
+        )
         check_power(str(path), energy_j, time_s, EnvPipeError)
     names = _layer_names(by_layer, path)
     frequencies = {
