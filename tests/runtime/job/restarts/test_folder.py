@@ -427,20 +427,6 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
     assert names == ["clocks-a_b.jsonl", "clocks.jsonl"]
 
 
-def test_lines_that_cannot_be_written_are_logged(monkeypatch, tmp_path, caplog):
-    folder = of_node(monkeypatch, tmp_path / "gone", "n1", "n1")
-    folder.append("clocks", {})
-    folder.add_grid("a grid")
-    assert "clocks.jsonl could not be written" in caplog.text
-    assert "reconfigure.txt could not be written" in caplog.text
-    of_node(monkeypatch, tmp_path, "n1", "n1").add_grid("a grid")
-    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
-    nowhere = of_node(monkeypatch, None, "n1", "n1")
-    nowhere.append("clocks", {})
-    nowhere.add_grid("a grid")
-    assert nowhere.appender("energy") is None
-
-
 def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(whole, caplog):
     """They may be those of the lower level, by which the job goes on then."""
     before, now = files(whole), replace(KEYS, profile={**KEYS.profile, "keeps_order": False})
