@@ -67,10 +67,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
-    warm_up = partial(_warm_up, job, at_top)
-    known = job.batch in job.energy.baselines
-    for _ in range(2 if known else 1):  # a baseline that does not hold is measured again
-        job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
+    known, usual = job.batch in job.energy.baselines, config.warmup_iterations
+    # Of a known one, an iteration that does not count and one that it is held against.
+    for length in (2, usual) if known else (usual,):
+        job.say(f"warm-up: {length} iterations of {schedule.name} at {top} MHz")
+        warm_up = partial(_warm_up, job, at_top, length)
         if config.measures_alone(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
@@ -118,10 +119,10 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         clock = yield from one.find()
 
 
-def _warm_up(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
+def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
     """Run the warm-up; what the units of its last iteration hold is watched."""
     job.memory.watch = Watch.PEAK
-    records = yield from iterations(order, job.config.warmup_iterations - 1)
+    records = yield from iterations(order, length - 1)
     job.memory.watch = Watch.UNITS
     records += yield from iterations(order)
     job.memory.watch = Watch.PEAK
