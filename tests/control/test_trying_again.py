@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.online import emulated_job
 from benchmarks.online.emulated_job import Immediate
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, run_job
+from envpipe_megatron.control.controller import Controller
 from envpipe_megatron.control.known.knowledge import Knowledge
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -117,6 +119,21 @@ def test_while_the_best_plan_takes_long_a_quick_one_runs(monkeypatch, calm):
     assert 0.02 < ran.saved(quick + 2, 60) < calm
     assert ran.saved(120, 130) == pytest.approx(calm, abs=1e-3)
     assert ran.slower(quick, 130) < 0.01
+
+
+def test_the_best_plan_that_is_ended_for_new_clocks_is_begun_again():
+    """As when a quick plan turns out too slow while the best one is being made."""
+    begun: list[object] = []
+    planner: Any = SimpleNamespace(busy=True, begin=lambda order, faster: begun.append(order))
+    own = builders.one_f_one_b(1, 2)
+    loop = Controller(own, Knowledge(1, 1, WHOLE, [1000, 900], Sidecar()), 1, planner)
+    loop.plan = SimpleNamespace(schedule=own)  # type: ignore[assignment]
+    for reorder in (True, False):
+        loop._replan(reorder=reorder)
+    assert begun == [None, own]
+    assert loop._again_at > 0
+    loop._replan(reorder=True)
+    assert loop._again_at == 0
 
 
 def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):

@@ -67,11 +67,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
-    known = job.batch in job.energy.baselines
+    known, usual = job.batch in job.energy.baselines, config.warmup_iterations
     # Of a known one, an iteration that does not count and one that it is held against.
-    for number in (2, config.warmup_iterations) if known else (config.warmup_iterations,):
-        job.say(f"warm-up: {number} iterations of {schedule.name} at {top} MHz")
-        warm_up = partial(_warm_up, job, at_top, number)
+    for length in (2, usual) if known else (usual,):
+        job.say(f"warm-up: {length} iterations of {schedule.name} at {top} MHz")
+        warm_up = partial(_warm_up, job, at_top, length)
         if config.measures_alone(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
@@ -119,10 +119,10 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         clock = yield from one.find()
 
 
-def _warm_up(job: PhaseParts, order: IterationOrder, number: int) -> PhaseRun[list[StageRecord]]:
-    """Run iterations of the warm-up; what the units of the last one hold is watched."""
+def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
+    """Run the warm-up; what the units of its last iteration hold is watched."""
     job.memory.watch = Watch.PEAK
-    records = yield from iterations(order, number - 1)
+    records = yield from iterations(order, length - 1)
     job.memory.watch = Watch.UNITS
     records += yield from iterations(order)
     job.memory.watch = Watch.PEAK

@@ -238,10 +238,14 @@ class JobMemory:
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
-        if full:  # no later plan is to hold as many
+        left = tuple(
+            replace(stage, room_bytes=max(0.0, room))
+            for stage, room in zip(stages, rooms, strict=True)
+        )
+        if full:  # no later plan is to hold as many; messages keep what they took
             self.stages = tuple(
                 replace(stage, room_bytes=stage.room_below(peaks[n])) if n in full else stage
-                for n, stage in enumerate(stages)
+                for n, stage in enumerate(left)
             )
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
@@ -250,14 +254,8 @@ class JobMemory:
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )
         self.stages = tuple(
-            replace(
-                stage,
-                room_bytes=max(0.0, room),
-                in_flight=peak,
-                predicted_peak_bytes=bytes_,
-                measured_peak_bytes=None,
-            )
-            for stage, room, peak, bytes_ in zip(stages, rooms, peaks, predicted, strict=True)
+            replace(stage, in_flight=peak, predicted_peak_bytes=bytes_, measured_peak_bytes=None)
+            for stage, peak, bytes_ in zip(left, peaks, predicted, strict=True)
         )
 
     def peak_bytes(self) -> int | None:

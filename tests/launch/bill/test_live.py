@@ -90,14 +90,6 @@ def test_a_gpu_that_joins_late_does_not_silence_it_either():
     assert "40.0 J each" in live.told[-1]
 
 
-def test_a_gpu_that_never_sends_does_not_silence_it_for_ever():
-    live = Live(5)
-    live.add(job(num_gpus=2))
-    for iteration in range(20):
-        live.add(window(0, iteration))
-    assert live.iterations == [5, 10]
-
-
 def test_what_lies_between_is_no_iteration_and_in_the_total():
     live = Live(2)
     live.add(window(0, 0), window(0, 0, 500.0, phase="between"))

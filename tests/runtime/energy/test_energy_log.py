@@ -301,25 +301,6 @@ def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
     logged.meter.close()
 
 
-def test_a_disk_that_hangs_holds_up_no_step_and_costs_no_line(logged):
-    hangs, writing = threading.Event(), threading.Event()
-
-    def append(line: dict[str, Any]) -> None:
-        writing.set()
-        assert hangs.wait(20)
-        append_line(logged.path, line)
-
-    logged.log._append = append
-    for iteration in range(300):  # each would wait for the disk
-        logged.step("steady", iteration, iteration, 1.0)
-    assert writing.wait(20)
-    assert logged.lines() == []
-    hangs.set()
-    logged.log.close()
-    assert iterations(logged.lines()) == list(range(300))
-    assert sum(line["energy_j"] for line in logged.lines()) == pytest.approx(30_000)
-
-
 # A job of weeks --------------------------------------------------------------------------------
 
 #: Labels as long as they get.

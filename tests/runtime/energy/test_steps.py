@@ -143,16 +143,6 @@ def sums_of(*windows: tuple[StepEnergy, int, float, float]) -> np.ndarray:
 SHORT, LONG = StepEnergy(9, 1.0, 0.01, 100.0, 1.0), StepEnergy(2, 2.0, 0.01, 200.0, 1.0)
 
 
-def test_each_step_is_held_against_the_baseline_in_force():
-    """Sums against sums; many short steps do not speak for a few long ones, nor one for another."""
-    own, expected = mean_steps(sums_of((SHORT, 30, 1.0, 80.0), (LONG, 10, 2.2, 180.0)))
-    assert (own.iterations, own.energy_j) == (40, (30 * 80 + 10 * 180) / 40)
-    assert expected.time_s == (30 * 1.0 + 10 * 2.0) / 40
-    assert compare(own, expected).saving_percent == pytest.approx(100 * (1 - 4200 / 5000))
-    assert compare(own, expected).slowdown_percent == pytest.approx(100 * (52 / 50 - 1))
-    assert mean_steps(sums_of()) is None
-
-
 def test_errors_of_one_baseline_do_not_average_out_and_those_of_several_do():
     other = replace(SHORT, time_s=1.0 + 1e-9)
     one = mean_steps(sums_of(*[(SHORT, 10, 1.0, 80.0)] * 4))[1]

@@ -163,28 +163,6 @@ def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, 
     ]
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-def test_a_slow_disk_costs_lines_that_are_counted(caplog, lost):
-    writing, hangs = threading.Event(), threading.Event()
-    lines = []
-
-    def append(line):
-        writing.set()
-        hangs.wait()
-        lines.append(line["iteration"])
-
-    log = TimelineLog(append, LABELS)
-    add(log, Phase.WARMUP, 0)
-    assert writing.wait(60)
-    for index in range(256 + lost):
-        add(log, Phase.WARMUP, 1 + index)
-    hangs.set()
-    log.close()
-    assert lines == list(range(257))
-    warned = [f"The timeline lacks {lost} lines: its disk is slow"] if lost else []
-    assert [record.message for record in caplog.records] == warned
-
-
 def test_without_a_folder_nothing_is_kept():
     before = set(threading.enumerate())
     log = TimelineLog(None, LABELS)

@@ -106,23 +106,6 @@ def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
     assert stored(tmp_path)["plan"]
 
 
-@on_request("PIPELINE")
-def test_a_kept_plan_that_memory_does_not_hold_any_more_is_made_anew(three_ranks, tmp_path):
-    plenty, less = (10**9,) * 3, (78_000, 75_000, 72_000)
-    run = three_ranks.run
-    first = run(going_on_ranks.train, tmp_path, ENVELOPE, (), plenty)
-    assert first[0].peak_in_flight[0] > 3
-    before = stored(tmp_path)["plan"]
-    again = run(going_on_ranks.train, tmp_path, ENVELOPE, (), less)
-    assert phases(again[0]) == ["warm-up", "reconfigure", "steady"]
-    assert () < again[0].peak_in_flight < first[0].peak_in_flight
-    assert stored(tmp_path)["plan"] != before
-    assert any("made again" in said for said in again[0].said)
-    last = run(going_on_ranks.train, tmp_path, ENVELOPE, (), less)
-    assert phases(last[0]) == ["warm-up", "steady"]
-    assert last[0].peak_in_flight == again[0].peak_in_flight
-
-
 def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_path):
     """What is wrong with it is said before the first iteration, or else the own order goes on."""
     given = tmp_path / "given.csv"

@@ -226,7 +226,7 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
 
 
 def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
-    """Margin and messages count, and messages that are taken count for all later orders."""
+    """Margin and messages count, and no later order may hold as many, or what messages have."""
     gib = 2**30
     sizes = Sizes(2 * gib, gib, message=0, forward=0, backward=0, gradients=gib, optimizer=2 * gib)
     job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
@@ -236,31 +236,25 @@ def test_what_does_not_fit_is_refused_before_it_runs_and_what_ran_goes_on():
         order = builders.envpipe(2, 6, (extra, 0))
 
         def each(stage, work, memory):
-            before = memory.stages
             try:
                 memory.predict(order, more_bytes)
             except MemoryFullError as error:
-                full, other = memory.stages
-                assert other is before[1]
-                # No later plan is to have as many in flight on the stage that is full.
-                assert full == replace(before[0], room_bytes=before[0].room_below(2 + extra))
-                memory.stages = before
                 return str(error).partition(", or")[0]
 
         first, second = job.everywhere(each)
         assert first == second
-        return first
+        return first, [stage.room_bytes / gib for stage in job.ranks[0][2].stages]
 
     full = (
         "Stages 0 have no memory for the microbatches in flight of this order, [{}, 6.00] GiB at "
         "its peak, where [{}] GiB may be used (got {}, 1). Let fewer be in flight"
     )
-    assert predict(4, 0) == full.format("11.00", "10.45, 10.45", 6)
-    assert predict(3, gib) == full.format("10.00", "9.45, 9.45", 5)
-    assert predict(3, gib // 4) is None
-    assert predict(3, gib // 4) == full.format("10.00", "9.95, 9.95", 5)
-    assert predict(3, 0) is None
-    assert job.ranks[0][2].stages[0].room_bytes == learned[0].room_bytes - gib // 4
+    second = learned[1].room_bytes / gib
+    assert predict(4, 0) == (full.format("11.00", "10.45, 10.45", 6), [3.0, second])
+    assert predict(3, gib) == (full.format("10.00", "9.00, 9.45", 5), [2.0, second - 1])
+    assert predict(2, 0) == (None, [2.0, second - 1])
+    assert predict(1, gib // 4) == (None, [1.75, second - 1.25])
+    assert predict(2, 0)[0] == full.format("9.00", "8.75, 9.20", 4)
     assert job.said[:3] == [
         "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
         "[3.45, 4.45] beside 5% kept free",
