@@ -120,8 +120,8 @@ class Job:
 
     Raises:
         JobError: ranks that were started differently, or too few microbatches in flight.
-        WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other, and
-            neither control nor a profile is required.
+        WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other or send
+            messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
 
@@ -166,15 +166,15 @@ class Job:
         if placement.keeps_order and (one_clock or not controlled):
             self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
         else:
-            self.channel = make_channel(
-                placement.pipeline_group,
-                self.collectives,
+            make = partial(
+                make_channel,
                 timeout=placement.timeout,
                 carrier=options.channel,
                 num_chunks=placement.num_chunks,
                 vary=placement.messages_vary,
                 between_iterations=placement.keeps_order,
             )
+            self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
         request = replace(
             options.request(num_microbatches),
             num_chunks=placement.num_chunks,

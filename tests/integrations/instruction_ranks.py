@@ -27,6 +27,7 @@ from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel import host_group
+from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
@@ -353,6 +354,7 @@ def start_with_fault(
     faults: dict[str, Any] = {
         "reading": patch.object(EmulatedGpu, "create", side_effect=GpuError("NVML is not there")),
         "gloo": patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no route")),
+        "channel": patch(f"{Job.__module__}.make_channel", side_effect=ChannelError("of ucc")),
         "emulation": patch.dict(os.environ, {FORWARD_VARIABLE: "fast"}),
     }
     quick = timedelta(seconds=0.2) if fault == "gloo" else host_group._CONNECT

@@ -401,28 +401,8 @@ def test_a_check_tries_what_a_plan_may_run(
     assert len(orders_to_try(args, model[:1], stages, regroups=True)) == 1
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        "moe_paged_stash",
-        "overlap_moe_expert_parallel_comm",
-        "fine_grained_activation_offloading",
-    ],
-)
-def test_what_the_interpreter_does_not_run_goes_to_megatron_itself(feature: str) -> None:
-    """On all ranks alike, from the first call on, and the job gets another level."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
-    setattr(config, feature, 1)
-    own, failed = called(config)
-    assert len(own) == 3
-    assert feature in failed
-
-
-def test_calls_that_the_channel_cannot_carry_go_to_megatron_itself() -> None:
-    """As ModelOpt's shapes that differ between sides: on this rank, or on another one."""
+def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
+    """From the first call on, also ModelOpt's shapes that differ; on this rank, or another one."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
 
@@ -433,7 +413,12 @@ def test_calls_that_the_channel_cannot_carry_go_to_megatron_itself() -> None:
     assert "pg_collection" in called(config, p2p_communicator=None)[1]
     differ = {"adjust_tensor_shapes_fn": lambda received, sent: (received, [(1, 1, 4)])}
     assert "differ between" in called(config, **differ)[1]
-    assert called(config, told=(1, "elsewhere"))[1] == "elsewhere"
+    own, failed = called(config, told=(1, "elsewhere"))
+    assert len(own) == 3
+    assert failed == "elsewhere"
+    features = "moe_paged_stash", "fine_grained_activation_offloading"
+    for feature in (*features, "overlap_moe_expert_parallel_comm"):
+        assert feature in called(SimpleNamespace(**{**vars(config), feature: 1}))[1]
     # The interpreter would drop what such a call collects.
     own, failed = called(config, collect_non_loss_data=True)
     assert len(own) == 3

@@ -42,12 +42,13 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
     }
 
 
-def come_late(rank: int, connect_s: float) -> int:
-    """A sum over ranks of which some come when the others have given up connecting, or might."""
-    with patch.object(host_group, "_CONNECT", timedelta(seconds=connect_s)):
-        if rank in (3, 7):
-            time.sleep(10 * connect_s)
-        return sum(make_collectives([range(12)], timedelta(seconds=20)).in_pipeline(rank))
+def come_late(rank: int, late_s: float) -> list[int]:
+    """What the first of two ranks gathers, whose other comes when it would have given up."""
+    if rank > 1:
+        return []
+    with patch.object(host_group, "_CONNECT", timedelta(seconds=0.05)):
+        time.sleep(rank * late_s)
+        return HostGroup([0, 1], "late", timedelta(seconds=20), leader=0).gather(rank)
 
 
 def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:

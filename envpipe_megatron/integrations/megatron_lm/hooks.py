@@ -158,6 +158,7 @@ def pause() -> None:
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
     if _state.without:
+        _state.without = False
         return
     training, _state.training = running(_state.training), None
     _hooked_schedules().envpipe_hook = None

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pynvml
@@ -283,20 +281,3 @@ def test_a_call_does_not_hold_up_the_interpreter(node):
         assert other.observed_frequency_mhz == 1410
     pids_and_uuids = [call.uuid for call in node.history() if call.function.endswith("ClockInfo")]
     assert len(pids_and_uuids) > 10
-
-
-def test_a_lock_outlives_a_killed_process(node):
-    script = (
-        "import os, signal, sys\n"
-        "from envpipe_megatron.gpu.backends.nvml import NvmlGpu\n"
-        "NvmlGpu(sys.argv[1]).lock_frequency(1200)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, node.uuids[0]])
-    assert done.returncode == -9
-    assert node.locked_mhz(node.uuids[0]) == (1200, 1200)
-    # Another process cannot know of it, and can undo it.
-    gpu = NvmlGpu(node.uuids[0])
-    assert gpu.clock_state() == ClockState(None, 1200, (), 400.0)
-    gpu.reset_frequency()
-    assert node.locked_mhz(node.uuids[0]) is None

@@ -7,17 +7,14 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import collectives as runtime_collectives
 from envpipe_megatron.runtime.channel.collectives import (
-    SUM,
     Collectives,
     CollectivesError,
-    all_pipelines,
     make_collectives,
     tree_groups,
 )
@@ -77,36 +74,6 @@ def test_an_error_of_the_planner_is_everybodys(error, others):
     assert isinstance(error, EnvPipeError) or "ValueError" in str(raised.value)
 
 
-def test_arrays_of_replicas_are_merged_element_by_element():
-    replicas = [np.array([[1.0, 2.0]]), np.array([[3.0, 50.0]]), np.array([[8.0, 4.0]])]
-    assert SUM(replicas).tolist() == [[12.0, 56.0]]
-
-
-@pytest.mark.parametrize("top", [True, False])
-def test_values_go_up_the_tree_and_down_again(top):
-    calls: list[Any] = []
-
-    def group(name: str, leads: bool) -> Any:
-        def gather(own: int) -> list[int]:
-            calls.append((name, own))
-            return [own, 2 * own] if leads else []
-
-        def broadcast(value: Any) -> str:
-            calls.append((name, value))
-            return f"{value} {name}"
-
-        return SimpleNamespace(leads=leads, gather=gather, broadcast=broadcast)
-
-    tree = [group("low", True), group("high", top)]
-    made = Collectives(1, group("pipeline", top), tree, 4)
-    assert made.is_planner is top
-    assert made.to_planner(1, sum) == ([9, 18] if top else [])
-    assert calls == [("low", 1), ("high", 3), *([("pipeline", 9)] if top else [])]
-    calls.clear()
-    assert made.from_planner("told") == f"told{' pipeline' * top} high low"
-    assert [name for name, _ in calls] == [*["pipeline"] * top, "high", "low"]
-
-
 @pytest.mark.parametrize(
     ("size", "widths"),
     [(1, []), (2, [2]), (8, [8]), (9, [3, 3]), (10, [4, 3]), (64, [8, 8]), (100, [5, 5, 4])],
@@ -115,19 +82,8 @@ def test_the_levels_of_a_tree_are_about_as_wide(size, widths):
     assert [len(group) for group in tree_groups(0, size)] == widths
 
 
-def test_it_holds_on_all_where_it_holds_on_all_stages():
-    assert Told().seen_by(0, [True]).on_all(True) is True
-    assert Told().seen_by(0, [False]).on_all(True) is False
-    stages = Told().seen_by(0, [None, 7, 8])
-    assert stages.first(None) == (2, 7)
-    alone: Any = SimpleNamespace(leads=True, gather=lambda own: [own])
-    alone.broadcast = lambda own: own
-    for other, holds, value in ((True, True, True), (False, False, False), (None, False, 9)):
-        two: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
-        two.gather = lambda own, other=other: [own, other]
-        replicas = Collectives(0, alone, [two], 2)
-        assert replicas.on_all(True) is holds
-        assert replicas.first(9 if other is None else None) == (0, value)
+def test_the_first_of_several_values_is_that_of_the_first_stage():
+    assert Told().seen_by(0, [None, 7, 8]).first(None) == (2, 7)
 
 
 def test_what_the_planner_makes_may_be_nothing():
@@ -156,12 +112,6 @@ def test_an_error_of_one_rank_ends_what_every_rank_makes():
         on_every_rank(elsewhere, lambda: 5)
 
 
-def test_the_latest_time_is_that_of_all_stages():
-    told = Told()
-    assert told.seen_by(0, [7.0]).latest(3.0) == 7.0
-    assert told.seen_by(1).latest(7.0) == 7.0
-
-
 @pytest.mark.parametrize(("text", "reason"), [("\n gone\nfor ever", "gone"), ("", "")])
 @pytest.mark.parametrize("exchange", ["in_pipeline", "from_planner", "on_all"])
 def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
@@ -173,17 +123,6 @@ def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
         CollectivesError, match=rf"^Stage 3 lost another rank of the job: {reason}\. Look"
     ):
         getattr(Collectives(3, group, [], 1), exchange)(True)
-
-
-def test_ranks_that_cannot_be_reached_are_an_error(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-
-    def unreachable(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("of a test")
-
-    monkeypatch.setattr(runtime_collectives, "HostGroup", unreachable)
-    with pytest.raises(CollectivesError, match="Rank 1 cannot reach others of the job: of a test"):
-        make_collectives([[0, 1]], timedelta(seconds=1))
 
 
 def test_groups_of_two_jobs_in_one_process_have_names_of_their_own(monkeypatch):
@@ -201,15 +140,6 @@ def test_groups_of_two_jobs_in_one_process_have_names_of_their_own(monkeypatch):
     assert [(ranks, leader) for ranks, _, _, leader in made] == [([0, 5], 0), ([1, 5], 1)] * 2
     assert len({name for _, name, _, _ in made}) == 4
     assert {timeout for _, _, timeout, _ in made} == {timedelta(seconds=9)}
-
-
-def test_the_pipelines_of_a_job_are_what_its_ranks_say(monkeypatch):
-    def gathered(everyone: list[Any], own: Any) -> None:
-        everyone[:] = [(1, 3), own, (1, 3), own]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "all_gather_object", gathered)
-    assert all_pipelines([0, 2]) == [(0, 2), (1, 3)]
 
 
 def test_an_error_is_told_in_words_of_some_length(caplog):
