@@ -279,7 +279,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
 def _chosen(
     given: str | None, variables: Mapping[str, str], name: str, choices: tuple[str, ...]
 ) -> str | None:
-    value = given if given is not None else variables.get(name, "").lower() or None
+    value = (variables.get(name, "") if given is None else given).lower() or None
     if value is not None and value not in choices:
         raise OptionError(
             f"The value of the environment variable {name} is not a valid choice",
