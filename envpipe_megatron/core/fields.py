@@ -66,7 +66,7 @@ class Number:
         return zero or (value > 0 and self.least <= value < self.below)
 
     def wanted(self, value: Any) -> str:
-        """What the number must be, and what the value is if it is in another unit."""
+        """Say what the number must be, and the value's size in `unit` if it is in another."""
         kind = "a whole number" if self.whole else "a number"
         least = "above 0" if self.positive and not self.least else f"of at least {self.least:g}"
         if self.least and not self.positive:

@@ -43,7 +43,12 @@ def test_a_straggler_slows_the_plan_down_and_saves(frontier, profile_path, tmp_p
     baseline_s = json.loads(stored.read_text().splitlines()[0])["baseline"]["iteration_time_s"]
     energy_j = []
     for number, how in enumerate(
-        [("--factor", 1.0), ("--factor", 1.1), ("--time", 1.1 * baseline_s), ("--time", 90 * baseline_s)]
+        [
+            ("--factor", 1.0),
+            ("--factor", 1.1),
+            ("--time", 1.1 * baseline_s),
+            ("--time", 90 * baseline_s),
+        ]
     ):
         output = tmp_path / f"straggler{number}.json"
         shown = straggler(profile_path, stored, output, *how).stdout
