@@ -173,9 +173,9 @@ def read_options(
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
-    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError if something else has
+    Only rank 0 reads: files may lie on its node only. Raises EnvPipeError if something else has
     the folder's name, the profile that is asked for has no folder, or a file is damaged or of
-    another number of stages. A folder that cannot be made otherwise costs the files alone.
+    another number of stages. A folder that cannot be made otherwise costs its files only.
     """
     if options.output_dir is not None:
         try:
