@@ -35,9 +35,9 @@ def test_output_to_a_full_disk_is_an_error_in_a_line(monkeypatch, capsys, comman
         with pytest.raises(SystemExit) as end:
             main(COMMANDS[command].split(), "envpipe")
     assert end.value.code == 1
-    said = capsys.readouterr().err
+    *before, said = capsys.readouterr().err.splitlines()
     assert said.startswith(SAID)
-    assert said.count("\n") == 1
+    assert before in ([], ["Simulating plan.json ..."])
 
 
 def test_the_interpreter_has_nothing_to_add():
