@@ -115,12 +115,3 @@ def test_a_whole_job_is_complete(tmp_path):
     assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
     assert "cost: 450 at 3.6e+06 a kWh" in shown
     assert "INCOMPLETE" not in shown
-
-
-def test_what_is_missing_is_told(tmp_path):
-    whole = write(tmp_path / "0.jsonl", note("begun"), job(num_gpus=3), window(), note("ended"))
-    lost = write(tmp_path / "1.jsonl", note("begun", "n1"))  # before it had trained
-    shown = run_well("energy", "sum", whole, lost).stdout
-    assert "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill\n" in shown
-    assert "INCOMPLETE: 2 of 3 GPUs sent nothing\n" in shown
-    assert not summed(whole, lost)["complete"]

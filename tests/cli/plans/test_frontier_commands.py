@@ -75,6 +75,8 @@ def test_a_replica_faster_than_all_plans_gets_the_fastest_and_a_note(
         (("--factor", 1.1, "--time", 3.0), "--factor or --time"),
         (("--time", "nan"), "not a number"),
         (("--factor", "inf"), "not a number"),
+        (("--factor", "10%"), "10 % longer is 1.1"),
+        (("--time", 3800), "times as long as others"),
     ],
 )
 def test_how_slow_a_straggler_is_must_be_said_once_and_as_a_number(
