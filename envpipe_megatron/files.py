@@ -100,7 +100,7 @@ def lock_file(path: Path) -> IO[str]:
 
 
 def lock_holder(path: Path) -> tuple[bool | None, bool | None]:
-    """Whether a lock is of this process's job, and whether its holder lives; None if not known."""
+    """Find if a lock is of this process's job, and if its holder lives; None if not known."""
     own_job, own_host, own_boot, own_namespace, _ = _this_process()
     try:
         job, host, boot, namespace, pid = json.loads(path.read_text())

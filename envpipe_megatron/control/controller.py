@@ -257,7 +257,7 @@ class Controller:
         return self.plan is None or self.plan.policy == UNPLANNED
 
     def refuse(self, command: Command, why: str) -> Command:
-        """What runs in place of a command whose plan has no memory: the plan that ran before."""
+        """Go back, from a command whose plan has no memory, to the plan that ran before."""
         self._heard = [self._heard[0], self._heard[0]]
         self._notes, self._billed = [command.note] if command.note else [], command.billed
         self._lead(self._heard[0] or self._unplanned())

@@ -116,7 +116,7 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether each replica of each stage ran an iteration whole."""
+        """True if each replica of each stage ran an iteration whole."""
         return all(np.isfinite(stage.unit_s).all() for stage in self.stages)
 
     @property

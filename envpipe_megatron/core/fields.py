@@ -35,6 +35,7 @@ class Number:
         least: and above 0 is 0 read too, unless `positive`: it says that something is off.
         unit: what the number is in.
         mistaken: other units in which it may have been given, and what one of each is in `unit`.
+        above: added to a number in another unit that is less: 2 % longer is 1.02 times as long.
     """
 
     whole: bool = False
@@ -43,6 +44,7 @@ class Number:
     least: float = 0.0
     unit: str = ""
     mistaken: tuple[tuple[str, float], ...] = ()
+    above: float = 0.0
 
     def __call__(self, value: Any) -> Any:
         """Read a value of JSON."""
@@ -64,7 +66,7 @@ class Number:
         return zero or (value > 0 and self.least <= value < self.below)
 
     def wanted(self, value: Any) -> str:
-        """What the number must be, and what the value is if it is in another unit."""
+        """Say what the number must be, and the value's size in `unit` if it is in another."""
         kind = "a whole number" if self.whole else "a number"
         least = "above 0" if self.positive and not self.least else f"of at least {self.least:g}"
         if self.least and not self.positive:
@@ -75,9 +77,13 @@ class Number:
             stated = isinstance(value, str) and value.endswith(name)
             with suppress(ArithmeticError, TypeError, ValueError):
                 number = float(value.removesuffix(name) if stated else value)
-                meant = float(f"{number * factor:.6g}")
+                meant, more = number * factor, ""
+                if 0 < meant < self.above:
+                    meant, more = meant + self.above, " longer"
+                meant = float(f"{meant:.6g}")
                 if stated or (meant and self._has(meant)):
-                    return f"{wanted}; {number:.10g} {name} is {meant:.10g} {self.unit}".rstrip()
+                    said = f"{wanted}; {number:.10g} {name}{more} is {meant:.10g} {self.unit}"
+                    return said.rstrip()
         return wanted
 
 
@@ -95,9 +101,11 @@ UNIT_TIME = Number(positive=True, least=1e-12, below=1e12)
 SHORT_TIME = Number(below=10, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
 #: s of what lasts no longer than what follows an iteration's last unit does.
 TIME = Number(below=600, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
+#: J of a change, a unit or an iteration.
+ENERGY = Number(unit="J", mistaken=(("kWh", 3.6e6), ("Wh", 3600), ("kJ", 1e3), ("mJ", 1e-3)))
 RATIO = Number(mistaken=(("%", 0.01),))
 #: How many times as long.
-FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),))
+FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),), above=1)
 PERCENT = Number(mistaken=(("%", 1),))
 
 
@@ -232,7 +240,8 @@ def read_table(
         raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause
     if content.lstrip()[:1] == b"{":
         with suppress(ValueError):
-            form = json.loads(content).get("format", "unknown")
+            first, _ = json.JSONDecoder().raw_decode(decode(content).lstrip())
+            form = first.get("format", "unknown")
             raise error(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
     header = [name.strip() for name in lines[0]] if lines else []
     if any(header.count(name) != 1 for name in columns) or any(

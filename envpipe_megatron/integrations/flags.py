@@ -28,7 +28,7 @@ RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 
 
 def _number(number: Number) -> Callable[[str], float]:
-    """What argparse reads a number by: an error names its unit. `options` checks the range."""
+    """Make a reader for argparse: an error names the unit. `options` checks the range."""
 
     def read(text: str) -> float:
         try:

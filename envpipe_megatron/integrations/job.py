@@ -234,7 +234,7 @@ class Job:
         )
 
     def _made(self, required: bool, make: Callable[..., T], *arguments: Any) -> T:
-        """What this rank makes; a WithoutEnvPipeError on all ranks if one cannot, and need not."""
+        """Make it on this rank; a WithoutEnvPipeError on all ranks if one cannot, and need not."""
         failure: Exception | None = None
         try:
             made = make(*arguments)
@@ -380,7 +380,7 @@ def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
 
 
 def limits_of_replicas(num_microbatches: int) -> list[Limit]:
-    """What replicas with other numbers of microbatches stand against; every rank calls it."""
+    """Find what replicas with other numbers of microbatches rule out; every rank calls it."""
     feature = "replicas with other numbers of microbatches"
     limit = stands_against(feature, Level.OBSERVE, "they cannot follow one plan")
     return [limit] if len(set(of_all_ranks(num_microbatches))) > 1 else []

@@ -173,9 +173,9 @@ def read_options(
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
-    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError if something else has
+    Only rank 0 reads: files may lie on its node only. Raises EnvPipeError if something else has
     the folder's name, the profile that is asked for has no folder, or a file is damaged or of
-    another number of stages. A folder that cannot be made otherwise costs the files alone.
+    another number of stages. A folder that cannot be made otherwise costs its files only.
     """
     if options.output_dir is not None:
         try:
@@ -279,7 +279,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
 def _chosen(
     given: str | None, variables: Mapping[str, str], name: str, choices: tuple[str, ...]
 ) -> str | None:
-    value = given if given is not None else variables.get(name, "").lower() or None
+    value = (variables.get(name, "") if given is None else given).lower() or None
     if value is not None and value not in choices:
         raise OptionError(
             f"The value of the environment variable {name} is not a valid choice",

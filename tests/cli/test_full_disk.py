@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_helpers import files_of_at_most, plan_for, run_badly
+from cli_helpers import plan_for, run_badly
 from energy_lines import window
 
 from envpipe_megatron.cli import main
@@ -35,10 +35,9 @@ def test_output_to_a_full_disk_is_an_error_in_a_line(monkeypatch, capsys, comman
         with pytest.raises(SystemExit) as end:
             main(COMMANDS[command].split(), "envpipe")
     assert end.value.code == 1
-    said = capsys.readouterr().err
-    said = said.removeprefix("Simulating plan.json ...\n")
+    *before, said = capsys.readouterr().err.splitlines()
     assert said.startswith(SAID)
-    assert said.count("\n") == 1
+    assert before in ([], ["Simulating plan.json ..."])
 
 
 def test_the_interpreter_has_nothing_to_add():
@@ -48,14 +47,6 @@ def test_the_interpreter_has_nothing_to_add():
     assert ended.returncode == 1
     assert ended.stderr.startswith(SAID)
     assert ended.stderr.count("\n") == 1
-
-
-def test_pictures_are_whole_or_not_there(tmp_path, profile_path):
-    words = ["simulate", "--profile", profile_path, "--plan", "plan.json", "--output", "pictures"]
-    with files_of_at_most(4000):
-        said = run_badly(*words)
-    assert "pictures/timeline.png: File too large. Make room there" in said
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["simulation.json"]
 
 
 def test_a_plan_for_a_device_that_is_full(profile_path):

@@ -95,22 +95,3 @@ def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
     assert (folder / "timeline.png").read_text() == "mine"
     for _ in range(2):
         run_well(*words, folder / "pictures")
-
-
-def test_utf_16_is_told_to_be_saved_as_utf_8(folder, profile_path):
-    text = profile_path.read_text()
-    plan_for(profile_path, folder / "plan.json")
-    sidecar = profile_path.with_suffix(".json")
-    words = ["simulate", "--profile", profile_path, "--plan", folder / "plan.json"]
-    for path in (profile_path, sidecar, folder / "plan.json"):
-        kept = path.read_text() if path.exists() else '{"format": "envpipe-profile/1"}'
-        path.write_text(kept, encoding="utf-16")
-        message = run_badly(*words)
-        assert str(path) in message
-        assert "UTF-16; save it as UTF-8" in message
-        path.write_text(kept)
-    assert profile_path.read_text() == text
-    run_well(*words)
-    layers = folder / "layers.csv"
-    layers.write_text(layers.read_text(), encoding="utf-16")
-    assert "save it as UTF-8" in run_badly("partition", "--output", "p", *COMMANDS["partition"])

@@ -47,7 +47,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     """What meters say of phases.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
-    force. Before it could tell one, its whole warm-up stands in. Of several runs in a folder, the
+    force. Before it could tell one, its whole warm-up is taken. Of several runs in a folder, the
     last is compared with the one called `baseline`, or else with the first.
     """
     if folder.energy is None:

@@ -9,7 +9,7 @@ import click
 
 from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
-from envpipe_megatron.core.fields import POWER, SHORT_TIME, TIME
+from envpipe_megatron.core.fields import ENERGY, POWER, SHORT_TIME, TIME
 from envpipe_megatron.core.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ _OPTIONS = (
         help="Time from the request of a clock until it runs, s.",
     ),
     click.option(
-        "--change-energy", type=Finite(min=0), help="Energy of a change of clock on one GPU, J."
+        "--change-energy", type=Finite(of=ENERGY), help="Energy of a change of clock on one GPU, J."
     ),
 )
 

@@ -20,7 +20,7 @@ from envpipe_megatron.cli.common import (
     write_stages,
 )
 from envpipe_megatron.console import say, show_tables, table_of
-from envpipe_megatron.core.fields import PERCENT, POWER
+from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -39,6 +39,8 @@ from envpipe_megatron.policies.partitions.layers import (
     stage_profile,
 )
 from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least_bottleneck
+
+_BYTES = Number(positive=True, unit="bytes", mistaken=(("GiB", 2.0**30), ("GB", 1e9)))
 
 
 @click.command()
@@ -60,7 +62,7 @@ from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least
 )
 @click.option(
     "--memory-limit",
-    type=Finite(min=0, min_open=True),
+    type=Finite(min_open=True, of=_BYTES),
     help="Bytes that a stage may hold at 1F1B's peak; needs memory or activation in the CSV.",
 )
 @click.option(
@@ -103,17 +105,21 @@ def partition(
         warn_of_free_waiting()
     job = _Job(SplitSpace(table, num_stages, num_microbatches, memory_limit), blocking_power or 0.0)
     console = Console()
-    found: Found
-    if objective == "energy":
-        found = least_energy(job.space, job.blocking_power_w, time_tolerance / 100)
-    else:
-        found = least_bottleneck(job.space)
+
+    def best(space: SplitSpace) -> Found:
+        if objective == "energy":
+            return least_energy(space, job.blocking_power_w, time_tolerance / 100)
+        return least_bottleneck(space)
+
+    found = best(job.space)
     write_stages(stage_profile(table, found.split, memory_limit), blocking_power, output)
     show_tables(console, _stage_table(table, found.split, num_microbatches))
     even, even_flags = megatron_even_split(table.num_transformer_layers, num_stages) or (None, ())
     show_tables(console, _comparison(job, found, even))
     say(console, _about_even_split(job, found, even, even_flags))
     say(console, _how_sure(found, time_tolerance))
+    if memory_limit and best(SplitSpace(table, num_stages, num_microbatches)).split == found.split:
+        say(console, "--memory-limit does not bind: without it the split is the same.")
     say(console, "\nFor Megatron-LM, in place of its other flags for the split:")
     say(console, f"  {layout_flags(found.split)}")
     flags = first_last_flags(found.split)

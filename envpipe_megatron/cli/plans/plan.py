@@ -29,7 +29,7 @@ from envpipe_megatron.cli.plans.conditions import (
 )
 from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, show_tables, table_of
-from envpipe_megatron.core.fields import FACTOR, RATIO, TIME, Number
+from envpipe_megatron.core.fields import ENERGY, FACTOR, RATIO, TIME, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -50,7 +50,6 @@ from envpipe_megatron.policies.planner import (
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, request_in_flight
 
 _NO_DEADLINE = 1e3
-_ABOVE_0 = Finite(min=0, min_open=True)
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
@@ -82,13 +81,16 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     show_default=True,
     help="With --policy optimal: what is to be least; edp is energy x time.",
 )  # fmt: skip
-@click.option("--max-energy", "max_energy_j", type=_ABOVE_0, help="Most energy of an iteration, J.")
+@click.option(
+    "--max-energy", "max_energy_j", type=Finite(min_open=True, of=replace(ENERGY, positive=True)),
+    help="Most energy of an iteration, J.",
+)  # fmt: skip
 @click.option(
     "--power-cap", "power_cap_w", type=Finite(min_open=True, of=_POWER_CAP),
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
 )  # fmt: skip
 @click.option(
-    "--power-window", "power_window_s", type=_ABOVE_0,
+    "--power-window", "power_window_s", type=Finite(min_open=True, of=replace(TIME, positive=True)),
     help="The cap is for the mean over every window of this length, s.",
 )  # fmt: skip
 @click.option(

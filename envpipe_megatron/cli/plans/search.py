@@ -20,7 +20,7 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
 from envpipe_megatron.console import say, show_tables
-from envpipe_megatron.core.fields import PERCENT, POWER
+from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
@@ -37,7 +37,11 @@ from envpipe_megatron.search.megatron.space import Space
 from envpipe_megatron.search.plausible import implausible_rows
 
 _GIB = 2.0**30
-_ABOVE_0 = Finite(min=0, min_open=True)
+#: No GPU has as much as `below`: such a number is not in GiB.
+_MEMORY = Number(
+    positive=True, below=4096, unit="GiB",
+    mistaken=(("GiB", 1), ("GB", 1e9 / _GIB), ("MiB", 1 / 1024)),
+)  # fmt: skip
 _CONFIGURATION, _FRONTIER, _PICTURE = "configuration.json", "frontier.csv", "frontier.png"
 _STAGES, _PLAN = "profile.csv", "plan.json"
 _SIDECAR = sidecar_path(Path(_STAGES)).name
@@ -56,7 +60,10 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--global-batch", type=click.IntRange(min=1), required=True, help="Samples of an iteration."
 )
-@click.option("--memory", "memory_gib", type=_ABOVE_0, help="Of one GPU at its peak, GiB.")
+@click.option(
+    "--memory", "memory_gib", type=Finite(min_open=True, of=_MEMORY),
+    help="Of one GPU at its peak, GiB.",
+)  # fmt: skip
 @click.option(
     "--objective", "goal", type=click.Choice(["time", "energy", "cost"]),
     default=Goal.TIME.value, show_default=True, help="What is to be least.",

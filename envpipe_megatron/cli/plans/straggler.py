@@ -17,7 +17,7 @@ from envpipe_megatron.cli.common import (
     summary_table,
 )
 from envpipe_megatron.console import say, show_tables
-from envpipe_megatron.core.fields import FACTOR
+from envpipe_megatron.core.fields import FACTOR, TIME
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -37,7 +37,7 @@ from envpipe_megatron.formats.frontier import read_frontier
     help="Time of the slower replica over that of the framework's own order at the highest clocks.",
 )
 @click.option(
-    "--time", "time_s", type=Finite(min=0, min_open=True),
+    "--time", "time_s", type=Finite(min_open=True, of=replace(TIME, positive=True, below=1e300)),
     help="Measured iteration time of the slower replica, s.",
 )  # fmt: skip
 @NEW_PLAN_OPTION
@@ -67,6 +67,12 @@ def straggler(
     check_outputs([output], [profile_path, sidecar_path(profile_path), frontier_path])
     stored = read_frontier(frontier_path)
     allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
+    if allowed_s >= FACTOR.below * stored.baseline_s:
+        raise EnvPipeError(
+            f"The slower replica takes {allowed_s / stored.baseline_s:.0f} times as long as others",
+            value=allowed_s,
+            remedy=f"Give --time in s, not ms: the others take {stored.baseline_s:.4f} s.",
+        )
     plan = stored.plan_for(allowed_s, read_profile(profile_path))
     plan.write(output)
     console = Console()

@@ -79,7 +79,7 @@ class Recorded:
 
 
 def once() -> Callable[[str], None]:
-    """What warns the first time only: an order may have changed for good, for weeks."""
+    """Warn the first time only: an order may have changed for good, for weeks."""
     left = [logger.warning]
     return lambda text: left.pop()(text) if left else None
 

@@ -197,7 +197,7 @@ class ForwardBackward:
         return f"its self-check: {self._check.failed}"
 
     def _why_not(self, arguments: dict[str, Any], groups: ProcessGroupCollection) -> str | None:
-        """What this rank's call has that the interpreter does not run."""
+        """Name what this rank's call has that the interpreter does not run."""
         config = get_model_config(listed(arguments["model"])[0])
         ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
         given = [arguments[name] is not None for name in ("p2p_communicator", "pg_collection")]

@@ -259,7 +259,7 @@ class AttachedPipeline:
             self._said_changed = True
             logger.warning(
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
-                "steps run as by torch alone. If they stay so, call end_training and attach again"
+                "steps run as by torch only. If they stay so, call end_training and attach again"
             )
         if is_whole:
             self._whole = run
@@ -278,7 +278,7 @@ class AttachedPipeline:
         return result
 
     def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """A step whose units are told, or by torch alone: also where its runtime refuses an order.
+        """Run a step by units, or by torch only: also where its runtime refuses an order.
 
         Then it is the job's level from here on.
         """

@@ -156,7 +156,7 @@ class Runner:
 
 
 def facts_of(schedule: Any) -> tuple[object, ...]:
-    """What a step goes by besides its inputs and what is handed on: equal where that is alike."""
+    """A key of all that a step goes by besides its inputs and what is handed on."""
     named = vars(schedule).items()
     apart = (*_HANDED_ON, "step", "eval")
     functions = {name: value for name, value in named if callable(value) and name not in apart}
@@ -166,6 +166,6 @@ def facts_of(schedule: Any) -> tuple[object, ...]:
 
 
 def is_prepared(schedule: Any) -> bool:
-    """Whether shapes are known: else, as behind an evaluation, the next step infers them anew."""
+    """True if shapes are known: else, as behind an evaluation, the next step infers them."""
     stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
     return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))

@@ -159,7 +159,7 @@ class P2PChannel:
             )
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """What a schedule's messages need of this rank's memory beyond what they take."""
+        """Bytes that a schedule's messages need of this rank beyond what they take."""
         carriers = [] if self._side is None else self._side.carriers
         return sum(carrier.more_bytes(schedule) for carrier in carriers)
 

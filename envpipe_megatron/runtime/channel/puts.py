@@ -349,7 +349,7 @@ class PutCarrier:
         return None
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """What slots that a schedule needs would take beyond those that there are."""
+        """Bytes that slots for a schedule would take beyond those that there are."""
         return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:

@@ -133,7 +133,7 @@ def _whole(run: Run) -> Run:
 
 
 def _instead(controller: Controller | None, command: Command, why: str) -> Command:
-    """What the controller says in place of a command whose plan is refused; likewise."""
+    """The controller's command in place of one whose plan is refused; likewise."""
     assert controller is not None
     return controller.refuse(command, why)
 

@@ -46,7 +46,7 @@ __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
-    Every rank of the job makes one, together. If a GPU is opened for reading alone or not held, the
+    Every rank of the job makes one, together. If a GPU is opened for reading only or not held, the
     job runs the framework's own order and no rank requests a clock; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
@@ -109,7 +109,7 @@ class Session:
                     done = ", ".join(found.phases_done)
                     self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
             else:
-                why = "A GPU is opened for reading alone: the framework's order at baseline clocks"
+                why = "A GPU is opened for reading only: the framework's order at baseline clocks"
                 self.state.notes = (why, *([self.refused] if self.refused else []))
             self._labels: dict[str, object] = {
                 **self._folder.run_label(config.labels),

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from cli_helpers import run_badly, run_well
+from cli_helpers import run_well
 from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line
@@ -91,34 +91,6 @@ def test_torn_and_foreign_lines_are_passed_over_and_named_as_lacking(tmp_path, c
     assert "300.0" in shown.stdout
 
 
-def test_an_empty_file_of_many_is_no_error(tmp_path):
-    """A node that never got so far as to write."""
-    good = write(tmp_path / "good.jsonl", window())
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(b"\n\n")
-    assert summed(good, path)["job"]["windows"] == 1
-    assert str(path) in run_badly("energy", "sum", path)
-
-
-def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path):
-    good = write(tmp_path / "good.jsonl", window())
-    path = tmp_path / "empty.jsonl"
-    path.write_text("stage,instruction\n")
-    message = run_badly("energy", "sum", good, path)
-    assert str(path) in message
-    assert "energy.jsonl" in message
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    assert "gone.jsonl" in run_badly("energy", "sum", tmp_path / "gone.jsonl")
-
-
-@pytest.mark.parametrize(("option", "value"), [("--price", "-1"), ("--grid-intensity", "nan")])
-def test_a_price_that_is_none_is_refused(tmp_path, option, value):
-    path = write(tmp_path / "log.jsonl", window())
-    assert option in run_badly("energy", "sum", path, option, value)
-
-
 def test_a_whole_job_is_complete(tmp_path):
     path = write(
         tmp_path / "log.jsonl",
@@ -143,12 +115,3 @@ def test_a_whole_job_is_complete(tmp_path):
     assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
     assert "cost: 450 at 3.6e+06 a kWh" in shown
     assert "INCOMPLETE" not in shown
-
-
-def test_what_is_missing_is_told(tmp_path):
-    whole = write(tmp_path / "0.jsonl", note("begun"), job(num_gpus=3), window(), note("ended"))
-    lost = write(tmp_path / "1.jsonl", note("begun", "n1"))  # before it had trained
-    shown = run_well("energy", "sum", whole, lost).stdout
-    assert "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill\n" in shown
-    assert "INCOMPLETE: 2 of 3 GPUs sent nothing\n" in shown
-    assert not summed(whole, lost)["complete"]

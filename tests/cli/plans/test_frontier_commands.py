@@ -43,7 +43,12 @@ def test_a_straggler_slows_the_plan_down_and_saves(frontier, profile_path, tmp_p
     baseline_s = json.loads(stored.read_text().splitlines()[0])["baseline"]["iteration_time_s"]
     energy_j = []
     for number, how in enumerate(
-        [("--factor", 1.0), ("--factor", 1.1), ("--time", 1.1 * baseline_s), ("--time", 1e6)]
+        [
+            ("--factor", 1.0),
+            ("--factor", 1.1),
+            ("--time", 1.1 * baseline_s),
+            ("--time", 90 * baseline_s),
+        ]
     ):
         output = tmp_path / f"straggler{number}.json"
         shown = straggler(profile_path, stored, output, *how).stdout
@@ -70,6 +75,8 @@ def test_a_replica_faster_than_all_plans_gets_the_fastest_and_a_note(
         (("--factor", 1.1, "--time", 3.0), "--factor or --time"),
         (("--time", "nan"), "not a number"),
         (("--factor", "inf"), "not a number"),
+        (("--factor", "10%"), "10 % longer is 1.1"),
+        (("--time", 3800), "times as long as others"),
     ],
 )
 def test_how_slow_a_straggler_is_must_be_said_once_and_as_a_number(

@@ -42,26 +42,6 @@ def test_import_says_when_no_blocking_power_is_known(tmp_path, profile_path, cap
     assert "No blocking power is known" in caplog.text
 
 
-def test_code_in_a_file_is_refused_and_not_run(tmp_path, profile_path):
-    witness, freqs = tmp_path / "was_run", tmp_path / "freqs.py"
-    freqs.write_text(f"[\n[('forward', open({str(witness)!r}, 'w'))],\n]")
-    message = run_badly(*import_options(profile_path, freqs, tmp_path / "plan.json"))
-    assert f"{freqs}, line 2" in message
-    assert not witness.exists()
-    assert not (tmp_path / "plan.json").exists()
-
-
-def test_a_file_of_another_job_is_refused(tmp_path, profile_path):
-    plan, freqs = tmp_path / "plan.json", tmp_path / "freqs.py"
-    plan_for(profile_path, plan)
-    export(profile_path, plan, freqs)
-    message = run_badly(*import_options(profile_path, freqs, tmp_path / "b.json", microbatches=6))
-    assert "6 forwards" in message
-    freqs.write_text(freqs.read_text().replace("1200", "1201"))
-    message = run_badly(*import_options(profile_path, freqs, tmp_path / "b.json"))
-    assert "1201" in message
-
-
 @pytest.mark.parametrize("command", ["import-freqs", "export-freqs"])
 def test_inputs_are_not_overwritten(tmp_path, profile_path, command):
     plan, freqs = tmp_path / "plan.json", tmp_path / "freqs.py"

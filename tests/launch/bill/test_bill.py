@@ -187,7 +187,7 @@ def test_energy_per_token_and_sample():
 @pytest.mark.parametrize("says", [{}, {"num_ranks": 4}], ids=["no size", "its size"])
 @pytest.mark.parametrize("there", [(2, 3), (1, 2, 3), (0, 1), (0, 2, 3)])
 def test_a_bill_of_survivors_is_incomplete_and_has_no_j_per_iteration(there, says):
-    """Those of a node are missing; of the last one's ranks, only what lines say of all tells."""
+    """Ranks of a node are missing; of the last ones, only what lines say of all shows it."""
     made = bill(*(window(rank, i, **says) for rank in there for i in range(3)))
     if there == (0, 1) and not says:
         assert made.per_unit() == {"iteration": 200}

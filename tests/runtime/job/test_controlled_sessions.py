@@ -39,7 +39,7 @@ def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_pa
     told = three_ranks.run(controlled_ranks.train_with_a_gpu_to_read, tmp_path, reader)
     for rank, (phase, notes, clock, requested, energy_j) in enumerate(told):
         assert phase == "steady"
-        assert "reading alone" in notes[0]
+        assert "reading only" in notes[0]
         assert clock["changes"] == 0
         assert clock["error"] is None
         assert clock["backend"] == ("none" if rank == reader else "emulated")
@@ -82,7 +82,7 @@ def test_a_gpu_of_another_job_is_only_read_and_so_are_all_others(three_ranks, gu
             controlled_ranks.be_refused, guards, False
         ):
             assert phase == "steady"
-            assert "reading alone" in notes[0]
+            assert "reading only" in notes[0]
             assert "run another job" in notes[1]
             assert requested is None
             assert energy_j > 0

@@ -545,7 +545,7 @@ def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
     world.orders = [order(Phase.WARMUP, 1410)]
     session = world.session(SessionConfig(request, fingerprint={"hidden": 64}))
     assert session.state.notes == (
-        "A GPU is opened for reading alone: the framework's order at baseline clocks",
+        "A GPU is opened for reading only: the framework's order at baseline clocks",
     )
     world.clock.error = None
     world.taken()

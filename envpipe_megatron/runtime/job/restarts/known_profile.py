@@ -63,7 +63,7 @@ def known_profile(
 
 
 def baseline_holds(job: PhaseParts) -> bool:
-    """Whether a step of the warm-up takes as long as the baseline that is known.
+    """True if a step of the warm-up takes as long as the baseline that is known.
 
     An earlier start's that it contradicts is forgotten. Every rank calls it.
     """
