@@ -12,7 +12,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -70,10 +70,7 @@ class JobFolder:
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
         #: Where they are.
-        self.path: Path | None = None
-        taking = self._take(path) if path else iter([None])
-        while path and self.path is None:  # the others hear from the planner after each look
-            self.path = collectives.agreed(partial(next, taking))
+        self.path = collectives.agreed(lambda: self._take(path)) if path else None
         #: What the bill says of them.
         self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
@@ -232,24 +229,22 @@ class JobFolder:
         if self.path is not None and self._collectives.is_planner:
             self.writer.put(JOB_FILE, write)
 
-    def _take(self, path: Path) -> Iterator[Path | None]:
-        """The first folder that no live job writes to; the path where that cannot be known.
-
-        None comes before it as often as a lock is looked at again.
-        """
+    def _take(self, path: Path) -> Path:
+        """The first folder that no live job writes to; the path where that cannot be known."""
         others = (path.with_name(f"{path.name}.{number}") for number in count(2))
         for own in chain([path], others):
             try:
                 if own != path:
                     own.mkdir(exist_ok=True)
-                self._lock = yield from _locked(own / _LOCK_FILE)
+                self._lock = _locked(own / _LOCK_FILE)
             except BlockingIOError:
                 continue
             except OSError:
-                own = path
+                return path
             if own != path:
                 logger.warning("Another job writes to %s: this one writes to %s", path, own)
-            yield own
+            return own
+        raise AssertionError("there is no last number")
 
     def _look(
         self, path: Path, config: SessionConfig, keys: JobKeys
@@ -297,7 +292,7 @@ def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, B
     return {name: kept for name, kept in baselines.items() if name != batch}
 
 
-def _locked(path: Path) -> Generator[None, None, IO[str]]:
+def _locked(path: Path) -> IO[str]:
     """Lock a file; raises as `lock_file`, unless its holder has ended or may be of this job."""
     for left in reversed(range(_OWN_LOCK_LOOKS)):
         with suppress(BlockingIOError):
@@ -310,7 +305,6 @@ def _locked(path: Path) -> Generator[None, None, IO[str]]:
             break
         else:
             time.sleep(_LOOK_S)
-            yield
     return lock_file(path)
 
 
