@@ -28,7 +28,7 @@ class Writer:
         #: Keys; None ends the thread. Its lock cannot stay taken when a signal handler raises.
         self._ready: SimpleQueue[str | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may close
         self._hangs = False
 
     def put(self, key: str, call: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ Everything is merged by one rank in one order, and the result is sent: all ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,11 +50,18 @@ class Collectives:
         pipeline: the stages of this rank's pipeline, in their order.
         tree: the groups of replicas of this rank's stage that it belongs to, from the leaves up.
         num_replicas: how many pipelines the job has.
+        timeout_s: the groups' time-out.
     """
 
     def __init__(
-        self, stage: int, pipeline: HostGroup, tree: Sequence[HostGroup], num_replicas: int
+        self,
+        stage: int,
+        pipeline: HostGroup,
+        tree: Sequence[HostGroup],
+        num_replicas: int,
+        timeout_s: float = math.inf,
     ) -> None:
+        self.timeout_s = timeout_s
         self.pipeline = pipeline
         self.num_replicas = num_replicas
         self.stage = stage
@@ -219,7 +227,7 @@ def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> 
         own = HostGroup(pipeline, f"{number}/{replica}", timeout, leader=min(pipeline))
     except RuntimeError as error:
         raise CollectivesError(f"Rank {rank} cannot reach others of the job: {error}") from error
-    return Collectives(stage, own, tree, len(replicas))
+    return Collectives(stage, own, tree, len(replicas), timeout.total_seconds())
 
 
 def tree_groups(member: int, size: int) -> list[range]:

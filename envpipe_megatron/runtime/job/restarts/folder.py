@@ -51,6 +51,7 @@ GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
 #: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
+#: Fewer where other ranks would give this one up: they wait for it in an exchange.
 _OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
@@ -70,7 +71,9 @@ class JobFolder:
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
         #: Where they are.
-        self.path = collectives.agreed(lambda: self._take(path)) if path else None
+        self.path = (
+            collectives.agreed(lambda: self._take(path, collectives.timeout_s)) if path else None
+        )
         #: What the bill says of them.
         self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
@@ -229,14 +232,15 @@ class JobFolder:
         if self.path is not None and self._collectives.is_planner:
             self.writer.put(JOB_FILE, write)
 
-    def _take(self, path: Path) -> Path:
+    def _take(self, path: Path, timeout_s: float) -> Path:
         """The first folder that no live job writes to; the path where that cannot be known."""
         others = (path.with_name(f"{path.name}.{number}") for number in count(2))
+        looks = max(1, int(min(_OWN_LOCK_LOOKS, timeout_s / 2 / _LOOK_S)))
         for own in chain([path], others):
             try:
                 if own != path:
                     own.mkdir(exist_ok=True)
-                self._lock = _locked(own / _LOCK_FILE)
+                self._lock = _locked(own / _LOCK_FILE, looks)
             except BlockingIOError:
                 continue
             except OSError:
@@ -292,9 +296,9 @@ def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, B
     return {name: kept for name, kept in baselines.items() if name != batch}
 
 
-def _locked(path: Path) -> IO[str]:
+def _locked(path: Path, looks: int) -> IO[str]:
     """Lock a file; raises as `lock_file`, unless its holder has ended or may be of this job."""
-    for left in reversed(range(_OWN_LOCK_LOOKS)):
+    for left in reversed(range(looks)):
         with suppress(BlockingIOError):
             return lock_file(path)
         own_job, lives = lock_holder(path)
