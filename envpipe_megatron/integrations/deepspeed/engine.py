@@ -137,6 +137,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 full_batch=self.micro_batches == self.full_microbatches,
             )
         except MemoryFullError as error:  # on all ranks, and no unit has run
+            self._job.session.highest_clock()
             self._leave_to_deepspeed(str(error))
             super()._exec_schedule(pipe_schedule)
             return
@@ -156,7 +157,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def _leave_to_deepspeed(self, why: str) -> None:
         """Leave this step and all later ones to DeepSpeed."""
         self._own_steps_left = math.inf
-        self._job.session.highest_clock()
         note = f"DeepSpeed's own schedule, at the highest clock: {why}"
         self._job.session.state.notes += (note,)
         if self._job.collectives.is_planner:
