@@ -8,7 +8,6 @@ from itertools import combinations, product
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import (
     Block,
@@ -62,14 +61,7 @@ def _measure(name: str, values: np.ndarray, sizes: Sizes, random: np.random.Gene
     )
 
 
-def switch_s(before: Sizes, behind: Sizes) -> FloatArray:
-    """What a change of sizes takes before each of the pieces."""
-    return np.arange(9) / 9 + before.tensor_parallel / 10 + behind.microbatch_size / 10
-
-
-def least_cost_s(
-    profile: LayerProfile, job: Job, batches: tuple[int, ...], *, switches: bool = False
-) -> float:
+def least_cost_s(profile: LayerProfile, job: Job, batches: tuple[int, ...]) -> float:
     """The least (m - 1) max t + sum t of any division that fits; infinite if none does."""
     costs_s = [np.inf]
     for batch in batches:
@@ -95,10 +87,6 @@ def least_cost_s(
                     if stage not in tables:
                         memory_bytes = job.memory_bytes or np.inf
                         tables[stage] = _stage_s(profile, memory_bytes, *stage)
-                        for other, data_parallel in options if switches else []:
-                            if other != each and other.gpus * data_parallel == gpus[number]:
-                                switched_s = _switched_s(profile, memory_bytes, other, *stage)
-                                tables[stage] = min(tables[stage], switched_s)
                     stage_s.append(tables[stage])
                 costs_s.append((job.global_batch // batch - 1) * max(stage_s) + sum(stage_s))
     return min(costs_s)
@@ -144,36 +132,6 @@ def _stage_s(
     messages_s = profile.links.message_s(measures[0].input_bytes, crosses[0])
     messages_s = messages_s + profile.links.message_s(measures[-1].output_bytes, crosses[1])
     return run_s + float(messages_s) + again_s
-
-
-def _switched_s(
-    profile: LayerProfile,
-    memory_bytes: float,
-    other: Sizes,
-    sizes: Sizes,
-    first: int,
-    end: int,
-    in_flight: int,
-    crosses: tuple[bool, bool],
-) -> float:
-    """Time of a stage that changes its sizes before any piece, and recomputes nothing."""
-    costs_s = [np.inf]
-    for switch in range(first + 1, end):
-        measures = [
-            profile.at(sizes if piece < switch else other)[profile.pieces[piece]]
-            for piece in range(first, end)
-        ]
-        parameters = sum(measure.parameters for measure in measures)
-        workspace = max(m.forward_workspace_bytes for m in measures[:-1])
-        workspace += max(m.backward_workspace_bytes for m in measures[:-1])
-        kept = measures[0].input_bytes + sum(measure.activation_bytes for measure in measures)
-        held = 16 * parameters + max(workspace, 2 * parameters)
-        if held + in_flight * kept <= memory_bytes:
-            time_s = sum(float(m.forward_s[0] + m.backward_s[0]) for m in measures)
-            time_s += float(profile.links.message_s(measures[0].input_bytes, crosses[0]))
-            time_s += float(profile.links.message_s(measures[-1].output_bytes, crosses[1]))
-            costs_s.append(time_s + float(switch_s(sizes, other)[switch]))
-    return min(costs_s)
 
 
 def _runs(flags: tuple[bool, ...], first: int, edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:

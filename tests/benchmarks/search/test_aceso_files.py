@@ -1,13 +1,11 @@
 """Op profiles of Aceso and Sailor become layer profiles that count as theirs do."""
 
-import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
 from benchmarks.search.aceso_space.folding import fold_blocks
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import Measure, Sizes
 
 MIB = 2**20
@@ -46,17 +44,6 @@ def test_a_model_is_its_head_its_layers_and_its_tail(folder: Path) -> None:
     assert _measure(folder, "enc-attention-qkv").backward_s == pytest.approx(1300e-6)
 
 
-def test_messages_take_what_aceso_takes(folder: Path) -> None:
-    links = read_aceso_profile(folder, "gpt_1B").links
-    for mib in (0.13, 0.25, 0.5, 0.51, 1.0, 1.9, 2.0, 4.0, 7.9, 8.0, 16.0, 400.0):
-        index = int(math.log2(mib))
-        index = min(index - (index >= 1), len(BANDS) - 1)
-        time_s = mib / (BANDS[index] * 0.001) / 1e6
-        assert links.message_s(mib * MIB, crosses=False) == pytest.approx(time_s)
-        assert links.message_s(mib * MIB, crosses=True) == pytest.approx(time_s)
-    assert links.all_reduce_s(12 * MIB, 2, crosses=False) == pytest.approx(0.3e-3)
-
-
 def test_a_folded_layer_recomputes_its_attention_or_all(folder: Path) -> None:
     folded = fold_blocks(read_aceso_profile(folder, "gpt_1B", num_layers=3))
     assert folded.pieces == ("embedding", "layer", "layer", "layer", "loss")
@@ -70,14 +57,6 @@ def test_a_folded_layer_recomputes_its_attention_or_all(folder: Path) -> None:
     assert full.time_s == pytest.approx(layer.forward_s)
     assert (full.activation_bytes, full.working_bytes) == (12 * MIB, layer.activation_bytes)
     assert not folded.at(Sizes(4, 2))["loss"].recomputation
-
-
-def test_a_folder_without_the_model_is_refused(folder: Path) -> None:
-    with pytest.raises(EnvPipeError, match="no profile of this model"):
-        read_aceso_profile(folder, "gpt_2B")
-    (folder / "gpt_2B_mbs1_tp1_algo0.csv").write_text(f"{HEADER}\nfc,1,2,3\n")
-    with pytest.raises(EnvPipeError, match="nine columns"):
-        read_aceso_profile(folder, "gpt_2B")
 
 
 def _measure(folder: Path, operator: str) -> Measure:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from brute_force import least_cost_s, random_profile, switch_s
+from brute_force import least_cost_s, random_profile
 from on_request import on_request
 
 from benchmarks.search.aceso_space.divide import Division, divide
@@ -11,18 +11,17 @@ from envpipe_megatron.search.configuration import Job
 BATCHES = (1, 2, 4)
 #: Nothing fits; sizes that differ, microbatches too; runs that end with a block, or inside.
 SEEDS = (2, 38, 47, 48)
-SWITCHING_SEED = 6
 
 
 def _job(random: np.random.Generator) -> Job:
     return Job(4, 2, global_batch=16, memory_bytes=float(random.uniform(150, 500)))
 
 
-def _equal(seed: int, *, switches: bool = False) -> Division | None:
+def _equal(seed: int) -> Division | None:
     random = np.random.default_rng(seed)
     profile, job = random_profile(random), _job(random)
-    division = divide(profile, job, BATCHES, switch_s=switch_s if switches else None)
-    least_s = least_cost_s(profile, job, BATCHES, switches=switches)
+    division = divide(profile, job, BATCHES)
+    least_s = least_cost_s(profile, job, BATCHES)
     assert (np.inf if division is None else division.time_s) == pytest.approx(least_s, rel=1e-8)
     return division
 
@@ -37,17 +36,10 @@ def test_no_division_of_small_models_costs_less() -> None:
     assert any(len(each.stages) > 2 for each in found)
 
 
-def test_no_division_with_switches_of_sizes_costs_less() -> None:
-    division = _equal(SWITCHING_SEED, switches=True)
-    assert division is not None
-    assert any(division.switches)
-
-
 @on_request("CORE")
 def test_no_division_of_more_small_models_costs_less() -> None:
     for seed in range(200):
         _equal(seed)
-        _equal(seed, switches=True)
 
 
 def test_one_size_and_cuts_between_blocks_are_part_of_the_space() -> None:
