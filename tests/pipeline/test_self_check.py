@@ -71,7 +71,7 @@ def test_what_differs_is_named_and_training_goes_on_from_megatrons_own(stock, ou
     results = ours(job, replace(by_plan(tmp_path, longer(job)), checked=descending(6)))
     assert_same_bits(results, stock(job))
     for result in results:
-        assert result.failed.startswith("gradients of ")
+        assert result.failed.startswith("its self-check: gradients of ")
         assert result.failed.endswith("of stage 0 differ from Megatron's, which repeats itself")
         assert not result.said
 

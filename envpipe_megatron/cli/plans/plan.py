@@ -90,7 +90,8 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
 )  # fmt: skip
 @click.option(
-    "--power-window", "power_window_s", type=Finite(min_open=True, of=replace(TIME, positive=True)),
+    "--power-window", "power_window_s",
+    type=Finite(min_open=True, of=replace(TIME, positive=True, below=Number.below)),
     help="The cap is for the mean over every window of this length, s.",
 )  # fmt: skip
 @click.option(
