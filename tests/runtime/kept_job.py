@@ -37,7 +37,6 @@ class Alone:
 
     is_planner = True
     num_replicas = 1
-    timeout_s = 1800.0
 
     def on_all(self, holds: bool) -> bool:
         return holds

@@ -11,7 +11,6 @@ Everything is merged by one rank in one order, and the result is sent: all ranks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,18 +49,11 @@ class Collectives:
         pipeline: the stages of this rank's pipeline, in their order.
         tree: the groups of replicas of this rank's stage that it belongs to, from the leaves up.
         num_replicas: how many pipelines the job has.
-        timeout_s: the groups' time-out.
     """
 
     def __init__(
-        self,
-        stage: int,
-        pipeline: HostGroup,
-        tree: Sequence[HostGroup],
-        num_replicas: int,
-        timeout_s: float = math.inf,
+        self, stage: int, pipeline: HostGroup, tree: Sequence[HostGroup], num_replicas: int
     ) -> None:
-        self.timeout_s = timeout_s
         self.pipeline = pipeline
         self.num_replicas = num_replicas
         self.stage = stage
@@ -227,7 +219,7 @@ def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> 
         own = HostGroup(pipeline, f"{number}/{replica}", timeout, leader=min(pipeline))
     except RuntimeError as error:
         raise CollectivesError(f"Rank {rank} cannot reach others of the job: {error}") from error
-    return Collectives(stage, own, tree, len(replicas), timeout.total_seconds())
+    return Collectives(stage, own, tree, len(replicas))
 
 
 def tree_groups(member: int, size: int) -> list[range]:

@@ -51,7 +51,6 @@ GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
 #: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
-#: Fewer where other ranks would give this one up: they wait for it in an exchange.
 _OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
@@ -71,9 +70,12 @@ class JobFolder:
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
         #: Where they are.
-        self.path = (
-            collectives.agreed(lambda: self._take(path, collectives.timeout_s)) if path else None
-        )
+        self.path: Path | None = None
+        if path is not None:
+            left = _OWN_LOCK_LOOKS
+            while left and self.path is None:
+                left -= 1  # an exchange a look: ranks that wait for longer give the planning one up
+                self.path = collectives.agreed(partial(self._take, path, left))
         #: What the bill says of them.
         self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
@@ -232,19 +234,23 @@ class JobFolder:
         if self.path is not None and self._collectives.is_planner:
             self.writer.put(JOB_FILE, write)
 
-    def _take(self, path: Path, timeout_s: float) -> Path:
-        """The first folder that no live job writes to; the path where that cannot be known."""
+    def _take(self, path: Path, left: int) -> Path | None:
+        """The first folder that no live job writes to; the path where that cannot be known.
+
+        None while a lock is waited for, as long as there are looks `left`.
+        """
         others = (path.with_name(f"{path.name}.{number}") for number in count(2))
-        looks = max(1, int(min(_OWN_LOCK_LOOKS, timeout_s / 2 / _LOOK_S)))
         for own in chain([path], others):
             try:
                 if own != path:
                     own.mkdir(exist_ok=True)
-                self._lock = _locked(own / _LOCK_FILE, looks)
+                self._lock = _locked(own / _LOCK_FILE, left)
             except BlockingIOError:
                 continue
             except OSError:
                 return path
+            if self._lock is None:
+                return None
             if own != path:
                 logger.warning("Another job writes to %s: this one writes to %s", path, own)
             return own
@@ -296,19 +302,20 @@ def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, B
     return {name: kept for name, kept in baselines.items() if name != batch}
 
 
-def _locked(path: Path, looks: int) -> IO[str]:
-    """Lock a file; raises as `lock_file`, unless its holder has ended or may be of this job."""
-    for left in reversed(range(looks)):
-        with suppress(BlockingIOError):
-            return lock_file(path)
-        own_job, lives = lock_holder(path)
-        if lives is False or (own_job and lives is None and not left):
-            logger.warning("%s is of a start that has ended: this one takes its folder", path)
-            path.unlink()  # the lock goes with it
-        elif own_job is False:
-            break
-        else:
-            time.sleep(_LOOK_S)
+def _locked(path: Path, left: int) -> IO[str] | None:
+    """Lock a file; None after a moment if its holder may be of this job and there are looks left.
+
+    Raises as `lock_file`, unless the holder has ended.
+    """
+    with suppress(BlockingIOError):
+        return lock_file(path)
+    own_job, lives = lock_holder(path)
+    if lives is False or (own_job and lives is None and not left):
+        logger.warning("%s is of a start that has ended: this one takes its folder", path)
+        path.unlink()  # the lock goes with it
+    elif left and own_job is not False:
+        time.sleep(_LOOK_S)
+        return None
     return lock_file(path)
 
 
