@@ -21,6 +21,7 @@ import torch.distributed as dist
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.search.layer_file import links_text
 from envpipe_megatron.search.layer_profile import Curve, Links
 
@@ -52,14 +53,13 @@ def measure_speeds() -> list[float]:
 
     GPUs of a kind differ by some percent where power limits their clocks. CPUs count as alike.
     """
-    speeds = [1.0] * dist.get_world_size()
     if torch.cuda.is_available():
         matrix = torch.randn(_WIDTH, _WIDTH, device=current_device(), dtype=torch.bfloat16)
         products = torch.empty_like(matrix)
         dist.barrier()
         _products_per_s(matrix, products, _SETTLE_S)
-        dist.all_gather_object(speeds, _products_per_s(matrix, products, _SPEED_S))
-    return speeds
+        return of_all_ranks(_products_per_s(matrix, products, _SPEED_S))
+    return [1.0] * dist.get_world_size()
 
 
 def _products_per_s(matrix: torch.Tensor, products: torch.Tensor, least_s: float) -> float:

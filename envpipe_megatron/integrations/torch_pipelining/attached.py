@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,8 +56,6 @@ from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-
-logger = logging.getLogger(__name__)
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
@@ -160,7 +157,7 @@ class AttachedPipeline:
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
         self._failed: Followed | None = None
-        self._warn = once()
+        self._warn, self._warn_of_change = once(), once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
@@ -174,7 +171,7 @@ class AttachedPipeline:
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
-        self._has_known_shapes, self._said_changed = True, False
+        self._has_known_shapes = True
 
     @property
     def level(self) -> Level:
@@ -255,9 +252,8 @@ class AttachedPipeline:
         infers_shapes = not is_prepared(self._schedule)
         changed = facts_of(self._schedule) != self._planned_facts
         changed |= not (self._has_known_shapes or infers_shapes)
-        if changed and not self._said_changed and self._placement.stage == 0:
-            self._said_changed = True
-            logger.warning(
+        if changed and self._placement.stage == 0:
+            self._warn_of_change(
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
             )

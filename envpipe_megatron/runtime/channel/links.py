@@ -22,7 +22,7 @@ from envpipe_megatron.runtime.channel.carrier import (
     Peers,
     first_line,
 )
-from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.collectives import Collectives, of_all_ranks
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutSide
@@ -276,8 +276,7 @@ class _Maker:
         hosts when they come into being.
         """
         _refuse_blocking_launches()
-        everyone: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())] * dist.get_world_size()
-        dist.all_gather_object(everyone, (tuple(self._ranks), tuple(boundaries)))
+        everyone = of_all_ranks((tuple(self._ranks), tuple(boundaries)))
         groups: dict[tuple[int, Kind], dist.ProcessGroup] = {}
         for pipeline, needed in sorted(set(everyone)):
             for boundary in needed:
