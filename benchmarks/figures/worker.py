@@ -31,8 +31,8 @@ from benchmarks.figures.stage_work import TrainingWork, rehearse
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.quickstart import ranks
 from envpipe_megatron.runtime.channel.collectives import make_collectives

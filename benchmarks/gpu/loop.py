@@ -22,7 +22,7 @@ from benchmarks.gpu.schedules import Bench, join_pipeline
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
-from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu

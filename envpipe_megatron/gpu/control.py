@@ -28,9 +28,9 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
+from envpipe_megatron.gpu.devices import pci_address
 from envpipe_megatron.gpu.opening import open_gpu, open_reader
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
-from envpipe_megatron.gpu.visible_devices import pci_address
 
 _LOG = logging.getLogger(__name__)
 

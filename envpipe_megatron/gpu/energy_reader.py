@@ -1,4 +1,4 @@
-"""An energy counter that another process reads, at this one's end; `energy_reader_process` is that.
+"""An energy counter that another process reads: `EnergyReader` is a rank's end, `main` the other.
 
 A counter's refresh is found by reads and short sleeps around it, some ninety a second. In a thread
 each of them takes Python's interpreter lock from the training thread, by 0.2 ms on two virtual
@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from typing import Any
 
 from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.messages import wait_readable
+from envpipe_megatron.gpu.opening import open_reader
 
-_PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader_process")  # -P: not the working folder
+_PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader")  # -P: not the working folder
 _BYTES = 1 << 16
+#: The socket to the rank is its standard input.
+_RANK = 0
 #: How long to wait for its end, s; a driver may hang.
 _END_S = 1.0
 
@@ -99,3 +106,44 @@ class EnergyReader:
                 "The process that reads the energy counter has ended", value=self._process.poll()
             )
         return data
+
+
+def main() -> None:
+    """Read a counter for a rank, and write a line of JSON for each refresh, answer and error.
+
+    Looks as often as its order says, and when a byte comes in. It ends with the rank, which may
+    also kill it.
+    """
+    order = json.loads(sys.argv[1])
+    # Batch systems send these to all of a job's processes, and mean its ranks.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    gpu = open_reader(GpuAddress(**order["address"]))
+    # A rank that takes nothing for minutes must not keep this process from looking.
+    os.set_blocking(_RANK, False)
+    waiting, looks = b"", 0
+    last: EnergyReading | None = None
+    said: dict[str, Any] = {}
+    while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open
+        saying: dict[str, Any] = {"looks": looks, "error": None}
+        reading = last
+        try:
+            reading = gpu.read_energy()
+        except Exception as error:  # a driver may fail in any way
+            saying["error"] = str(error)
+        news = {} if reading is None or reading == last else {"reading": astuple(reading)}
+        if news or saying != said:
+            last, said = reading, saying
+            waiting += json.dumps({**saying, **news}).encode() + b"\n"
+        with suppress(BlockingIOError):
+            waiting = waiting[os.write(_RANK, waiting) :]
+        if select.select([_RANK], [], [], order["poll_s"])[0]:
+            asked = os.read(_RANK, 1 << 10)
+            if not asked:
+                return
+            looks += len(asked)
+
+
+if __name__ == "__main__":
+    with suppress(ConnectionError):
+        main()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu, ReadOnlyGpu
-from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.base import DryRunGpu, Gpu, GpuAddress, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 
 BACKENDS = ("nvml", "zeusd", "command", "dry_run", "none", "emulated")

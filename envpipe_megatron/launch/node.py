@@ -21,8 +21,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff

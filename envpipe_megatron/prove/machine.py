@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import pynvml
 
 from envpipe_megatron import __version__
-from envpipe_megatron.gpu.activity import GpuActivity, read_activity, read_processes
 from envpipe_megatron.gpu.backends.nvml_library import call_library
 from envpipe_megatron.gpu.control import choose_control
+from envpipe_megatron.gpu.devices import (
+    GpuActivity,
+    read_activity,
+    read_processes,
+    visible_gpus,
+)
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.gpu.visible_devices import visible_gpus
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.prove.settings import ProveError
 

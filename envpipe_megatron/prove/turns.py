@@ -13,9 +13,8 @@ from megatron.core import parallel_state
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.activity import read_temperature_c
-from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.devices import read_temperature_c
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.request import PlanRequest

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu
+from envpipe_megatron.gpu.base import DryRunGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device
 from envpipe_megatron.integrations.megatron.cpu import use_cpu

@@ -19,7 +19,7 @@ from envpipe_megatron.control.background import Background, BackgroundError
 from envpipe_megatron.control.planner import planned
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.policies.request import PlannerError, PlanRequest
 
 FOR_EVER = partial(sum, count())

@@ -8,10 +8,9 @@ import pytest
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu, ReadOnlyGpu
+from envpipe_megatron.gpu.backends.nvml_library import NvmlNotSupportedError
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
-from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+from envpipe_megatron.gpu.base import DryRunGpu, GpuError, GpuPermissionError, ReadOnlyGpu
 from envpipe_megatron.gpu.control import (
     CHOICES,
     ChosenControl,

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.gpu import energy_reader_process
+from envpipe_megatron.gpu import energy_reader
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
@@ -77,15 +77,15 @@ def test_what_a_full_pipe_refuses_is_said_later(monkeypatch):
         written.extend(part := data[: 70 if len(full) == 2 else None])
         return len(part)
 
-    monkeypatch.setattr(energy_reader_process, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(energy_reader, "open_reader", lambda address: gpu)
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "set_blocking", lambda *_: None)
     monkeypatch.setattr(os, "read", lambda *_: b"?" if full else b"")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(energy_reader_process.select, "select", lambda *_: ([0], [], []))
+    monkeypatch.setattr(energy_reader.select, "select", lambda *_: ([0], [], []))
     order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
-    energy_reader_process.main()
+    energy_reader.main()
     lines = [json.loads(line) for line in written.splitlines()]
     assert [line["looks"] for line in lines] == [0, 1, 2, 3, 4]
     assert [line["reading"][0] for line in lines] == pytest.approx([0, 10, 20, 30, 40])

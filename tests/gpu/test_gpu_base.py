@@ -6,10 +6,10 @@ import pytest
 from fake_gpu import FakeGpu
 from plain_reader import UUID, PlainReader, assert_reads_through
 
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
+    DryRunGpu,
     Gpu,
     GpuAddress,
     GpuError,

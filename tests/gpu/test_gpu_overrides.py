@@ -3,8 +3,13 @@
 import pytest
 from fake_nvml.models import MODELS
 
-from envpipe_megatron.gpu.emulated.presets import ControlOverride, list_presets, load_preset
-from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.emulated.presets import (
+    ControlOverride,
+    list_presets,
+    load_preset,
+    override_for,
+    sweep_range,
+)
 
 
 @pytest.mark.parametrize(

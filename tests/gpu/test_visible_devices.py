@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from envpipe_megatron.gpu import visible_devices
-from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, MigModeError
+from envpipe_megatron.gpu.backends.nvml_library import GpuNotFoundError, MigModeError
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.visible_devices import (
+from envpipe_megatron.gpu.devices import (
     VisibleGpus,
     pci_address,
     uid_of_cuda_device,

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.emulated import state
+from envpipe_megatron.gpu.emulated import store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.state import EmulatedState
-from envpipe_megatron.gpu.emulated.store import StateFile
+from envpipe_megatron.gpu.emulated.store import EmulatedState, StateFile
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
@@ -103,7 +102,7 @@ class FastTime:
         StateFile.read = _remembered  # type: ignore[method-assign]
         StateFile._write = _remembering  # type: ignore[method-assign]
         # Its meter looks at each refresh before the next: a long past would only be written anew.
-        state.KEPT_TICKS = 16
+        store.KEPT_TICKS = 16
 
 
 #: The state of each file that this process has read or written last, and what tells that file from

@@ -20,7 +20,7 @@ import pytest
 from agent_ranks import Nodes
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.guard import process_identity
+from envpipe_megatron.gpu.guard import messages
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch import signals as launch_signals
@@ -145,7 +145,7 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
         waited.append(time_s)
         if ends:
             guard.process.kill()
-        return ends and process_identity.wait_readable(descriptors, LONG_S)
+        return ends and messages.wait_readable(descriptors, LONG_S)
 
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -21,9 +21,9 @@ from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import activity, control
-from envpipe_megatron.gpu.activity import GpuActivity
-from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
+from envpipe_megatron.gpu import control, devices
+from envpipe_megatron.gpu.backends.nvml_library import NvmlError
+from envpipe_megatron.gpu.devices import GpuActivity
 from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
 from envpipe_megatron.prove.arms import ARMS
@@ -328,7 +328,7 @@ def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch)
         raise NvmlError("The GPU is lost")
 
     machine = real_machine(dry_run=True)
-    monkeypatch.setattr(activity, "call_gpu", fails)
+    monkeypatch.setattr(devices, "call_gpu", fails)
     assert newcomers(machine) == []
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
-from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu

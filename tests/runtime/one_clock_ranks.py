@@ -12,8 +12,7 @@ import plain_stages
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import DryRunGpu, Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import one_clock

@@ -22,8 +22,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
-from envpipe_megatron.gpu.emulated.presets import GpuPreset
-from envpipe_megatron.gpu.overrides import model_for
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.bubbles import Bubbles

@@ -17,7 +17,7 @@ from envpipe_megatron.cli.common import check_outputs
 from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, narrowed
+from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.looking import look

@@ -17,16 +17,15 @@ from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError, NvmlNotSupportedError
-from envpipe_megatron.gpu.backends.nvml_library import call_gpu
+from envpipe_megatron.gpu.backends.nvml_library import NoNvmlError, NvmlNotSupportedError, call_gpu
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, visible_gpus
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
+from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
 from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import open_reader
-from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, visible_gpus
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,17 @@ import pynvml
 from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError
-from envpipe_megatron.gpu.backends.nvml_library import call_gpu, call_library
+from envpipe_megatron.gpu.backends.nvml_library import (
+    MigModeError,
+    VirtualGpuError,
+    call_gpu,
+    call_library,
+)
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
+from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
-from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
 
 
 def driver_cuda() -> tuple[int, int] | None:

@@ -105,7 +105,7 @@ def _cuda_device(device: int) -> tuple[str, KernelTimer]:
             value=device,
             remedy="Give another --device (from 0), or try --emulated PRESET.",
         )
-    from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+    from envpipe_megatron.gpu.devices import uid_of_cuda_device
 
     torch.cuda.set_device(device)
     uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))

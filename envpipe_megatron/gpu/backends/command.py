@@ -16,8 +16,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from envpipe_megatron.gpu.backends.read_through import ReadThroughGpu
-from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.base import Gpu, GpuError, ReadThroughGpu
 from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
 
 UUID_PATTERN = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")

@@ -1,11 +1,13 @@
 """NVML in this process: initialised once, again after a fork or a shutdown by other code.
 
 `call_library` calls a function of pynvml, `call_gpu` one that takes a GPU; both from any thread.
-ctypes releases Python's interpreter lock while NVML works.
+ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as named errors,
+each with what to do about it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -13,7 +15,118 @@ from typing import Any
 
 import pynvml
 
-from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, named_error
+from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+
+
+class NvmlError(GpuError):
+    """NVML could not do what was asked."""
+
+
+class NvmlPermissionError(NvmlError, GpuPermissionError):
+    """This process may not change the GPU's clock."""
+
+
+class NvmlNotSupportedError(NvmlError):
+    """The GPU or its driver does not offer this."""
+
+
+class MigModeError(NvmlNotSupportedError):
+    """The GPU is divided by MIG: instances share one clock, power sensor and energy counter."""
+
+
+class VirtualGpuError(NvmlNotSupportedError):
+    """The GPU is a share that a hypervisor gives out (vGPU); its clocks are the host's."""
+
+
+class GpuLostError(NvmlError):
+    """The GPU fell off the bus, or must be reset before it can be used again."""
+
+
+class GpuNotFoundError(NvmlError):
+    """NVML sees no such GPU."""
+
+
+class NoNvmlError(NvmlError):
+    """This machine has no NVIDIA driver, or no NVML library."""
+
+
+_NEEDS_NO_ROOT = (
+    "Training needs no root: let an administrator run zeusd or grant a command in the site "
+    "configuration"
+)
+
+_NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        NvmlPermissionError,
+        "the driver refuses it to this process",
+        f"The driver asks for root or CAP_SYS_ADMIN. {_NEEDS_NO_ROOT}",
+    ),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: (
+        NvmlNotSupportedError,
+        "GPU or driver do not support it",
+        "Locked clocks and energy counters need a data-center or workstation GPU since Volta; "
+        "check with nvidia-smi -q",
+    ),
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (
+        NvmlNotSupportedError,
+        "the installed driver is too old to know this call",
+        "Update the NVIDIA driver",
+    ),
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: (
+        NvmlNotSupportedError,
+        "the installed driver knows this call in another version",
+        "Update the NVIDIA driver, or nvidia-ml-py",
+    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: (
+        GpuLostError,
+        "the GPU is lost: it fell off the bus",
+        "Look for an Xid in the kernel log; the node needs a GPU reset or a reboot",
+    ),
+    pynvml.NVML_ERROR_RESET_REQUIRED: (
+        GpuLostError,
+        "the GPU needs a reset before it can be used again",
+        "Have an administrator reset the GPU or reboot the node",
+    ),
+    pynvml.NVML_ERROR_NOT_FOUND: (
+        GpuNotFoundError,
+        "there is no such GPU",
+        "List the GPUs of this node with nvidia-smi -L",
+    ),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        NvmlError,
+        "the kernel's driver and the library libnvidia-ml.so.1 are of different versions",
+        "The driver was updated while it ran: reboot, or reload its kernel modules; in a container "
+        "use the host's library",
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
+        NoNvmlError,
+        "no NVIDIA driver is loaded",
+        "Load the driver, or give the container GPUs (docker run --gpus all)",
+    ),
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+        NoNvmlError,
+        "there is no libnvidia-ml.so.1",
+        "Install the NVIDIA driver, or give the container GPUs with the 'utility' capability",
+    ),
+    pynvml.NVML_ERROR_TIMEOUT: (
+        NvmlError,
+        "the driver gave up waiting for the GPU",
+        "Try again; if it stays, look for an Xid in the kernel log",
+    ),
+}
+
+
+def named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
+    """Return NVML's error as one of this module's; `action` follows 'Cannot' in its message."""
+    kind, cause, remedy = _NAMED.get(
+        error.value,
+        (
+            NvmlError,
+            f"NVML says '{error}'",
+            "Check the GPU with nvidia-smi and look for an Xid in the kernel log",
+        ),
+    )
+    return kind(f"Cannot {action}: {cause}", remedy=remedy)
 
 
 class _Library:
@@ -93,3 +206,55 @@ def _find(uid: str) -> Any:
             value=uid,
             remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
         ) from error
+
+
+PROFILES = (
+    *("max-P", "max-Q", "compute", "memory bound", "network", "balanced", "LLM inference"),
+    *("LLM training", "RBM", "DCPCIE", "HMMA sparse", "HMMA dense", "sync balanced", "HPC", "MIG"),
+    *("max-Q 1", "network bound", "high-throughput inference", "medium-throughput inference"),
+    *("low-latency inference", "training", "inference", "max-Q 2", "max-Q 3"),
+    "low-priority background",
+)
+"""NVML's numbers (NVML_POWER_PROFILE_...) in words; one that is not here is shown as its number."""
+
+
+class WorkloadProfiles:
+    """Reads one GPU's workload power profiles by name; where there are none it asks once only.
+
+    Blackwell has them, and Hopper with some drivers. Each is a set of clocks, limits and link
+    states that NVIDIA tuned for a kind of work; an operator requests some of them, and the driver
+    arbitrates. EnvPipe changes none. `call` is as `NvmlGpu` calls a function of pynvml.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        # nvidia-ml-py has them since 12.570.
+        self._offered = all(
+            hasattr(pynvml, name)
+            for name in (
+                "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles",
+                "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t",
+            )
+        )
+
+    def read(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the requested and the enforced ones; NvmlError if what is offered fails."""
+        if not self._offered:
+            return (), ()
+        current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
+        try:
+            self._call(
+                "read the power profiles",
+                pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles,
+                ctypes.byref(current),  # nvidia-ml-py hands on what it is given
+            )
+        except (NvmlNotSupportedError, NvmlPermissionError):
+            self._offered = False
+            return (), ()
+        return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)
+
+
+def _names(mask: Any) -> tuple[str, ...]:
+    bits = sum(word << 32 * place for place, word in enumerate(mask.mask))
+    numbers = (number for number in range(bits.bit_length()) if bits >> number & 1)
+    return tuple(PROFILES[n] if n < len(PROFILES) else f"profile {n}" for n in numbers)

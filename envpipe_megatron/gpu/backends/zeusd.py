@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from envpipe_megatron.gpu.backends.read_through import ReadThroughGpu
-from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError
+from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError, ReadThroughGpu
+from envpipe_megatron.gpu.devices import pci_address
 from envpipe_megatron.gpu.site import SiteConfig
-from envpipe_megatron.gpu.visible_devices import pci_address
 
 DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
 SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"

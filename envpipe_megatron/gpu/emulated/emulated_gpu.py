@@ -3,7 +3,7 @@
 It has a virtual time that advances only by the work and waiting put on it (`run_unit`,
 `advance_to`), time and power by a preset's model, clock changes that take their time, and an energy
 counter that refreshes as a real one does. The same calls give the same bits, however busy the host
-is. `state` says how one request replaces another.
+is. `store` says how one request replaces another.
 """
 
 import os
@@ -15,8 +15,13 @@ from typing import ClassVar, Self
 
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
-from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
-from envpipe_megatron.gpu.emulated.store import StateFile, default_root, stored_indices
+from envpipe_megatron.gpu.emulated.store import (
+    EmulatedState,
+    StateFile,
+    default_root,
+    stored_indices,
+    tick_number,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,11 +73,12 @@ from envpipe_megatron.gpu.guard.lease_file import (
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
     GuardSettings,
+    ProcessIdentity,
     receive,
     runtime_folder,
     send,
+    wait_readable,
 )
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_readable
 from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)

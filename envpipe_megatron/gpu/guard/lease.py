@@ -32,7 +32,7 @@ from envpipe_megatron.gpu.guard.lease_file import (
     opened_lease_folders,
     printable,
 )
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
 _LOG = logging.getLogger(__name__)
 

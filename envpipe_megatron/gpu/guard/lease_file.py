@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
 FORMAT = "envpipe-lease/1"
 LEASE_SUFFIX = ".json"

@@ -37,11 +37,16 @@ from typing import Any, NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
-from envpipe_megatron.gpu.clock.page import ClockPage
-from envpipe_megatron.gpu.clock.requests import PageController
+from envpipe_megatron.gpu.clock.page import ClockPage, PageController
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
-from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, program_of
+from envpipe_megatron.gpu.guard.messages import (
+    GuardError,
+    GuardSettings,
+    ProcessIdentity,
+    program_of,
+    receive,
+    send,
+)
 from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from envpipe_megatron.gpu.guard.lease import (
     undo_lease,
 )
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
 

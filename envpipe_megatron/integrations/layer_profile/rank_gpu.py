@@ -12,9 +12,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.control import choose_control, open_controlled
+from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.layer_profile.measuring import Window
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB, parse_line
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.guard.messages import GuardError, receive, send
-from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
+from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.launch.agent.collector import Collector, holds_within
 from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading

@@ -15,7 +15,7 @@ import pynvml
 import torch
 
 from envpipe_megatron.gpu.backends.nvml_library import call_gpu
-from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S, Stream

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from envpipe_megatron.gpu.backends.read_through import DryRunGpu
-from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
+from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError
 from envpipe_megatron.gpu.clock.controller import Clock, ClockController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu

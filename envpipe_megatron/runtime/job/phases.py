@@ -16,8 +16,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.timeline import is_recorded
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.overrides import SWEEP_STEP, override_for, sweep_range
+from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord

@@ -12,8 +12,7 @@ from typing import Any
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
-from envpipe_megatron.gpu.base import ClockState, Gpu
+from envpipe_megatron.gpu.base import ClockState, Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs

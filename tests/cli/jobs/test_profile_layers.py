@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.cli.jobs import profile_layers
-from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE
+from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 from envpipe_megatron.search.layer_profile import (

@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from envpipe_megatron.gpu.backends.energy_counter import STALL_S, EnergyCounter
+from envpipe_megatron.gpu.backends.nvml import STALL_S, EnergyCounter
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
 
 POWER_W = 200.0

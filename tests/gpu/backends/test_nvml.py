@@ -10,7 +10,7 @@ from fake_nvml.models import MODELS
 
 from envpipe_megatron.gpu.backends import nvml_library
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
+from envpipe_megatron.gpu.backends.nvml_library import NvmlNotSupportedError
 from envpipe_megatron.gpu.base import (
     ClockState,
     GpuAddress,

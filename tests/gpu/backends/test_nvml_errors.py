@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import (
+from envpipe_megatron.gpu.backends.nvml_library import (
     GpuLostError,
     GpuNotFoundError,
     MigModeError,
@@ -101,7 +101,7 @@ def test_no_library(tmp_path):
         pytest.skip("this machine has NVIDIA's library, so the loader finds one")
     script = (
         "from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus\n"
-        "from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError\n"
+        "from envpipe_megatron.gpu.backends.nvml_library import NoNvmlError\n"
         "try:\n    list_nvml_gpus()\n"
         "except NoNvmlError as error:\n    print(error)\n"
     )

@@ -4,8 +4,7 @@ import pynvml
 import pytest
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
-from envpipe_megatron.gpu.backends.nvml_profiles import PROFILES
+from envpipe_megatron.gpu.backends.nvml_library import PROFILES, NvmlError
 from envpipe_megatron.gpu.base import GpuAddress, PowerState
 from envpipe_megatron.gpu.opening import open_gpu
 

@@ -10,8 +10,7 @@ from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
-from envpipe_megatron.gpu.clock.requests import PageController
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage, PageController
 
 
 @pytest.fixture

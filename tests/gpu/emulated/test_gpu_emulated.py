@@ -19,14 +19,16 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import (
     reset_all,
 )
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.emulated.state import (
+from envpipe_megatron.gpu.emulated.store import (
     KEPT_SEGMENTS,
     KEPT_TICKS,
+    ROOT_VARIABLE,
     Segment,
+    StateFile,
+    default_root,
     parse_state,
     tick_number,
 )
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, StateFile, default_root
 
 
 @pytest.fixture

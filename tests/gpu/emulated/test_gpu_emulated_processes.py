@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.state import parse_state
+from envpipe_megatron.gpu.emulated.store import parse_state
 
 UNITS = """
 import sys

@@ -17,14 +17,12 @@ from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
-from envpipe_megatron.gpu.clock.page import DUE, ClockPage
-from envpipe_megatron.gpu.clock.requests import PageController
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage, PageController
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive, send
 from envpipe_megatron.gpu.guard.process import Guard
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 
 ONE, OTHER = (GpuAddress("emulated", f"/node#{index}") for index in range(2))
 

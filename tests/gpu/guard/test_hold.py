@@ -18,8 +18,13 @@ from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu, job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import (
+    GuardError,
+    GuardSettings,
+    ProcessIdentity,
+    receive,
+    send,
+)
 
 ADDRESS = GpuAddress("emulated", "/node#0")
 DEADLINE_S = 20.0

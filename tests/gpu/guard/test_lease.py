@@ -37,7 +37,7 @@ from envpipe_megatron.gpu.guard.lease_file import (
     lease_name,
     new_lease_folder,
 )
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
 __all__ = ["folder", "gpu"]

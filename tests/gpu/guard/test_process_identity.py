@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 from lease_helpers import dead
 
-from envpipe_megatron.gpu.guard import process_identity
-from envpipe_megatron.gpu.guard.process_identity import (
+from envpipe_megatron.gpu.guard import messages
+from envpipe_megatron.gpu.guard.messages import (
     ProcessIdentity,
     peer_uid_and_pid,
     wait_readable,
@@ -71,7 +71,7 @@ def status_of(process):
 
 def test_where_proc_hides_others_the_kernel_tells(monkeypatch):
     own, ended = ProcessIdentity.own(), dead()
-    monkeypatch.setattr(process_identity, "_stat_fields", lambda pid: None)
+    monkeypatch.setattr(messages, "_stat_fields", lambda pid: None)
     assert own.is_alive() is True
     assert ended.is_alive() is False
 

@@ -31,7 +31,7 @@ from on_request import on_request
 
 from envpipe_megatron.cli import main as envpipe
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.messages import wait_readable
 
 TRAINED_RANK = Path(__file__).with_name("trained_rank.py")
 _RUNNER = Path(__file__).with_name("node_runner.py")

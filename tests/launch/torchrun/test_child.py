@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.launch.torchrun import child
 
 LONG_S = 20.0

@@ -13,8 +13,7 @@ import one_clock_ranks
 import pytest
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import StepEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError

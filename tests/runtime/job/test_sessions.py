@@ -16,8 +16,7 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.overrides import sweep_range
+from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
 from envpipe_megatron.policies.request import PlanRequest
