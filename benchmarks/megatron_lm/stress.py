@@ -40,10 +40,10 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution import interpreter
+from envpipe_megatron.runtime.execution import stage_run
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job import batches, session
+from envpipe_megatron.runtime.job import iterations, session
 from envpipe_megatron.runtime.job.parts import PhaseParts
 
 PART = "stress"
@@ -316,7 +316,7 @@ def install(
 
     # Until the process ends.
     orders = random_orders(settings["seed"], told)
-    mock.patch.object(batches, "run_phases", orders).start()
+    mock.patch.object(iterations, "run_phases", orders).start()
     replace_work(delayed)
 
 
@@ -332,7 +332,7 @@ def tell_units(at: Callable[[int, str], None], iteration: Callable[[], int]) -> 
 
 def replace_work(make: Callable[[Any], ToldWork]) -> None:
     """Let sessions of this process run other work in place of a stage's, until it ends."""
-    inner = interpreter.execute
+    inner = stage_run.execute
 
     def execute(schedule: Schedule, stage: int, work: Any, run: StageRun, *more: Any) -> None:
         inner(schedule, stage, make(work), run, *more)

@@ -1,10 +1,12 @@
-"""Work of the planning rank beside training, in a process of its own: `background_process`.
+"""Work of the planning rank beside training, in a process of its own, which runs `main`.
 
 A thread would take Python's interpreter lock from the training thread, and could not be ended.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import os
 import pickle
@@ -15,14 +17,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from envpipe_megatron.child import start_child
 from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
 
-_PROCESS = ("-P", "-m", "envpipe_megatron.control.background_process")  # -P: not the working folder
+_PROCESS = ("-P", "-m", "envpipe_megatron.control.background")  # -P: not the working folder
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
 
@@ -110,3 +112,42 @@ class Background(Generic[T]):
 def _in_memory() -> IO[bytes]:
     """A file without a name: no disk is waited for, and no `/dev/shm` need have room."""
     return os.fdopen(os.memfd_create("envpipe"), "w+b")
+
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 10
+#: It ends so long after the rank should have ended it, s.
+_LATER_S = 60
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def main() -> None:
+    """Work for a rank, and leave (result, error) in a file, one of them None.
+
+    At low priority, with one thread of linear algebra, without GPUs. It ends with the rank, which
+    may also kill it.
+    """
+    order = json.loads(sys.argv[1])
+    # Batch systems send these to all of a job's processes, and mean its ranks.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != order["parent"]:  # it died before this asked
+        return
+    signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
+    os.nice(_NICE)
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")
+    done: tuple[Any, Exception | None]
+    try:
+        sys.path[:] = pickle.load(sys.stdin.buffer)
+        done = pickle.load(sys.stdin.buffer)(), None
+    except EnvPipeError as error:
+        done = None, error
+    except Exception as error:  # whose class may not survive the way
+        done = None, RuntimeError(f"{type(error).__name__}: {error}")
+    with os.fdopen(order["answer"], "wb") as answer:
+        pickle.dump(done, answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from envpipe_megatron.control.baseline import Baseline, Steps
-from envpipe_megatron.control.command import Clocked, Command
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.baseline import Baseline, Harm, Silence, Steps
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
 from envpipe_megatron.control.replicas import Followers
-from envpipe_megatron.control.troubles import Harm, Silence
-from envpipe_megatron.control.window import Window
+from envpipe_megatron.control.window import Clocked, Command, Window
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from envpipe_megatron.control.command import Parking
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.knowledge import Knowledge
+from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.clock_changes.parking import park

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from envpipe_megatron.control.background import Background
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.parking import comes_late, parked, still_parked
 from envpipe_megatron.control.replicas import level_factor
 from envpipe_megatron.core.arrays import IntArray

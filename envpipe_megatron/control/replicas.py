@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from envpipe_megatron.control.command import Clocked
 from envpipe_megatron.control.parking import timed
+from envpipe_megatron.control.window import Clocked
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 

@@ -38,9 +38,9 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envpipe_megatron.control.known.curves import PowerModel, fit_times_s
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.curves import PowerModel, fit_times_s
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import TAIL, WAITING, Stretch, meter_sums
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile

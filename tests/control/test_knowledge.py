@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.window import MeterSums, Report, Window
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions

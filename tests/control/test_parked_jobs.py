@@ -14,12 +14,12 @@ from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, exact_profile, slower
 from envpipe_megatron.control import planner
-from envpipe_megatron.control.command import Parking
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.control.parking import parked
 from envpipe_megatron.control.window import (
     WAITING,
     MeterSums,
+    Parking,
     Report,
     Stretch,
     Window,

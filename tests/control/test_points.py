@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envpipe_megatron.control.known.points import Times
+from envpipe_megatron.control.curves import Times
 
 CLOCKS_MHZ = np.array([990.0, 1125.0, 1260.0, 1410.0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envpipe_megatron.control.troubles import Harm, Silence
+from envpipe_megatron.control.baseline import Harm, Silence
 from envpipe_megatron.control.window import MeterSums, Report, Window
 
 

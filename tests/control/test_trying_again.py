@@ -15,7 +15,7 @@ from benchmarks.online.emulated_job import Immediate
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.control.controller import Controller
-from envpipe_megatron.control.known.knowledge import Knowledge
+from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar

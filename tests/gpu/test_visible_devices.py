@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envpipe_megatron.gpu import visible_devices
+from envpipe_megatron.gpu import devices
 from envpipe_megatron.gpu.backends.nvml_library import GpuNotFoundError, MigModeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.devices import (
@@ -73,18 +73,18 @@ def test_like_gpus_without_an_order_are_numbered_by_an_assumption(node):
 
 def test_numbers_follow_pci_addresses_whatever_nvml_says_first(monkeypatch):
     buses = ("00000001:01:00.0", "00000000:41:00.0", "00000000:0A:00.0")
-    devices = [
+    known = [
         SimpleNamespace(uid=f"GPU-{index}", index=index, name="one", pci_bus_id=bus)
         for index, bus in enumerate(buses)
     ]
-    monkeypatch.setattr(visible_devices, "list_nvml_gpus", lambda: devices)
+    monkeypatch.setattr(devices, "list_nvml_gpus", lambda: known)
     assert _indices(None) == [2, 1, 0]
     assert _indices("0,2") == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert visible_gpus().devices == (devices[1],)
-    del devices[1:]
+    assert visible_gpus().devices == (known[1],)
+    del known[1:]
     assert visible_gpus({}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "0"})
-    assert visible_gpus({}) == VisibleGpus((devices[0],), "")  # one GPU has no order
+    assert visible_gpus({}) == VisibleGpus((known[0],), "")  # one GPU has no order
 
 
 def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):

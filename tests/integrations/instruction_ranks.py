@@ -26,7 +26,7 @@ from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIAB
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.channel import host_group
+from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -357,10 +357,10 @@ def start_with_fault(
         "channel": patch(f"{Job.__module__}.make_channel", side_effect=ChannelError("of ucc")),
         "emulation": patch.dict(os.environ, {FORWARD_VARIABLE: "fast"}),
     }
-    quick = timedelta(seconds=0.2) if fault == "gloo" else host_group._CONNECT
+    quick = timedelta(seconds=0.2) if fault == "gloo" else collectives._CONNECT
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, variables))
-        stack.enter_context(patch.object(host_group, "_CONNECT", quick))
+        stack.enter_context(patch.object(collectives, "_CONNECT", quick))
         if rank == 1 and fault in faults:
             stack.enter_context(faults[fault])
         pipeline = FastPipeline(dist.group.WORLD, 4, say=said.append, **settings)

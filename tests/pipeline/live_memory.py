@@ -12,8 +12,7 @@ from jobs import Job, Ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from envpipe_megatron.runtime.memory.device import Reading
-from envpipe_megatron.runtime.memory.peak import StageMemory
+from envpipe_megatron.runtime.memory.stage import Reading, StageMemory
 
 #: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
 MESSAGE_BYTES = 16 * 2 * 32 * 4

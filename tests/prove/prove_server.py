@@ -70,7 +70,7 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.integrations.megatron.cpu import use_cpu
     from envpipe_megatron.prove import turns, worker
     from envpipe_megatron.runtime.clocks import latency
-    from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+    from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
     from envpipe_megatron.runtime.profiling import wait_power
     from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel import links
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
 

@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from envpipe_megatron.runtime.channel import collectives, host_group
-from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
-from envpipe_megatron.runtime.channel.host_group import HostGroup
+from envpipe_megatron.runtime.channel import collectives
+from envpipe_megatron.runtime.channel.collectives import SUM, HostGroup, make_collectives
 
 
 def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def come_late(rank: int, late_s: float) -> list[int]:
     """What the first of two ranks gathers, whose other comes when it would have given up."""
     if rank > 1:
         return []
-    with patch.object(host_group, "_CONNECT", timedelta(seconds=0.05)):
+    with patch.object(collectives, "_CONNECT", timedelta(seconds=0.05)):
         time.sleep(rank * late_s)
         return HostGroup([0, 1], "late", timedelta(seconds=20), leader=0).gather(rank)
 

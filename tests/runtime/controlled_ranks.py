@@ -19,7 +19,7 @@ from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 

@@ -13,10 +13,10 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.memory.device import Reading
 from envpipe_megatron.runtime.memory.peak import JobMemory, Watch
+from envpipe_megatron.runtime.memory.stage import Reading
 
 
 class FakeMemory:

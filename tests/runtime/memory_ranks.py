@@ -17,7 +17,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.runtime.memory.peak import StageMemory
+from envpipe_megatron.runtime.memory.stage import StageMemory
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)

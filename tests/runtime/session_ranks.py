@@ -14,11 +14,11 @@ from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.runtime.profiling.wait_power import measure_p2p_latency_s
 
 MICROBATCHES = 3
 QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)

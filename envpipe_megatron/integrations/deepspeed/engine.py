@@ -26,7 +26,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 

@@ -33,7 +33,7 @@ from envpipe_megatron.integrations.megatron.work import (
     UnsupportedModelError,
     listed,
 )
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 
 

@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.hooks.framework_units import (
     once,
 )
 from envpipe_megatron.integrations.megatron.replacing import replaced
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 

@@ -52,9 +52,9 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     stages_of,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.

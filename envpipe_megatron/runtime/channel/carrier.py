@@ -1,15 +1,75 @@
-"""What carries the messages between a stage and one neighbour, and how it tells of a loss."""
+"""Messages between two stages: what they hold, what carries them, and how a loss shows."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.channel.messages import TensorSpec
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of each tensor of a message, and their device."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+    @classmethod
+    def of_one_type(
+        cls, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+    ) -> TensorSpec:
+        """A message whose tensors have all the same type."""
+        return cls(shapes, (dtype,) * len(shapes), device)
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> TensorSpec:
+        """What a message of these tensors carries."""
+        shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
+        return cls(shapes, dtypes, tensors[0].device)
+
+    def make(self, how: Callable[..., torch.Tensor] = torch.empty) -> list[torch.Tensor]:
+        """Tensors for a message; `how` takes a shape, a type and a device."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return [how(shape, dtype=dtype, device=self.device) for shape, dtype in parts]
+
+    @property
+    def tensor_bytes(self) -> list[int]:
+        """Size of each tensor."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a message."""
+        return sum(self.tensor_bytes)
+
+
+@dataclass(frozen=True)
+class StageSpecs:
+    """What a stage's messages carry; kinds that it never receives or sends may be missing.
+
+    Args:
+        receives: by kind, as its neighbours send it.
+        sends: by kind, as they receive it.
+        vary: whether that is an example, and each message of an iteration says what it carries.
+    """
+
+    receives: Mapping[Kind, TensorSpec]
+    sends: Mapping[Kind, TensorSpec]
+    vary: bool = False
+
+    @classmethod
+    def alike(cls, spec: TensorSpec) -> StageSpecs:
+        """Where all messages of the pipeline carry the same."""
+        both = dict.fromkeys(WHOLE, spec)
+        return cls(both, both)
 
 
 class ChannelError(EnvPipeError):

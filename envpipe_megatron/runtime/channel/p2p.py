@@ -21,8 +21,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, opposite
-from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, StageSpecs, opposite
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 
 __all__ = ["ChannelError", "P2PChannel"]

@@ -31,7 +31,7 @@ import torch
 from envpipe_megatron.core.channel_model import slots_of
 from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, TensorSpec
 from envpipe_megatron.runtime.channel.flag_page import (
     PUT,
     TAKEN,
@@ -41,7 +41,6 @@ from envpipe_megatron.runtime.channel.flag_page import (
     FlagPage,
     Word,
 )
-from envpipe_megatron.runtime.channel.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 

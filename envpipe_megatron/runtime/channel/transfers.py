@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
-from envpipe_megatron.runtime.channel.carrier import Peers
-from envpipe_megatron.runtime.channel.host_group import HostGroup
-from envpipe_megatron.runtime.channel.messages import TensorSpec
+from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec
+from envpipe_megatron.runtime.channel.collectives import HostGroup
 
 #: SUCCESS of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0

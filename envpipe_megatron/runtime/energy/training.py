@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.intervals import Interval, measure_baseline, usual
-from envpipe_megatron.runtime.energy.log import EnergyLog, Window
+from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline, usual
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,

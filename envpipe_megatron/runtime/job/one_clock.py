@@ -18,11 +18,10 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.energy.log import Window
 from envpipe_megatron.runtime.energy.steps import Comparison, StepEnergy, compare, percent
-from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import PhaseRun, Stretches, constant_order
 from envpipe_megatron.runtime.going_on import by_planner, on_every_rank
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.profiling.profiler import ProfilerError
-from envpipe_megatron.runtime.profiling.stretches import Stretches
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
 ONE_CLOCK_STEP = 0.0075

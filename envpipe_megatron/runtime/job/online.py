@@ -1,35 +1,49 @@
 """The closed loop on every rank: runs what the planning rank's controller says, and reports.
 
 The controller decides on the planning rank alone (`control.controller`). All ranks learn of it by
-one small exchange each few iterations, and by none between.
+one small exchange each few iterations, and by none between. Each rank reports what a window of
+iterations measured (`make_report`).
 """
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
-from envpipe_megatron.control.command import Command
+import numpy as np
+
 from envpipe_megatron.control.controller import Controller, Run
-from envpipe_megatron.control.known.knowledge import Knowledge, power_nodes_mhz
+from envpipe_megatron.control.knowledge import Knowledge, power_nodes_mhz
 from envpipe_megatron.control.planner import Limits, Planner
-from envpipe_megatron.control.window import Report, Window, merged
+from envpipe_megatron.control.window import (
+    TAIL,
+    WAITING,
+    Command,
+    Report,
+    Stretch,
+    Window,
+    merged,
+    meter_sums,
+)
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import MOST_TRIES, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import check_plan, make_room, plan_online
-from envpipe_megatron.runtime.job.reports import make_report
-from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 
@@ -204,3 +218,116 @@ def _places(schedule: Schedule, stage: int, kinds: Sequence[Kind]) -> list[int]:
     """The place of the kind of each of a stage's units; below zero if it takes no time."""
     places: list[int] = (schedule.unit_keys(1, kinds)[stage] - len(kinds) * stage).tolist()
     return places
+
+
+#: A step that lasts this many times as long as its like holds something that is no training.
+_PAUSED = 2.0
+
+
+def make_report(
+    records: Sequence[StageRecord],
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    *,
+    parked: Mapping[int, tuple[int, float]],
+    meter: EnergyMeter,
+    nodes_mhz: FloatArray,
+    num_kinds: int,
+    late_s: float,
+    tail_s: float,
+    problems: tuple[str, ...],
+) -> Report:
+    """The report of iterations that ran one order, one after the other.
+
+    Args:
+        records: what was measured, one iteration at least.
+        clocks_mhz: of each of this stage's units.
+        kinds: of each unit the place of its kind; below zero if it takes no time.
+        parked: as `IterationOrder.parked` gives it.
+        meter: this rank's.
+        nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
+        late_s: by how much a change of the clock comes late.
+        tail_s: what this stage does after its last unit.
+        problems: what is wrong with this rank's GPU.
+    """
+    begins_s = np.array([record.begin_s for record in records])
+    ends_s = np.array([record.end_s[-1] for record in records])
+    steps_s = np.append(np.diff(begins_s), np.nan)
+    steps_s[:-1][[not _follows(*both) for both in pairwise(records)]] = np.nan
+    steps_s[[not record.whole for record in records]] = np.nan
+    if np.isfinite(steps_s).any():
+        steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
+    stretches: list[Stretch] = []
+    for record, step_s in zip(records, steps_s.tolist(), strict=True):
+        until_s = record.begin_s + step_s
+        if not record.whole:
+            break
+        stretches += _stretches(record, clocks_mhz, kinds, parked, late_s, tail_s, until_s)
+        if math.isnan(step_s):
+            break
+    begin_s = records[0].begin_s
+    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
+    unit_s = [record.unit_time_s for record in records if record.whole]
+    return Report(
+        np.median(unit_s or [np.full(len(kinds), np.nan)], axis=0)[np.newaxis],
+        ends_s[np.newaxis],
+        (steps_s - ends_s)[np.newaxis],
+        steps_s[np.newaxis],
+        sums,
+        int(sums.time_s > 0),
+        problems,
+    )
+
+
+def _follows(record: StageRecord, after: StageRecord) -> bool:
+    """Whether one iteration came right after another: none of another batch, and no pause."""
+    return record.followed and (record.number is None or after.number in (None, record.number + 1))
+
+
+def _stretches(
+    record: StageRecord,
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    parked: Mapping[int, tuple[int, float]],
+    late_s: float,
+    tail_s: float,
+    until_s: float,
+) -> list[Stretch]:
+    """How one stage spent an iteration up to the next one's begin, NaN if that is not known."""
+    spent: list[Stretch] = []
+    running = coming = float(clocks_mhz[0])
+    last_s = arrives_s = record.begin_s
+
+    def ask(clock_mhz: float) -> None:
+        nonlocal coming, arrives_s
+        if clock_mhz != coming:
+            coming, arrives_s = float(clock_mhz), last_s + late_s
+
+    def spend(end_s: float, kind: int) -> None:
+        nonlocal running, last_s
+        if running != coming and arrives_s < end_s:
+            if arrives_s > last_s:
+                spent.append(Stretch(arrives_s, kind, running))
+            running = coming
+        spent.append(Stretch(end_s, kind, running))
+        last_s = end_s
+
+    starts_s, ends_s = record.begin_s + record.start_s, record.begin_s + record.end_s
+    units = zip(starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True)
+    for position, (start_s, end_s, clock, kind) in enumerate(units):
+        if position in parked and start_s > last_s:
+            park_mhz, own_after_s = parked[position]
+            ask(park_mhz)
+            spend(min(last_s + own_after_s, start_s), WAITING)
+        ask(clock)
+        if start_s > last_s:
+            spend(start_s, WAITING)
+        if kind >= 0 and end_s > last_s:
+            spend(end_s, kind)
+    if until_s > last_s:  # not of the last iteration, whose step is not known
+        ask(clocks_mhz[0])
+        if tail_s:
+            spend(min(last_s + tail_s, until_s), TAIL)
+        if until_s > last_s:
+            spend(until_s, WAITING)
+    return spent

@@ -40,11 +40,15 @@ from envpipe_megatron.runtime.job.planning import (
 )
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
-from envpipe_megatron.runtime.memory.limit import with_memory
 from envpipe_megatron.runtime.memory.peak import Watch
-from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
-from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
+from envpipe_megatron.runtime.profiling.wait_power import (
+    WaitPower,
+    measure_p2p_latency_s,
+    measure_wait_power,
+    wait_clocks,
+)
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.

@@ -24,8 +24,8 @@ from envpipe_megatron.runtime.going_on import GoesOnError, by_background, by_pla
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
-from envpipe_megatron.runtime.memory.limit import in_flight_limit
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.runtime.memory.stage import in_flight_limit
 
 
 @dataclass(frozen=True)

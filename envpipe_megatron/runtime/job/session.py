@@ -14,8 +14,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ClockState, Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.completion import Completion, Done
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
@@ -25,17 +25,19 @@ from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
-from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import constant_order
-from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.batches import Batches
+from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.iterations import Iterations
+from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.parts import JobParts, SessionState
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
-from envpipe_megatron.runtime.memory.limit import check_memory_is_known
-from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
+from envpipe_megatron.runtime.memory.peak import JobMemory
+from envpipe_megatron.runtime.memory.stage import (
+    CudaMemory,
+    StageMemory,
+    check_memory_is_known,
+    device_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Session:
     runs its units itself, in its own order, calls `open_iteration` instead.
 
     Args:
-        gpu: as `rank_gpu.open_rank_gpu` opens it.
+        gpu: as `open_rank_gpu` opens it.
         make_executor: gets a function that waits for the clock controller.
         say: prints progress, on the planning rank alone.
         memory: reads this rank's device memory; by default of the CUDA device in use, if any.
@@ -258,7 +260,7 @@ class Session:
         """Execute one training iteration in the job's present phase.
 
         If a phase has ended, the work between two phases (measurements, planning) comes first. The
-        number of microbatches may change: see `batches`.
+        number of microbatches may change: see `Batches`.
 
         Args:
             num_microbatches: M of this iteration.
@@ -302,7 +304,7 @@ class Session:
 
         A unit's messages need nothing that the framework does after the iteration's last unit: the
         times of the iteration before are read there. The number of microbatches may change: see
-        `batches`. The `order` of what is returned is to be run.
+        `Batches`. The `order` of what is returned is to be run.
 
         Args:
             own_order: the framework's own order of units, the same in every iteration of as many

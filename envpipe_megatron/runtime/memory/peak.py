@@ -16,34 +16,30 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
 
-from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import plain
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.going_on import GoesOnError, in_words, on_every_rank
-from envpipe_megatron.runtime.memory.device import CudaMemory, Reading
+from envpipe_megatron.runtime.memory.stage import (
+    PREDICTION_ERROR,
+    SAFETY_MARGIN,
+    CudaMemory,
+    Reading,
+    StageMemory,
+    bytes_by_chunk,
+)
 
 logger = logging.getLogger(__name__)
 
-#: A prediction that is missed by more than this share is worth a warning.
-PREDICTION_ERROR = 0.05
-#: Share of the memory that a process could have which no extra forward is given. It covers a
-#: prediction that is as wrong as it may be, and what comes into being later outside of torch's
-#: allocator: communicators, workspaces, kernels that are loaded lazily.
-SAFETY_MARGIN = PREDICTION_ERROR
-
 _GIB = 2**30
-
-
-class MemoryUnknownError(EnvPipeError):
-    """A memory limit is set but memory cannot be measured."""
 
 
 class MemoryFullError(GoesOnError):
@@ -56,76 +52,6 @@ class Watch(Enum):
     NOTHING = 0
     PEAK = 1
     UNITS = 2
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """What is known of a stage's memory; of replicas, the one with the least room.
-
-    Attributes:
-        activation_bytes: what one more microbatch in flight holds, of the chunk that holds most.
-        baseline_in_flight: microbatches in flight at the peak of the framework's own order.
-        baseline_peak_bytes: the most that is allocated while that order's units run.
-        room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
-        step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
-            the optimizer's step included; 0 if no whole iteration was seen.
-        chunk_bytes: what one more holds in each chunk.
-        in_flight: at the peak of the order that is run, whose peak was to be
-            `predicted_peak_bytes`, and is `measured_peak_bytes`.
-    """
-
-    activation_bytes: float
-    baseline_in_flight: int
-    baseline_peak_bytes: int
-    room_bytes: float
-    step_peak_bytes: int
-    chunk_bytes: tuple[float, ...]
-    in_flight: int | None = None
-    predicted_peak_bytes: float | None = None
-    measured_peak_bytes: int | None = None
-
-    @property
-    def free_bytes(self) -> float:
-        """What is free beside one microbatch, as a profile's sidecar has it.
-
-        The framework's own order holds more than one at the peak that the room was measured at.
-        """
-        return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
-
-    def room_below(self, in_flight: int) -> float:
-        """The room that is left if there is none for so many in flight."""
-        below = (in_flight - 1 - self.baseline_in_flight) * self.activation_bytes
-        return max(0.0, min(self.room_bytes, below))
-
-    def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
-        """The most that is allocated while these units run; of those measured it is known."""
-        return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
-
-    def _held_bytes(self, units: Sequence[Unit]) -> float:
-        held = most = 0.0
-        for unit in units:
-            held += TRAITS[unit.kind].holds * self.chunk_bytes[unit.chunk]
-            most = max(most, held)
-        return most
-
-
-def bytes_by_chunk(units: Sequence[Unit], allocated_bytes: Sequence[int]) -> tuple[float, ...]:
-    """What a microbatch in flight holds in each chunk, from the bytes before and after each unit.
-
-    A forward adds it and a backward takes it away. The median passes over what happens once: the
-    first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
-    their transfer make forwards seem to hold more than backwards give back, and they too must fit.
-    """
-    changes = np.diff(allocated_bytes)
-    forward = np.array([unit.kind is Kind.FORWARD for unit in units])
-    chunk = np.array([unit.chunk for unit in units])
-    return tuple(
-        max(
-            float(np.median(changes[forward & (chunk == number)])),
-            float(np.median(-changes[~forward & (chunk == number)])),
-        )
-        for number in range(chunk.max() + 1)
-    )
 
 
 class JobMemory:

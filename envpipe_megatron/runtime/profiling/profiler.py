@@ -45,9 +45,14 @@ from envpipe_megatron.runtime.energy.split import (
     split_energies,
 )
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import (
+    IterationOrder,
+    PhaseRun,
+    Stretches,
+    constant_order,
+    ends_and_gaps_s,
+)
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.profiling.stretches import Stretches, ends_and_gaps_s
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower
 
 #: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.

@@ -14,7 +14,7 @@ from envpipe_megatron.core.orders import builders
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress
 from benchmarks.megatron_lm.stress import random_extra_forwards, random_interleaved
-from envpipe_megatron.runtime.job import batches, session
+from envpipe_megatron.runtime.job import iterations, session
 from envpipe_megatron.runtime.job.phases import run_phases
 
 
@@ -86,11 +86,11 @@ def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch
     try:
         stress.install({"seed": 1, "delay_s": 0.0}, 0, print, lambda: 1, print)
         # Where the batches of a job look both up.
-        assert batches.run_phases is not run_phases
+        assert iterations.run_phases is not run_phases
         session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
     finally:
         mock.patch.stopall()
-    assert batches.run_phases is run_phases
+    assert iterations.run_phases is run_phases
     assert [type(work) for work in history] == [stress.DelayedWork]
 
 

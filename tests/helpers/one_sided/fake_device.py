@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from taking_turns import Turns, always
 
+from envpipe_megatron.runtime.channel.carrier import TensorSpec
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
-from envpipe_megatron.runtime.channel.messages import TensorSpec
 from envpipe_megatron.runtime.channel.puts import GRACE_S
 
 _CPU = torch.device("cpu")

@@ -16,9 +16,8 @@ from taking_turns import Turns
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel import puts
-from envpipe_megatron.runtime.channel.carrier import Peers
+from envpipe_megatron.runtime.channel.carrier import Peers, StageSpecs
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
-from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 

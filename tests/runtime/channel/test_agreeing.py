@@ -15,10 +15,10 @@ from envpipe_megatron.runtime.channel import collectives as runtime_collectives
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
     CollectivesError,
+    HostGroup,
     make_collectives,
     tree_groups,
 )
-from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.going_on import (
     GoesOnError,
     by_background,

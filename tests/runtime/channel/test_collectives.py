@@ -11,8 +11,7 @@ import pytest
 from on_request import on_request
 from rank_pool import RankPool
 
-from envpipe_megatron.runtime.channel.collectives import FAN_IN, tree_groups
-from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES
+from envpipe_megatron.runtime.channel.collectives import FAN_IN, FRAME_BYTES, tree_groups
 
 # One worker runs them all: it has imported what ranks are forked from.
 pytestmark = pytest.mark.xdist_group("pipeline")

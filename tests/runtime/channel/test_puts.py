@@ -20,9 +20,8 @@ from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel import puts
-from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs
 from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN
-from envpipe_megatron.runtime.channel.messages import StageSpecs
 
 FORWARD = (
     torch.randn(2, 3),

@@ -17,8 +17,7 @@ from torch.futures import Future
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 

@@ -16,9 +16,8 @@ from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.runtime.clocks import rank_clock, rank_gpu
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
-from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere, open_rank_gpu
 
 
 class Guard:
@@ -249,8 +248,8 @@ def test_a_site_that_cannot_be_used_costs_control_and_no_job(monkeypatch, wanted
     def wrong():
         raise GpuError("The site is wrong", remedy="Correct it")
 
-    monkeypatch.setattr(rank_gpu, "read_site", wrong)
-    monkeypatch.setattr(rank_gpu, "open_controlled", lambda uid, chosen, site: chosen.backend)
+    monkeypatch.setattr(rank_clock, "read_site", wrong)
+    monkeypatch.setattr(rank_clock, "open_controlled", lambda uid, chosen, site: chosen.backend)
     collectives = SimpleNamespace(
         is_planner=True,
         everywhere=lambda make: make(),
@@ -290,22 +289,22 @@ def test_all_ranks_open_as_the_first_that_has_no_control(
         to_planner=lambda mine, merge: [merge([mine, {"zeusd"}]), mine] if planner else [],
         first=lambda without: told.append(without) or first,
     )
-    monkeypatch.setattr(rank_gpu, "read_site", lambda: "the site")
+    monkeypatch.setattr(rank_clock, "read_site", lambda: "the site")
     monkeypatch.setattr(
-        rank_gpu, "choose_control", lambda *wish, require: told.append((*wish, require)) or own
+        rank_clock, "choose_control", lambda *wish, require: told.append((*wish, require)) or own
     )
     monkeypatch.setattr(
-        rank_gpu,
+        rank_clock,
         "beside_power_profiles",
         lambda chosen, uid, site, *, require: told.append((uid, site, require)) or chosen,
     )
     undone = []
     monkeypatch.setattr(
-        rank_gpu,
+        rank_clock,
         "that_can_be_undone",
         lambda chosen, uid, site, *, require: undone.append((uid, site, require)) or chosen,
     )
-    monkeypatch.setattr(rank_gpu, "open_controlled", lambda *opening: opening)
+    monkeypatch.setattr(rank_clock, "open_controlled", lambda *opening: opening)
     opened = opened or first[1]
     found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
     assert found == (("GPU-1", opened, "the site"), opened)

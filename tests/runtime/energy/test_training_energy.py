@@ -21,8 +21,7 @@ from rank_pool import RankPool
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.runtime.energy.intervals import measure_baseline, usual
-from envpipe_megatron.runtime.energy.log import EnergyLog, Window
+from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline, usual
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,

@@ -14,7 +14,7 @@ import pytest
 from fake_gpu import FakeGpu
 from plain_stages import SPECS
 
-from envpipe_megatron.control.command import Parking
+from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase

@@ -20,9 +20,8 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
-from envpipe_megatron.runtime.execution.interpreter import execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import StageRun, execute
 
 RECORD = make_record([0.5, 2.0], [1.0, 4.0], 10.0, 5.0, 6.0)
 

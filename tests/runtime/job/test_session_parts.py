@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from plain_stages import SPECS
 
-from envpipe_megatron.control.command import Parking
+from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
@@ -23,12 +23,12 @@ from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.job import batches
+from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.session import Session, _prepare
-from envpipe_megatron.runtime.memory.peak import MemoryUnknownError
+from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 
 SCHEDULE = builders.one_f_one_b(1, 2)
 RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0, 5.0)
@@ -118,7 +118,7 @@ class World:
         ):
             self.put(name, part)
         monkeypatch.setattr(runtime_session, "connect_to_agent", self.connect)
-        monkeypatch.setattr(batches, "run_phases", self.phases)
+        monkeypatch.setattr(iterations, "run_phases", self.phases)
 
     def put(self, name: str, part: Any) -> None:
         def make(*arguments: Any, **named: Any) -> Any:

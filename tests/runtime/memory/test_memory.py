@@ -19,22 +19,20 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
-from envpipe_megatron.runtime.memory.limit import (
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.stage import (
+    PREDICTION_ERROR,
+    SAFETY_MARGIN,
+    CudaMemory,
+    MemoryUnknownError,
+    StageMemory,
+    bytes_by_chunk,
     check_memory_is_known,
+    device_memory,
     in_flight_limit,
     knows_memory,
     with_memory,
-)
-from envpipe_megatron.runtime.memory.peak import (
-    PREDICTION_ERROR,
-    SAFETY_MARGIN,
-    MemoryFullError,
-    MemoryUnknownError,
-    StageMemory,
-    Watch,
-    bytes_by_chunk,
 )
 
 

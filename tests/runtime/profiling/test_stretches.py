@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.runtime.profiling.stretches import Stretches
+from envpipe_megatron.runtime.execution.orders import Stretches
 
 
 def ran(phase: Any, times_s: list[float]) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.profiling.stretches import ends_and_gaps_s
+from envpipe_megatron.runtime.execution.orders import ends_and_gaps_s
 
 
 def records(ends_s: list[float], begins_s: list[float]) -> list[StageRecord]:

@@ -10,8 +10,12 @@ import pytest
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.runtime.energy.meter import MeterError
-from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
-from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
+from envpipe_megatron.runtime.profiling.wait_power import (
+    WaitPower,
+    measure_p2p_latency_s,
+    measure_wait_power,
+    wait_clocks,
+)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.memory.limit import knows_memory, with_memory
+from envpipe_megatron.runtime.memory.stage import knows_memory, with_memory
 
 #: A kind of units whose time differs by a larger share is not the one that was profiled, and a step
 #: is not that of the baseline.

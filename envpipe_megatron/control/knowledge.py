@@ -14,13 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from envpipe_megatron.control.command import Parking
-from envpipe_megatron.control.known.curves import PowerModel
-from envpipe_megatron.control.known.lateness import Lateness, asked_s
-from envpipe_megatron.control.known.points import Point, Times
+from envpipe_megatron.control.curves import Point, PowerModel, Times
+from envpipe_megatron.control.lateness import Lateness, asked_s
 from envpipe_megatron.control.window import (
     WAITING,
     MeterSums,
+    Parking,
     Stretch,
     Window,
     meter_sums,

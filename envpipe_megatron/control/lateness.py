@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from envpipe_megatron.control.command import Parking
+from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.timeline import Timeline
 

@@ -1,0 +1,245 @@
+"""A stage's memory: as its allocator counts it, what orders need of it, how many microbatches fit.
+
+`JobMemory` measures and predicts (`peak`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.limits import in_flight_by_memory
+from envpipe_megatron.policies.planner import LIMITED_SCHEDULES
+from envpipe_megatron.policies.request import (
+    BY_MEMORY,
+    SCHEDULE_ALIASES,
+    PlanRequest,
+    framework_order,
+)
+
+logger = logging.getLogger(__name__)
+
+#: A prediction that is missed by more than this share is worth a warning.
+PREDICTION_ERROR = 0.05
+#: Share of the memory that a process could have which no extra forward is given. It covers a
+#: prediction that is as wrong as it may be, and what comes into being later outside of torch's
+#: allocator: communicators, workspaces, kernels that are loaded lazily.
+SAFETY_MARGIN = PREDICTION_ERROR
+
+
+class MemoryUnknownError(EnvPipeError):
+    """A memory limit is set but memory cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at an allocator: what live tensors take, and what is neither live nor available.
+
+    The latter are holes between live blocks, and freed blocks that another stream still uses.
+    """
+
+    allocated_bytes: int
+    unusable_bytes: int = 0
+
+
+class CudaMemory:
+    """torch's caching allocator on the current device.
+
+    Resetting the peak is seen by everyone who asks torch for it: `torch.cuda.max_memory_allocated`
+    then counts from the last iteration that was watched.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+
+    def read(self) -> Reading:
+        """One call into the allocator; the flat `memory_stats` takes several times as long."""
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
+        allocated = stats["allocated_bytes"]["all"]["current"]
+        awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
+        return Reading(
+            allocated, awaiting_streams + stats["inactive_split_bytes"]["all"]["current"]
+        )
+
+    def peak_bytes(self) -> int:
+        """As `torch.cuda.max_memory_allocated`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def capacity_bytes(self) -> int:
+        """What the driver has free and what the allocator has reserved.
+
+        Segments without a live block are given back before an allocation fails, so they count.
+        """
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+    def reserve(self, count: int) -> bool:
+        """Let the allocator take from the driver what it lacks, and keep it.
+
+        What it holds already is asked for first, if it has pieces of that size.
+        """
+        pieces = []
+        try:
+            while (lacking := count - torch.cuda.memory_reserved(self._device)) > 0:
+                pieces.append(torch.empty(lacking, dtype=torch.uint8, device=self._device))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+def device_memory() -> CudaMemory | None:
+    """The memory of this rank's device; None without a CUDA device in use, or without counters."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return None
+    memory = CudaMemory()
+    try:
+        memory.read()
+    except Exception as error:  # an allocator of somebody else's need not count
+        logger.warning("The memory of this rank's device is not known: %s", error)
+        return None
+    return memory
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What is known of a stage's memory; of replicas, the one with the least room.
+
+    Attributes:
+        activation_bytes: what one more microbatch in flight holds, of the chunk that holds most.
+        baseline_in_flight: microbatches in flight at the peak of the framework's own order.
+        baseline_peak_bytes: the most that is allocated while that order's units run.
+        room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
+        step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
+            the optimizer's step included; 0 if no whole iteration was seen.
+        chunk_bytes: what one more holds in each chunk.
+        in_flight: at the peak of the order that is run, whose peak was to be
+            `predicted_peak_bytes`, and is `measured_peak_bytes`.
+    """
+
+    activation_bytes: float
+    baseline_in_flight: int
+    baseline_peak_bytes: int
+    room_bytes: float
+    step_peak_bytes: int
+    chunk_bytes: tuple[float, ...]
+    in_flight: int | None = None
+    predicted_peak_bytes: float | None = None
+    measured_peak_bytes: int | None = None
+
+    @property
+    def free_bytes(self) -> float:
+        """What is free beside one microbatch, as a profile's sidecar has it.
+
+        The framework's own order holds more than one at the peak that the room was measured at.
+        """
+        return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
+
+    def room_below(self, in_flight: int) -> float:
+        """The room that is left if there is none for so many in flight."""
+        below = (in_flight - 1 - self.baseline_in_flight) * self.activation_bytes
+        return max(0.0, min(self.room_bytes, below))
+
+    def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
+        """The most that is allocated while these units run; of those measured it is known."""
+        return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
+
+    def _held_bytes(self, units: Sequence[Unit]) -> float:
+        held = most = 0.0
+        for unit in units:
+            held += TRAITS[unit.kind].holds * self.chunk_bytes[unit.chunk]
+            most = max(most, held)
+        return most
+
+
+def bytes_by_chunk(units: Sequence[Unit], allocated_bytes: Sequence[int]) -> tuple[float, ...]:
+    """What a microbatch in flight holds in each chunk, from the bytes before and after each unit.
+
+    A forward adds it and a backward takes it away. The median passes over what happens once: the
+    first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
+    their transfer make forwards seem to hold more than backwards give back, and they too must fit.
+    """
+    changes = np.diff(allocated_bytes)
+    forward = np.array([unit.kind is Kind.FORWARD for unit in units])
+    chunk = np.array([unit.chunk for unit in units])
+    return tuple(
+        max(
+            float(np.median(changes[forward & (chunk == number)])),
+            float(np.median(-changes[~forward & (chunk == number)])),
+        )
+        for number in range(chunk.max() + 1)
+    )
+
+
+def check_memory_is_known(
+    request: PlanRequest, profile_file: Path | None, memory: CudaMemory | None
+) -> None:
+    """Raise MemoryUnknownError, before training, if a limit is set but memory cannot be measured.
+
+    `profile_file` is a given profile, on a rank that reads it; `memory` what this rank can measure.
+    """
+    if request.max_in_flight != BY_MEMORY or memory is not None:
+        return
+    beside = None if profile_file is None else sidecar_path(profile_file)
+    if beside is not None and beside.exists() and knows_memory(read_sidecar(beside)):
+        return
+    raise MemoryUnknownError(
+        "The microbatches in flight cannot be limited by memory, for no CUDA device's is measured",
+        value=BY_MEMORY,
+        remedy="Give the limit as a number of microbatches, or a profile file whose sidecar has "
+        "activation_bytes and free_bytes.",
+    )
+
+
+def knows_memory(sidecar: Sidecar) -> bool:
+    """Whether a profile says how many microbatches fit."""
+    return sidecar.activation_bytes is not None and sidecar.free_bytes is not None
+
+
+def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profile:
+    """The profile whose sidecar says what was measured, if anything was."""
+    if stages is None:
+        return profile
+    sidecar = replace(
+        profile.sidecar,
+        activation_bytes=tuple(stage.activation_bytes for stage in stages),
+        free_bytes=tuple(stage.free_bytes for stage in stages),
+    )
+    return replace(profile, sidecar=sidecar)
+
+
+def in_flight_limit(
+    request: PlanRequest, profile: Profile, stages: Sequence[StageMemory] | None
+) -> tuple[float, ...] | None:
+    """For each stage, the most microbatches in flight that memory allows a request's plan.
+
+    Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
+    where a limit by memory is asked for. The framework's own order is allowed in any case: it runs.
+    None if memory sets no limit: for an order that has none, if the user gives a number, or
+    because nothing is known of it.
+    """
+    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
+    if name not in LIMITED_SCHEDULES or request.max_in_flight not in (None, BY_MEMORY):
+        return None
+    profile = profile.for_chunks(request.num_chunks)
+    known = [with_memory(profile, stages)] if stages is not None else []
+    if request.max_in_flight == BY_MEMORY and (not known or knows_memory(profile.sidecar)):
+        known.append(profile)
+    if not known:
+        return None
+    counts = [in_flight_by_memory(each, request.num_microbatches) for each in known]
+    own = framework_order(profile.num_stages, request).microbatches_in_flight
+    fits = (min(of_stage) / request.num_chunks for of_stage in zip(*counts, strict=True))
+    return tuple(map(max, own, fits))
