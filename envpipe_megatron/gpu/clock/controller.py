@@ -42,40 +42,6 @@ _KEPT_LATENCIES = 4096
 Item = tuple[Completion, int] | Callable[[], None] | None
 
 
-class Clock(Protocol):
-    """A clock that is set when the GPU has come to where it is asked for; see `ClockController`."""
-
-    error: Exception | None
-    #: Whether requests wait for what they come after; else for what the stream holds.
-    waits: bool
-
-    @property
-    def last_change_s(self) -> float:
-        """When the clock was set last, on the monotonic clock; in the future during the call."""
-
-    @property
-    def in_driver(self) -> bool:
-        """Whether a call of the driver is under way."""
-
-    def request(self, frequency_mhz: int, after: Completion) -> None:
-        """Set the clock in MHz once `after` is true."""
-
-    def forget(self) -> None:
-        """Somebody else has reset the clock."""
-
-    def stop(self, error: Exception) -> None:
-        """Give up control for this reason."""
-
-    def wait_idle(self) -> None:
-        """Return when every request made so far has been served."""
-
-    def close(self) -> None:
-        """End control."""
-
-    def summary(self) -> dict[str, Any]:
-        """What the control did and how fast."""
-
-
 class Requests(Protocol):
     """What a controller has still to serve, in order."""
 
@@ -107,6 +73,7 @@ class ClockController:
         on_change: called with the clock that is set, None if there is none, and `last_change_s`.
     """
 
+    #: Whether requests wait for what they come after; else for what the stream holds.
     waits = True
 
     def __init__(

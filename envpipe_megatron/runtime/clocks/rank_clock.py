@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError
-from envpipe_megatron.gpu.clock.controller import Clock, ClockController
+from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
@@ -25,7 +25,7 @@ from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.served import Count, ServedClock, count_by_stream
+from envpipe_megatron.runtime.clocks.served import Clock, Count, ServedClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.execution.executor import same_device
 

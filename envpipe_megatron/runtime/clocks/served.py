@@ -22,7 +22,7 @@ import torch
 
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.clock.completion import Completion, Later
-from envpipe_megatron.gpu.clock.controller import spread
+from envpipe_megatron.gpu.clock.controller import ClockController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream, no_driver
 
@@ -175,3 +175,7 @@ class ServedClock:
             self._count(where, number)
         except RuntimeError as refused:
             self.stop(GpuError(f"A stream can mark no unit: {refused}"))
+
+
+#: What sets a rank's clock when the GPU has come to where it is asked for.
+Clock = ClockController | ServedClock

@@ -34,8 +34,8 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.clock.controller import Clock
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
+from envpipe_megatron.runtime.clocks.served import Clock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.split import (
     Measured,

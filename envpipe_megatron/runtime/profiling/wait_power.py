@@ -12,9 +12,9 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.gpu.clock.controller import Clock
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.clocks.served import Clock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 
