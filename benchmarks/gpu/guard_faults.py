@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/guard_faults.py --repeat 200 --output guard_faults.csv
 
-Plays the rounds of `tests/gpu/guard/test_guard_faults.py`: real processes that are killed, stopped
+Plays the rounds of `tests/gpu/guard/test_guard.py`: real processes that are killed, stopped
 or starved of memory while they lock clocks of emulated GPUs and of the tests' fake NVML library.
 Needs the development extra and a C compiler; touches no real GPU.
 

@@ -10,7 +10,8 @@ from on_request import on_request
 
 from benchmarks.online.runs import Ran, run_job, slower
 from envpipe_megatron.control import controller
-from envpipe_megatron.control.baseline import Baseline, Steps
+from envpipe_megatron.control.baseline import Baseline, Harm, Silence, Steps
+from envpipe_megatron.control.window import MeterSums, Report, Window
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.request import PlanRequest
@@ -109,3 +110,42 @@ def test_a_pause_in_a_baseline_does_not_blind():
     steps.add(np.full(8, 1.1))
     assert baseline.today_s(1.1) == pytest.approx(1.1)
     assert baseline.error(steps) < 0.01
+
+
+def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
+    steps = np.array([[*steps_s, np.nan]])
+    return Window(
+        tuple(
+            Report(np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, MeterSums.none(1), seen)
+            for seen in metered
+        )
+    )
+
+
+def test_harm_is_added_up():
+    harm = Harm()
+    harm.add(window([2.0, 2.02, 2.04]), 2.0, "heat")
+    told = harm.add(window([2.2, 2.2, 2.2]), 2.0, "a power cap")
+    assert "6 steps took 0.66 s longer" in told
+    assert "one 10.0 % longer" in told
+    assert told.endswith("a power cap")
+
+
+def test_counters_are_silent_after_a_while_and_may_come_back():
+    silence = Silence(2)
+    assert silence.add(window([1.0, 1.0], (1, 0))) == []  # a short window sees no refresh
+    (news,) = silence.add(window([1.0, 1.0], (1, 0)))
+    assert news.startswith("energy counters of stage 1 say nothing")
+    assert silence.add(window([1.0, 1.0], (1, 0))) == []
+    (news,) = silence.add(window([1.0, 1.0], (1, 1)))
+    assert news == "energy counters of stage 1 are back"
+    assert silence.add(window([1.0, 1.0], (1, 1))) == []
+
+
+@pytest.mark.parametrize("seen", [(0, 1), (1, 1)])
+def test_counters_that_come_in_time_are_not_silent(seen):
+    silence = Silence(2)
+    for _ in range(4):
+        assert silence.add(window([1.0], (0, 1))) == []
+        assert silence.add(window([1.0], (1, 1))) == []
+    assert silence.add(window([1.0], seen)) == []

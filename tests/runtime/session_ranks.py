@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pkgutil
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import memory_ranks
 import plain_stages
 import torch
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
@@ -181,3 +187,143 @@ def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
     finally:
         session.close()
     return errors
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A call that raises.
+
+    Args:
+        target: `module:function` or `module:Class.method`, below `envpipe_megatron`.
+        victim: the rank; None for all.
+        error: what is raised.
+        call: the number of the first call that raises.
+    """
+
+    target: str
+    victim: int | None = 0
+    error: type[BaseException] = ZeroDivisionError
+    call: int = 1
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """While it lasts, the call raises on its victim."""
+        if self.victim not in (None, rank):
+            yield
+            return
+        path, name = self.target.rsplit("." if "." in self.target.split(":")[1] else ":", 1)
+        owner = pkgutil.resolve_name(f"envpipe_megatron.{path}")
+        original = getattr(owner, name)
+        calls = 0
+
+        def failing(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= self.call:
+                raise self.error("of a test")
+            return original(*arguments, **named)
+
+        with patch.object(owner, name, failing):
+            yield
+
+
+def train_with_faults(
+    rank: int,
+    root: Path,
+    request: dict[str, Any],
+    faults: tuple[Fault, ...] = (),
+    capacities: tuple[int, ...] = (10**9,) * 3,
+    profile_file: Path | None = None,
+) -> memory_ranks.Told:
+    """Train into the steady phase; the job can be started again."""
+    with _all(faults, rank):
+        return memory_ranks.train(
+            rank,
+            root,
+            capacities,
+            5,
+            request,
+            profile_file,
+            fingerprint={"hidden_size": 64},
+        )
+
+
+@contextmanager
+def _all(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
+    if not faults:
+        yield
+        return
+    with faults[0].on(rank), _all(faults[1:], rank):
+        yield
+
+
+def run_plan(
+    rank: int,
+    root: Path,
+    preset: str,
+    microbatches: int,
+    chunks: int,
+    times_s: list[tuple[float, float]],
+    steps: int,
+) -> list[dict[str, Any]]:
+    """One warm-up iteration, then those of the plan, while the host adds its own jitter."""
+    config = SessionConfig(
+        PlanRequest(microbatches, num_chunks=chunks),
+        warmup_iterations=1,
+        profile_file=root / "profile.csv",
+        plan_file=root / "plan.json",
+        output_dir=root / "output",
+    )
+    session, _ = plain_stages.session(
+        rank,
+        config,
+        root,
+        preset=preset,
+        time_at_max_s=dict(zip(WHOLE, times_s[rank], strict=True)),
+    )
+    jitter = random.Random(rank)
+    records = []
+    try:
+        for _ in range(steps):
+            session.run_iteration(
+                microbatches,
+                plain_stages.SPECS,
+                lambda schedule: plain_stages.PlainWork(
+                    schedule, rank, lambda unit: time.sleep(jitter.expovariate(1 / 0.0005))
+                ),
+            )
+            record = session.last_record
+            records.append(
+                {
+                    "iteration_time_s": record.iteration_time_s,
+                    "start_s": record.start_s.tolist(),
+                    "end_s": record.end_s.tolist(),
+                    "receive_wait_s": record.receive_wait_s.tolist(),
+                }
+            )
+    finally:
+        session.close()
+    return records
+
+
+def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) -> Any:
+    """The profile that a session measures, and the phases it went through."""
+    config = SessionConfig(
+        PlanRequest(3, "envpipe", "envelope"),
+        warmup_iterations=1,
+        profiler=ProfilerSettings(1, 3, 3, min_window_s=0.0),
+        output_dir=root,
+    )
+    session, gpu = plain_stages.session(
+        rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))
+    )
+    try:
+        while session.state.phase != "steady":
+            session.run_iteration(
+                3,
+                plain_stages.SPECS,
+                lambda schedule: plain_stages.PlainWork(schedule, rank),
+            )
+    finally:
+        session.close()
+    return session.state.profile, gpu.preset

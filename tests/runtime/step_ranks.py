@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, compare
 from envpipe_megatron.runtime.execution import emulated_executor
@@ -316,3 +320,62 @@ def start_other_batch(rank: int, root: Path, steps: int, microbatches: int) -> A
     """Start the job of `start_job` again, with so many microbatches."""
     with patch(f"{__name__}.MICROBATCHES", microbatches):
         return start_job(rank, root, steps)
+
+
+FULL = 4
+
+
+def train_kept(
+    rank: int,
+    root: Path,
+    counts: Sequence[int],
+    options: dict[str, Any],
+    files: dict[str, Any] | None = None,
+    times: float = 1.0,
+) -> dict[str, Any]:
+    """Train a framework that runs units in its own order, of so many microbatches in each step.
+
+    Units take `times` as long as `TIMES_S`.
+
+    Returns:
+        for each step its phase and its units' clocks, what its log line compares it with, what was
+        said, and what is known in the end.
+    """
+    said: list[str] = []
+    wishes = {"schedule": "1f1b", "policy": "optimal", **options}
+    wanted = replace(
+        config(root / "output", **wishes),
+        fingerprint=FINGERPRINT,
+        **(files or {}),
+    )
+    session, gpu = plain_stages.session(
+        rank,
+        wanted,
+        root,
+        time_at_max_s={kind: times * time_s for kind, time_s in TIMES_S.items()},
+        seen_as=with_few_clocks,
+        say=said.append,
+    )
+    made = Framework(rank, session, gpu)
+    steps, reports = [], []
+    with ExitStack() as last:
+        last.callback(session.close)
+        last.enter_context(plans_are_waited_for())
+        for count in counts:
+            made.begin()
+            order = builders.one_f_one_b(3, count)
+            run = session.open_iteration(order, plain_stages.SPECS, full_batch=count == FULL)
+            while run.next_unit is not None:
+                run.begin_unit()
+                run.end_unit()
+            made.end(0.3)
+            steps.append((session.state.phase.value, tuple(run.frequencies_mhz)))
+            reports.append(IntervalReport.gather(session))
+    return {
+        "steps": steps,
+        "reports": reports,
+        "said": said,
+        "profile": session.state.profile,
+        "baselines": dict(session._energy.baselines),
+        "summary": session.summary(),
+    }

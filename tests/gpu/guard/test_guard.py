@@ -8,12 +8,17 @@ import threading
 from pathlib import Path
 
 import pytest
-from guard_rounds import DEADLINE_S, Node, Round, until
+from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 
+from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError
+from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu
-from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, ProcessIdentity
+from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.site import SiteConfig
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +135,59 @@ def test_a_child_has_no_part_in_its_parents_hold(held):
     os.waitpid(child, 0)
     assert hold.address in leased()
     hold.release()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_clock_stays_locked_after(node, fault):
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    play(node, fault, seed % 4, seed)  # on a back end by chance
+
+
+NVML = ChosenControl("auto", "nvml", "this process has the right")
+
+
+@pytest.fixture
+def gpus(fake_nvml, monkeypatch, tmp_path):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    fake_nvml.use_here()
+    return fake_nvml
+
+
+def test_a_clock_that_can_be_reset_may_be_locked(gpus):
+    (uid, *_) = gpus.uuids
+    open_gpu(GpuAddress("nvml", uid)).lock_frequency(1200)
+    assert that_can_be_undone(NVML, uid, SiteConfig()) is NVML
+    assert gpus.locked_mhz(uid) is None, "what nobody has a lease for is gone"
+    assert list_leases() == []
+
+
+@pytest.mark.parametrize("backend", [None, "dry_run", "emulated"])
+def test_what_sets_no_clock_has_nothing_to_undo(gpus, backend):
+    chosen = ChosenControl("auto", backend, "so")
+    assert that_can_be_undone(chosen, gpus.uuids[0], SiteConfig()) is chosen
+    assert gpus.changes() == []
+
+
+def test_who_may_not_reset_may_not_lock(gpus):
+    """Training goes on without, unless control is required."""
+    (uid, *_) = gpus.uuids
+    gpus.set_fault(uid, "no_permission")
+    found = that_can_be_undone(NVML, uid, SiteConfig())
+    assert found.backend is None
+    assert f"the clock of {uid} cannot be reset by nvml" in found.warning
+    with pytest.raises(GpuPermissionError, match="is required, but the clock of"):
+        that_can_be_undone(NVML, uid, SiteConfig(), require=True)
+    assert list_leases() == []
+
+
+def test_a_clock_that_a_job_holds_is_left_alone(gpus):
+    address = GpuAddress("nvml", gpus.uuids[0])
+    lease = Lease.take(address, "another", rank=ProcessIdentity.own(), open_gpu=open_gpu)
+    open_gpu(address).lock_frequency(1200)
+    found = that_can_be_undone(NVML, address.uid, SiteConfig())
+    assert "job another" in found.warning
+    with pytest.raises(GpuPermissionError, match=r"required, but .*job another"):
+        that_can_be_undone(NVML, address.uid, SiteConfig(), require=True)
+    assert gpus.locked_mhz(address.uid) == (1200, 1200)
+    lease.release()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import emulation_ranks
 import numpy as np
 import pytest
+import session_ranks
 from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
@@ -84,7 +84,7 @@ def test_iteration_is_the_longest_path(three_ranks, tmp_path, instant_preset, na
     schedule = SCHEDULES[name]
     frequency, times_s = write_plan(tmp_path, schedule, instant_preset, seed)
     runs = three_ranks.run(
-        emulation_ranks.run_plan, tmp_path, instant_preset, schedule.num_microbatches, 1, times_s, 3
+        session_ranks.run_plan, tmp_path, instant_preset, schedule.num_microbatches, 1, times_s, 3
     )
     warmup = builders.one_f_one_b(STAGES, schedule.num_microbatches)
     top = np.full(warmup.is_backward.shape, frequency.max())
@@ -102,10 +102,8 @@ def test_iteration_is_the_longest_path_of_its_units(three_ranks, tmp_path):
     """Also where a clock settles within a unit: the path of the times that the units then took."""
     schedule = SCHEDULES["envpipe"]
     frequency, times_s = write_plan(tmp_path, schedule, "a100-sxm", 7)
-    runs = three_ranks.run(emulation_ranks.run_plan, tmp_path, "a100-sxm", 6, 1, times_s, 3)
-    again = three_ranks.run(
-        emulation_ranks.run_plan, _fresh(tmp_path), "a100-sxm", 6, 1, times_s, 3
-    )
+    runs = three_ranks.run(session_ranks.run_plan, tmp_path, "a100-sxm", 6, 1, times_s, 3)
+    again = three_ranks.run(session_ranks.run_plan, _fresh(tmp_path), "a100-sxm", 6, 1, times_s, 3)
     assert again == runs  # to the bit, whatever the host did meanwhile
     for iteration in (1, 2):
         taken_s = np.array(
@@ -148,7 +146,7 @@ def _fresh(folder: Path) -> Path:
 def test_profiler_finds_the_model(three_ranks, tmp_path):
     """The sweep starts at the top, passes the valley, and measures what the model says."""
     times_s = (0.2, 0.4)  # several refreshes of the counter a unit
-    runs = three_ranks.run(emulation_ranks.profile, tmp_path, "a100-sxm", times_s)
+    runs = three_ranks.run(session_ranks.profile, tmp_path, "a100-sxm", times_s)
     profile, preset = runs[0]
     assert all(other.to_csv() == profile.to_csv() for other, _ in runs)
     assert (tmp_path / "profile.csv").read_text() == profile.to_csv()

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import batch_ranks
 import numpy as np
 import pytest
 import step_ranks
@@ -46,7 +45,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
     # Cut short in its warm-up, cut short in its profile, profiled, and then each size once more.
     counts = [2] * 2 + [3] * (WARMUP + 4) + [2] * (WARMUP + PROFILE) + [3] * 2 + [4] * (WARMUP + 2)
     counts += [2, 3, 4, 2]
-    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {})
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {})
     profile = read_profile(tmp_path / "output" / "profile.csv")
     plans = {count: planned(profile, count) for count in FILES}
     for stage, told in enumerate(ranks):
@@ -76,7 +75,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
     assert set(job["other_baselines"]) == {"m2", "m3"}
 
     again = [3] * 3 + [4] * 3 + [2] * 3
-    for stage, told in enumerate(three_ranks.run(batch_ranks.train_kept, tmp_path, again, {})):
+    for stage, told in enumerate(three_ranks.run(step_ranks.train_kept, tmp_path, again, {})):
         assert [phase for phase, _ in told["steps"]] == ["warm-up", "warm-up", "steady"] * 3
         for (_, clocks), count in zip(told["steps"][2::3], (3, 4, 2), strict=True):
             assert clocks == tuple(plans[count].frequency_mhz[stage])
@@ -87,7 +86,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
 
 def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_path):
     counts = [2] * (WARMUP + PROFILE) + [4] * (WARMUP + 3) + [2] * 2
-    told = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {})[0]
+    told = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {})[0]
     times_s = {name: baseline.mean.time_s for name, baseline in told["baselines"].items()}
     assert 1.3 < times_s[""] / times_s["m2"] < 2
     steady = [
@@ -128,7 +127,7 @@ def test_the_closed_loop_goes_on_where_it_was_left(three_ranks, tmp_path):
     options = {"policy": "envelope", "reconfigure": "balanced"}
     counts = [4] * (WARMUP + PROFILE) + [2] * (WARMUP + 1)
     counts += [4, 2] * 15
-    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, options)
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, options)
     for told in ranks:
         for count in (2, 4):
             own = phases(told, counts, count)
@@ -152,7 +151,7 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
     counts = [2] * (WARMUP + 1) + [4] * (WARMUP + 1)
     of_two_mhz = planned(profile, 2).frequency_mhz
     for stage, told in enumerate(
-        three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {}, files)
+        three_ranks.run(step_ranks.train_kept, tmp_path, counts, {}, files)
     ):
         assert [phase for phase, _ in told["steps"]] == [*["warm-up"] * WARMUP, "steady"] * 2
         of_two, of_four = told["steps"][WARMUP], told["steps"][-1]
@@ -163,7 +162,7 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
 def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
     """Its probes may be apart, so what one size has learnt is not lost to another."""
     counts = [4, 2] * 24
-    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
     for told in ranks:
         for count in (2, 4):
             own = phases(told, counts, count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import batch_ranks
 import numpy as np
 import pytest
 import step_ranks
@@ -26,7 +25,7 @@ LOOP = {"closed_loop": True}
 
 
 def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(three_ranks, tmp_path):
-    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 40, {}, LOOP)
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 40, {}, LOOP)
     phases = [phase for phase, _ in ranks[0]["steps"]]
     assert list(dict.fromkeys(phases)) == ["warm-up", "profile", "reconfigure", "steady"]
     profile = read_profile(tmp_path / "output" / "profile.csv")
@@ -47,12 +46,12 @@ def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(thre
     assert last["time_s"] == pytest.approx(plan.cost.iteration_time_s)
     assert last["energy_j"] == pytest.approx(plan.cost.energy_j)
 
-    again = three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 12, {}, LOOP)
+    again = three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, LOOP)
     phases = [phase for phase, _ in again[0]["steps"]]
     assert "reconfigure" in phases
     assert not any("looking at" in text for text in again[0]["said"])
 
-    slower = three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 12, {}, LOOP, 1.1)
+    slower = three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, LOOP, 1.1)
     said = "".join(slower[0]["said"])
     # All kinds of units are as much slower: which of them is the worst is noise.
     told = re.search(r"is not used: at 1410 MHz stage \d \w+ takes [\d.]+ ms, \+([\d.]+) %", said)
@@ -76,7 +75,7 @@ def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks
     known = Sidecar(wait_power_w=wait_power_w, frequency_change_s=model.frequency_change_s)
     make_profile(rows, source="the preset", sidecar=known).write(tmp_path / "given.csv")
     given = {"profile_file": tmp_path / "given.csv"}
-    three_ranks.run(batch_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
+    three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
     output = tmp_path / "output"
     plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
     assert plan.park_mhz is not None

@@ -7,13 +7,13 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
-import going_on_ranks
 import memory_ranks
 import pytest
-from going_on_ranks import Fault
+import session_ranks
 from on_request import on_request
 from presets import preset_profile
 from rank_pool import RankFailedError
+from session_ranks import Fault
 
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -62,7 +62,7 @@ def check_own_order(told, text):
 )
 def test_what_fails_leaves_the_frameworks_order(three_ranks, tmp_path, fault):
     """Of each part, the tests of that part have all that may fail in it."""
-    told = three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,))
+    told = three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,))
     check_own_order(told, "of a test")
     assert not stored(tmp_path)["plan"]
     assert not (tmp_path / "plan.json").exists()
@@ -73,9 +73,9 @@ def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
     faults = (
         Fault("core.plan:Plan.write"),
         Fault("core.profile:Profile.write", error=MemoryError),
-        Fault("runtime.memory.peak:activation_bytes", victim=1),
+        Fault("runtime.memory.peak:bytes_by_chunk", victim=1),
     )
-    for one in three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, faults):
+    for one in three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, faults):
         assert one.phase == "steady"
         assert one.peak_in_flight != ()
 
@@ -94,13 +94,15 @@ def test_planning_that_never_ends_is_ended():
 def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
     fault = Fault("runtime.job.planning:plan_online", error=MemoryError)
     run = three_ranks.run
-    check_own_order(run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,)), "MemoryError")
+    check_own_order(
+        run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,)), "MemoryError"
+    )
     assert stored(tmp_path)["profile"]  # the next start may have more memory
-    again = run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,))
+    again = run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,))
     check_own_order(again, "MemoryError")
     assert phases(again[0]) == ["warm-up", "steady"]
     assert not stored(tmp_path)["profile"]  # or it was the profile, which is measured anew
-    last = run(going_on_ranks.train, tmp_path, ENVELOPE)
+    last = run(session_ranks.train_with_faults, tmp_path, ENVELOPE)
     assert phases(last[0]) == ["warm-up", "profile", "reconfigure", "steady"]
     assert stored(tmp_path)["profile"]
     assert stored(tmp_path)["plan"]
@@ -113,8 +115,10 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
     wrong = Fault("runtime.job.planning:plan_online", error=PlannerError)
     plenty = (10**9,) * 3
-    told = three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (wrong,), plenty, given)
+    told = three_ranks.run(
+        session_ranks.train_with_faults, tmp_path, ENVELOPE, (wrong,), plenty, given
+    )
     check_own_order(told, "of a test")
     preset_profile("a100-sxm", 2, memory_ranks.TIMES, clocks).write(given)
     with pytest.raises(RankFailedError, match=r"3 stages, and profile .* has 2"):
-        three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (), plenty, given)
+        three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (), plenty, given)
