@@ -47,7 +47,7 @@ class Background(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether a piece of work was begun whose result was not taken."""
+        """True if a piece of work was begun whose result was not taken."""
         return self._child is not None
 
     def start(self, make: Callable[[], T]) -> None:

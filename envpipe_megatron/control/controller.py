@@ -398,7 +398,7 @@ class Controller:
         return self._baseline.today_s(self._own_predicted_s())
 
     def _harmed(self) -> bool:
-        """Whether steps of the plan last longer than they may, by more than noise."""
+        """True if steps of the plan last longer than they may, by more than noise."""
         allowed_s = self._own_today_s() * self._planner.limits.allowed
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):

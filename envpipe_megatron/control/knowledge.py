@@ -108,7 +108,7 @@ class Knowledge:
 
     @property
     def profiled(self) -> bool:
-        """Whether units were measured at more than one clock."""
+        """True if units were measured at more than one clock."""
         return all(len(times.points) > 1 for times in self._times)
 
     def take_profile(self, profile: Profile) -> None:

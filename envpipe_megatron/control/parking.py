@@ -88,7 +88,7 @@ def still_parked(plan: Plan, park_mhz: IntArray | None) -> Plan:
 
 
 def comes_late(plan: Plan, today: Plan) -> bool:
-    """Whether waits that a plan parks in are so much shorter today that clocks may come late."""
+    """True if waits that a plan parks in are so much shorter today that clocks may come late."""
     if plan.park_mhz is None:
         return False
     shorter_s = (plan.timeline.wait_s - today.timeline.wait_s)[plan.park_mhz > 0]

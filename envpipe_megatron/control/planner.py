@@ -108,7 +108,7 @@ class Planner:
 
     @property
     def busy(self) -> bool:
-        """Whether plans are being made, or were made and not taken."""
+        """True if plans are being made, or were made and not taken."""
         return self._failure is not None or self._background.busy
 
     def take(self) -> Plans | None:
@@ -196,7 +196,7 @@ class Planner:
         return parked(plan, self._knowledge, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
-        """Whether a ready plan saves more than one that runs, or that one is too slow or late.
+        """True if a ready plan saves more than one that runs, or that one is too slow or late.
 
         The framework's own order takes `own_s` by what is known.
         """

@@ -214,7 +214,7 @@ class Window:
 
     @property
     def followed(self) -> bool:
-        """Whether any iteration followed another."""
+        """True if any iteration followed another."""
         return bool(np.isfinite(self._steps_s).any())
 
     @property

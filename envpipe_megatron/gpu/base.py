@@ -77,7 +77,7 @@ class PowerState:
 
     @property
     def is_capped(self) -> bool:
-        """Whether the limit is known to be below the default."""
+        """True if the limit is known to be below the default."""
         limit_w, default_w = self.power_limit_w, self.default_power_limit_w
         return limit_w is not None and default_w is not None and limit_w < default_w
 
@@ -117,7 +117,7 @@ class EnergyReading:
 
 
 def clock_control_forbidden() -> bool:
-    """Whether the environment forbids changing the clocks of real GPUs.
+    """True if the environment forbids changing the clocks of real GPUs.
 
     Every value but an empty one and `0` forbids: a typo must not unlock hardware.
     """
@@ -163,7 +163,7 @@ class Gpu(ABC):
 
     @property
     def changes_clock(self) -> bool:
-        """Whether a lock changes a clock, real or emulated."""
+        """True if a lock changes a clock, real or emulated."""
         return self.drives_hardware or self.is_emulated
 
     @final

@@ -49,7 +49,7 @@ _ZEUSD_TIME_LIMIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Whether a back end that drives hardware may change clocks here, as far as can be read.
+    """Says whether a back end that drives hardware may change clocks here, as far as can be read.
 
     `reason` is the evidence for yes or no; `remedy` says what would allow it, empty if it is.
     """
@@ -162,7 +162,7 @@ def _nvml_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
 
 
 def has_sys_admin() -> bool:
-    """Whether this process has the capability that the driver asks of who locks clocks."""
+    """True if this process has the capability that the driver asks of who locks clocks."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

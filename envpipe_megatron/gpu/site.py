@@ -105,7 +105,7 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 
 
 def in_user_namespace() -> bool:
-    """Whether this process's users are not all of the machine's: rootless containers and the like.
+    """True if this process's users are not all of the machine's: rootless containers and the like.
 
     Its capabilities then mean nothing to the driver.
     """

@@ -21,7 +21,7 @@ class Completion(Protocol):
         """Return when it is true."""
 
     def query(self) -> bool:
-        """Whether it is true; returns at once."""
+        """True if it is true; returns at once."""
 
 
 class Done:
@@ -62,7 +62,7 @@ class Later:
             time.sleep(min(_LOOK_S, max(self._left_s(), 0.0)))
 
     def query(self) -> bool:
-        """Whether it is true; returns at once."""
+        """True if it is true; returns at once."""
         begun = self.begun
         return (begun is not None and begun.query()) or self._left_s() <= 0
 

@@ -52,7 +52,7 @@ class Requests(Protocol):
         """Take the next one; Empty: there is none for so long, in s."""
 
     def empty(self) -> bool:
-        """Whether there is none now."""
+        """True if there is none now."""
 
 
 class ClockController:
@@ -186,7 +186,7 @@ class ClockController:
 
     @property
     def in_driver(self) -> bool:
-        """Whether a call of the driver is under way; after `close`, one that does not return."""
+        """True if a call of the driver is under way; after `close`, one that does not return."""
         return self._driver.locked()
 
     def summary(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class ClockController:
             self._lock(self._due_mhz, known_s)
 
     def _next_is_due(self) -> bool:
-        """Whether a newer request has come due while this one waited: then this one is stale."""
+        """True if a newer request has come due while this one waited: then this one is stale."""
         if self._next is None and not self._queue.empty():
             self._next = self._queue.get()
         return isinstance(self._next, tuple) and self._next[0].query()

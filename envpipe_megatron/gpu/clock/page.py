@@ -153,7 +153,7 @@ class ClockPage:
         return max(int(self._words.due.number) - 1, 0)
 
     def has(self, number: int) -> bool:
-        """Whether a request is there."""
+        """True if a request is there."""
         return bool(self._words.requests[number % CAPACITY] >> _ROUND == _round(number))
 
     def take(self, number: int) -> tuple[int, float]:
@@ -189,12 +189,12 @@ class ClockPage:
 
     @property
     def relock(self) -> bool:
-        """Whether the clock that is set already is set again."""
+        """True if the clock that is set already is set again."""
         return bool(self._words.rank.relock)
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank wants no clock any more, or the guard can set none."""
+        """True if the rank wants no clock any more, or the guard can set none."""
         return bool(self._words.rank.over or self._words.guard.failed)
 
     @property
@@ -220,11 +220,11 @@ class ClockPage:
         return bytes(self._words.guard.failure).decode(errors="replace")
 
     def is_answered(self, number: int) -> bool:
-        """Whether all is served up to a number."""
+        """True if all is served up to a number."""
         return _reached(self._words.guard.answered, number)
 
     def counted(self, where: int, number: int) -> bool:
-        """Whether a stream has counted to a number."""
+        """True if a stream has counted to a number."""
         return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
 
 
@@ -269,7 +269,7 @@ class PageController(ClockController):
         self._summarize()
 
     def has_ended(self) -> bool:
-        """Whether no clock is to be set any more; the rank learns of a thread that has died."""
+        """True if no clock is to be set any more; the rank learns of a thread that has died."""
         if not self._thread.is_alive() and not self._page.is_over:
             self._page.fail("The thread that sets clocks has ended")
         return self._page.is_over
@@ -298,7 +298,7 @@ class _PageRequests:
         self._own.put(item)
 
     def empty(self) -> bool:
-        """Whether there is nothing from either."""
+        """True if there is nothing from either."""
         return self._own.empty() and not self._page.has(self._next)
 
     def get(self, *, timeout: float | None = None) -> Item:

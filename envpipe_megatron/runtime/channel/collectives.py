@@ -80,7 +80,7 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does."""
+        """True if this rank does."""
         return self._index == self._leader
 
     def gather(self, value: T) -> list[T]:
@@ -219,7 +219,7 @@ class Collectives:
         return self.from_planner(self.to_planner(value, merge))
 
     def on_all(self, holds: bool) -> bool:
-        """Whether it holds on every rank."""
+        """True if it holds on every rank."""
         return self.from_planner(all(self.to_planner(holds, all)))
 
     def first(self, value: T | None) -> tuple[int, T] | None:

@@ -82,7 +82,7 @@ class FlagPage:
         return Word(self, what + 1 - self.side)
 
     def other_lives(self) -> bool:
-        """Whether the other side's process does, once it has opened the page."""
+        """True if the other side's process does, once it has opened the page."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.side)
         except OSError:
@@ -113,5 +113,5 @@ class Word:
         self.page._words[self.index] = value & MASK
 
     def has(self, value: int) -> bool:
-        """Whether it has counted to a value, as streams that wait compare."""
+        """True if it has counted to a value, as streams that wait compare."""
         return (self.value - value) & MASK < 1 << 31

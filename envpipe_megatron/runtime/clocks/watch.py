@@ -1,4 +1,4 @@
-"""Whether the clock was what was requested.
+"""Watches whether the clock is what was requested.
 
 A lock that the driver accepts is only a request: power and heat come before it, and another program
 may have undone it. So a thread looks at the clock now and then, and more rarely at the power

@@ -49,7 +49,7 @@ class _InWait:
         self._passed = True
 
     def query(self) -> bool:
-        """Whether the GPU was brought there."""
+        """True if the GPU was brought there."""
         return self._passed
 
 

@@ -72,7 +72,7 @@ class StageRun:
 
     @property
     def times_units(self) -> bool:
-        """Whether each unit is timed."""
+        """True if each unit is timed."""
         return self._like is None
 
     @property
@@ -133,7 +133,7 @@ class StageRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device has ended all units; nothing is waited for."""
+        """True if the device has ended all units; nothing is waited for."""
         return self.next_unit is None and self._last_end.query()
 
     def end(self, number: int | None = None) -> StageRecord:

@@ -100,7 +100,7 @@ class SessionConfig:
             )
 
     def measures_alone(self, *own_orders: str) -> bool:
-        """Whether the job keeps the framework's order at the highest clocks, or at what there is.
+        """True if the job keeps the framework's order at the highest clocks, or at what there is.
 
         That order has one of these names, or one of Megatron's.
         """

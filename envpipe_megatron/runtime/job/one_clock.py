@@ -101,7 +101,7 @@ class ClockSearch:
         return min(clock for clock in below if not self._takes_more(clock, least))
 
     def is_right(self, clock: int) -> bool:
-        """Whether a clock saves, and is no slower than allowed, as far as can be told."""
+        """True if a clock saves, and is no slower than allowed, as far as can be told."""
         return not self._too_slow(clock) and not self._takes_more(clock, self.clocks_mhz[0])
 
     def by_clock(self) -> list[int]:
@@ -126,7 +126,7 @@ class ClockSearch:
         return self._slower(clock, self.clocks_mhz[0], self.slowdown_percent)
 
     def _slower(self, clock: int, other: int, allowed_percent: float = 0.0) -> bool:
-        """Whether a clock's steps last longer than allowed by more than can be noise.
+        """True if a clock's steps last longer than allowed by more than can be noise.
 
         That is one standard uncertainty of the two means' ratio, if it is not large.
         """
@@ -136,13 +136,13 @@ class ClockSearch:
         return more > allowed_percent + noise + _ROUNDING_PERCENT
 
     def _takes_more(self, clock: int, other: int) -> bool:
-        """Whether a clock's steps take more energy, by more than can be noise."""
+        """True if a clock's steps take more energy, by more than can be noise."""
         compared = self._compared(clock, other)
         noise = (compared.saving_uncertainty_percent or 0.0) + _ROUNDING_PERCENT
         return (compared.saving_percent or 0.0) < -noise
 
     def _ends(self, down: Sequence[int]) -> bool:
-        """Whether no lower clock than these, which were tried, can be better."""
+        """True if no lower clock than these, which were tried, can be better."""
         rises = [self._takes_more(low, high) for high, low in pairwise(down)]
         past_valley = len(rises) >= _RISES_TO_STOP and all(rises[-_RISES_TO_STOP:])
         return bool(down) and (past_valley or self._too_slow(down[-1]))

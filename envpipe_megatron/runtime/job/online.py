@@ -280,7 +280,7 @@ def make_report(
 
 
 def _follows(record: StageRecord, after: StageRecord) -> bool:
-    """Whether one iteration came right after another: none of another batch, and no pause."""
+    """True if one iteration came right after another: none of another batch, and no pause."""
     return record.followed and (record.number is None or after.number in (None, record.number + 1))
 
 

@@ -221,7 +221,7 @@ class Session:
 
     @property
     def only_measures(self) -> bool:
-        """Whether the job keeps the framework's order at baseline clocks, from begin to end."""
+        """True if the job keeps the framework's order at baseline clocks, from begin to end."""
         return self._config.measures_alone()
 
     @property

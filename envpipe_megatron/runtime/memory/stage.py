@@ -204,7 +204,7 @@ def check_memory_is_known(
 
 
 def knows_memory(sidecar: Sidecar) -> bool:
-    """Whether a profile says how many microbatches fit."""
+    """True if a profile says how many microbatches fit."""
     return sidecar.activation_bytes is not None and sidecar.free_bytes is not None
 
 

@@ -306,7 +306,7 @@ class OnlineProfiler:
         return on_every_rank(self._collectives, read)
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
-        """Whether every stage has seen enough rises of energy in a row, now or before."""
+        """True if every stage has seen enough rises of energy in a row, now or before."""
         rises, past = 0, False
         for before, after in pairwise(points):
             rises = rises + 1 if after.pair_j > before.pair_j else 0

@@ -93,7 +93,7 @@ def read_named(path: Path, num_stages: int) -> Profile:
 
 
 def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
-    """Whether each stage with combined units ran some: with few microbatches there are none."""
+    """True if each stage with combined units ran some: with few microbatches there are none."""
     pairs = schedule.combined.any(axis=1)
     return measured is None or bool((measured.combined.any(axis=1) >= pairs).all())
 
