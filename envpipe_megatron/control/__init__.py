@@ -1,1 +1,1 @@
-"""What the planning rank decides while training goes on, from what all ranks measure."""
+"""Decides on the planning rank, while training goes on, from what all ranks measure."""

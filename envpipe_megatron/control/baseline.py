@@ -56,7 +56,7 @@ class Baseline:
         self._ratios.extend((steps_s / predicted_s).tolist())
 
     def today_s(self, predicted_s: float) -> float:
-        """What it would take now, if what is known of units today predicts so much."""
+        """Return what it would take now, if what is known of units today predicts so much."""
         return float(np.median(self._ratios)) * predicted_s
 
     def error(self, others: Steps) -> float:

@@ -230,7 +230,7 @@ class Controller:
         self._follow()
 
     def _take(self) -> Plans | None:
-        """What was planned, if that has ended: nothing if it failed."""
+        """Return what was planned, if that has ended: nothing if it failed."""
         try:
             plans = self._planner.take()
         except Exception as error:  # of any kind: there is a plan to go on with
@@ -387,7 +387,7 @@ class Controller:
         self._since_baseline = 0
 
     def _own_predicted_s(self) -> float:
-        """What the slowest replica takes in the framework's order at the highest clocks."""
+        """Return what the slowest replica takes in the framework's order at the highest clocks."""
         own_s = self._knowledge.iteration_s(self._top.schedule, self._top.frequency_mhz)
         return own_s * self._followers.slowest
 

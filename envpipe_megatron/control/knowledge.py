@@ -1,4 +1,4 @@
-"""What the planning rank knows of units: their times and powers at every clock, kept up to date.
+"""The planning rank's knowledge of units: times and powers at every clock, kept up to date.
 
 Times are measured points, with a model between and beyond them (`curves`). A new measurement
 replaces the point at its clock, and what it differs by from what was expected moves the points at

@@ -72,7 +72,7 @@ def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -
 
 
 def timed(plan: Plan) -> Parking | None:
-    """What ranks need to know to park as a plan does; None if it does not."""
+    """Return what ranks need to park as a plan does; None if it does not."""
     if plan.park_mhz is None:
         return None
     early_s = 2 * plan.conditions.change_time_s + margin_s(plan)

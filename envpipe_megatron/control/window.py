@@ -1,4 +1,4 @@
-"""What all ranks run next, a `Command`, and what they measure in its iterations, a `Window`.
+"""A `Command`, which all ranks run next, and a `Window`, what they measure in its iterations.
 
 Of times, medians count, over iterations first and then over the replicas of a stage: a hiccup of
 one GPU is no drift. Energies add up, by which short looks at a slow counter become a long one.
@@ -86,7 +86,7 @@ def median_error(deviation: float, count: int) -> float:
 
 @dataclass(frozen=True)
 class MeterSums:
-    """What an energy counter said of iterations, as the sums that powers are fitted to.
+    """Readings of an energy counter in iterations, as the sums that powers are fitted to.
 
     Columns are each kind of unit at each node of the clock, then waiting at each node, then the
     tail; see `meter_sums`.
@@ -164,7 +164,7 @@ def merged(parts: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True)
 class Window:
-    """What all stages report of some iterations."""
+    """Reports of all stages of some iterations."""
 
     stages: tuple[Report, ...]
 
@@ -237,7 +237,7 @@ class Window:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with GPUs, with the stage."""
+        """Problems of GPUs, with the stage."""
         return tuple(
             f"stage {stage}: {problem}"
             for stage, report in enumerate(self.stages)

@@ -63,7 +63,7 @@ class ClockState:
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """What sets clocks and power beside our requests; it changes rarely, so it is read rarely.
+    """The state that sets clocks and power beside our requests; it changes and is read rarely.
 
     Workload power profiles are names such as `max-Q`: those that anybody requested, and those that
     the driver enforces after it has arbitrated between them; () where GPU or driver have none.

@@ -35,13 +35,13 @@ from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_nam
 _LOG = logging.getLogger(__name__)
 
 CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
-"""What `--envpipe-gpu-control` takes."""
+"""Values of `--envpipe-gpu-control`."""
 
 PROFILES_REMEDY = (
     "Have the profiles cleared (see `nvidia-smi power-profiles -h`), take one clock for the whole "
     "job (--envpipe-level uniform), or set allow_power_profiles = true in the site configuration"
 )
-"""What to do about a power profile that is enforced on a GPU."""
+"""The remedy for a power profile that is enforced on a GPU."""
 
 _CAP_SYS_ADMIN = 21
 _ZEUSD_TIME_LIMIT_S = 2.0
@@ -142,7 +142,7 @@ def _refused(backend: str, error: GpuError) -> Control:
 
 
 def _nvml_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that NVML takes locks from this process; GpuError if it does not."""
+    """Return the evidence that NVML takes locks from this process; GpuError if it does not."""
     user = f"user {os.geteuid()}"
     if not has_sys_admin():
         raise GpuError(
@@ -174,7 +174,7 @@ def has_sys_admin() -> bool:
 
 
 def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that a zeusd changes clocks for this process; GpuError if none does."""
+    """Return the evidence that a zeusd changes clocks for this process; GpuError if none does."""
     zeusd = Zeusd(zeusd_socket(site), _ZEUSD_TIME_LIMIT_S)
     offer = zeusd.discover()
     if CONTROL_GROUP not in offer.groups:
@@ -197,7 +197,7 @@ def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
 
 
 def _command_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that this user can run the site's commands; GpuError if that is not so."""
+    """Return the evidence that this user can run the site's commands; GpuError if not."""
     if not site.lock_command:
         where = f"in {site.path}" if site.path else "(there is no site configuration)"
         raise GpuError(

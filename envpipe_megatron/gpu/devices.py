@@ -173,7 +173,7 @@ class GpuActivity:
     throttle_reasons: tuple[str, ...]
 
     def unrest(self) -> list[str]:
-        """What speaks against measuring on it, in words; nothing if it is quiet."""
+        """Say what speaks against measuring on it; nothing if it is quiet."""
         found = []
         if self.processes:
             found.append(f"GPU {self.index} is used by process {_listed(self.processes)}")
@@ -204,7 +204,7 @@ def read_activity(uid: str) -> GpuActivity:
 
 
 def read_processes(uid: str) -> tuple[int, ...]:
-    """What computes on a GPU, by its UUID and the node's numbers; () if it does not tell."""
+    """Return the processes on a GPU, by the node's numbers; () if its driver does not tell."""
     read = pynvml.nvmlDeviceGetComputeRunningProcesses
     try:
         return tuple(process.pid for process in call_gpu(uid, "list the processes", read))

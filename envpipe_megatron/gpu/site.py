@@ -128,7 +128,7 @@ def _parse(path: Path, content: bytes) -> SiteConfig:
 
 
 def _problems(site: SiteConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with values of the right type: field and problem."""
+    """List what is wrong with values of the right type: field and problem."""
     names = set(site.backends)
     if not names <= set(HARDWARE_BACKENDS) or len(names) < len(site.backends):
         yield "backends", f"must hold some of {', '.join(HARDWARE_BACKENDS)}, each once"

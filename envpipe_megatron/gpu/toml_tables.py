@@ -97,4 +97,4 @@ _NEEDED: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value)),
     ),
 }
-"""What a value must be, by the type of its field."""
+"""The check of a value, by the type of its field."""

@@ -1,1 +1,1 @@
-"""What runs inside a training process; knows torch, but no training framework."""
+"""Runs inside a training process; knows torch, but no training framework."""

@@ -48,7 +48,7 @@ def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
 
 
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What the planner makes, on every rank; GoesOnError if it fails, for whatever reason."""
+    """Return what the planner makes, on every rank; GoesOnError if it fails, for any reason."""
     made, failure = collectives.from_planner(_tried(make) if collectives.is_planner else None)
     if failure is not None:
         raise GoesOnError(failure)
@@ -73,7 +73,7 @@ def by_background(
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What this rank makes, once every rank has; GoesOnError on all if one fails."""
+    """Return what this rank makes, once every rank has; GoesOnError on all if one fails."""
     made, failure = _tried(make)
     first = collectives.first(failure)
     if first is not None:

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ZeusdOffer:
-    """What a daemon says: its numbers of GPUs, its API groups, and whether it wants a token."""
+    """A daemon's answer: its numbers of GPUs, its API groups, and whether it wants a token."""
 
     gpu_ids: dict[PciAddress, int]
     groups: frozenset[str]

@@ -1,4 +1,4 @@
-"""What the clock controller waits for: that the device has ended a unit. Free of torch."""
+"""Completions: the clock controller waits for the device to end a unit. Free of torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Later:
         self._seen_s: float | None = None
 
     def begins(self, begun: Completion) -> None:
-        """What comes next has been handed over, and this says when it has begun."""
+        """Note that the next unit was handed over; `begun` is true when it has begun."""
         self.begun = begun
         self.on_begin()
 

@@ -43,7 +43,7 @@ Item = tuple[Completion, int] | Callable[[], None] | None
 
 
 class Requests(Protocol):
-    """What a controller has still to serve, in order."""
+    """Requests that a controller has still to serve, in order."""
 
     def put(self, item: Item) -> None:
         """Add to it; any thread may."""
@@ -190,7 +190,7 @@ class ClockController:
         return self._driver.locked()
 
     def summary(self) -> dict[str, Any]:
-        """What the control did and how fast, for the job's summary.
+        """Return how many changes were made and how fast, for the job's summary.
 
         `wake_to_lock_s` is from the thread's knowing of a unit's end to its entering the back end,
         `lock_call_s` from there to the back end's return: a `spread` each, of the latest requests,

@@ -163,7 +163,7 @@ class ClockPage:
         return word >> _CLOCK & 0xFFFF, (word & _MOST_DELAY_US) / 1e6
 
     def summarize(self, text: str) -> None:
-        """What was done so far, for the rank."""
+        """Tell the rank what was done so far."""
         self._words.guard.summary = _cut(text)
 
     def answer(self, number: int) -> None:
@@ -209,7 +209,7 @@ class ClockPage:
 
     @property
     def summary(self) -> str:
-        """What the guard said last of what it did; half of that while it says it."""
+        """The guard's last summary; half of it while the guard writes it."""
         return bytes(self._words.guard.summary).decode(errors="replace")
 
     @property
@@ -284,7 +284,7 @@ class PageController(ClockController):
 
 
 class _PageRequests:
-    """What this process puts into it comes before what the rank asks for."""
+    """Requests of a page; those that this process puts in come before the rank's."""
 
     def __init__(self, page: ClockPage, summarize: Callable[[], None]) -> None:
         self._closed = False

@@ -31,7 +31,7 @@ SWEEP_STEP = 0.04
 
 @dataclass(frozen=True, slots=True)
 class KindModel:
-    """What differs between forward and backward.
+    """The part of a preset that differs between forward and backward.
 
     `memory_fraction` is the part of the time at the maximum clock that no clock shortens, in [0,
     1]; `dynamic_power_w` is the power at the top clock above the static power.
@@ -53,7 +53,7 @@ class FitError:
 
 @dataclass(frozen=True, slots=True)
 class ControlOverride:
-    """What differs on a real GPU of this kind from what its clock tables suggest.
+    """Corrections, for a real GPU of this kind, of what its clock tables suggest.
 
     Attributes:
         nvml_names: patterns (`NVIDIA A100-SXM4-*`) of the names that NVML reports for it; a leading

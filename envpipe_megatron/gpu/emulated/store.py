@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class EmulatedState:
-    """What is known of one emulated GPU.
+    """The state of one emulated GPU.
 
     Mutable, unlike most data here: it is the working copy of one change, read from the file and
     dropped after it is written.

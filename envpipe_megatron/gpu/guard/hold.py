@@ -1,4 +1,4 @@
-"""What a rank does to have its GPU guarded: `hold_gpu` before its first lock, `release` at the end.
+"""Has a rank's GPU guarded: `hold_gpu` before its first lock, `release` at the end.
 
 The order is: the rank's guard has a lease on disk, then the rank may lock. A thread of the rank
 sends heartbeats and reads what the guard says. When the guard dies, that thread notices (its socket

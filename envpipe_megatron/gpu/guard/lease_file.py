@@ -298,7 +298,7 @@ def _reported(what: str, path: Path, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """What a lease says, and what is true of it.
+    """The content of a lease, and whether its guard lives.
 
     Attributes:
         uid: the user who made the file.

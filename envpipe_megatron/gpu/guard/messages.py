@@ -165,7 +165,7 @@ class ProcessIdentity:
 
 
 def program_of(pid: int) -> int | None:
-    """What tells the program that a process runs from one that it runs after an execve.
+    """Return a number that differs between a process's program and one it runs after an execve.
 
     That is where its stack begins, which the kernel draws anew. None if that cannot be told.
     """

@@ -52,7 +52,7 @@ def that_can_be_undone(
 
 
 class ResetOutcome(NamedTuple):
-    """What became of one GPU: `what` was done, or why not and what to do."""
+    """The result for one GPU: `what` was done, or why not and what to do."""
 
     uid: str
     done: bool

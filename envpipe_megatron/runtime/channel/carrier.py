@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> TensorSpec:
-        """What a message of these tensors carries."""
+        """Return the spec of a message of these tensors."""
         shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
         return cls(shapes, dtypes, tensors[0].device)
 
@@ -53,7 +53,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StageSpecs:
-    """What a stage's messages carry; kinds that it never receives or sends may be missing.
+    """The specs of a stage's messages; kinds that it never receives or sends may be missing.
 
     Args:
         receives: by kind, as its neighbours send it.
@@ -124,7 +124,7 @@ class Peers:
 
 
 def first_line(error: Exception | str) -> str:
-    """What an error says, or its kind."""
+    """Return the first line of an error's text, or its class name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -242,7 +242,7 @@ class Collectives:
         return value  # type: ignore[return-value]  # the planner passed a T
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What the planner makes, on every rank.
+        """Return what the planner makes, on every rank.
 
         Raises:
             EnvPipeError: the planner's own error, on every rank; CollectivesError on the others
@@ -267,7 +267,7 @@ class Collectives:
         return made  # type: ignore[return-value]  # there was no failure, so it is a T
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """What this rank makes, after every rank has made its own.
+        """Return what this rank makes, after every rank has made its own.
 
         Raises:
             Exception: this rank's own error.

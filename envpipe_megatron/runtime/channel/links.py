@@ -91,7 +91,7 @@ def make_channel(
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """What carries tensors of this process's device, where a group has backends for several."""
+    """Return the backend for this process's device, where a group has one for each kind."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return parts.get(device, dist.get_backend(group))

@@ -200,7 +200,7 @@ class P2PChannel:
             logger.warning("Memory of messages stays taken: %s", error)
 
     def unless_lost(self, wait: Callable[[], T]) -> T:
-        """What a call that waits for the device returns.
+        """Return what a call that waits for the device returns.
 
         Raises:
             ChannelError: a neighbour is lost, and the call would never return.

@@ -67,7 +67,7 @@ class Stream(Protocol):
     """A queue of work on a device."""
 
     def wait(self, word: Word, value: int) -> None:
-        """What follows waits until the word has counted to a value."""
+        """Hold up what follows until the word has counted to a value."""
 
     def write(self, word: Word, value: int) -> None:
         """Set the word when all before has been done and can be seen by others."""
@@ -76,7 +76,7 @@ class Stream(Protocol):
         """Copy bytes."""
 
     def after(self, other: Stream) -> None:
-        """What follows waits for what the other stream holds now."""
+        """Hold up what follows until the other stream has done what it holds now."""
 
 
 class Device(Protocol):
@@ -110,7 +110,7 @@ class Device(Protocol):
 
 
 class PutSide:
-    """What the one-sided carriers of a rank share: the device, slots, and the watch over losses.
+    """Shared by the one-sided carriers of a rank: the device, slots, the watch over losses.
 
     A neighbour is lost whose process is gone, or from which nothing came for the time-out while
     this rank waited. Then the other neighbours are told, so that a pipeline ends at once, and the
@@ -169,7 +169,7 @@ class PutSide:
             carrier.close()
 
     def unless_lost(self, wait: Callable[[], T]) -> T:
-        """What a call that waits for the device returns; ChannelError: a neighbour is lost.
+        """Return what a call that waits for the device returns; ChannelError: a neighbour is lost.
 
         The call is made by another thread, since one for a message that never comes never returns.
         """

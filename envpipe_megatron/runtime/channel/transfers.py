@@ -127,7 +127,7 @@ class TransferCarrier:
                 work.wait(self._timeout)
 
     def _receive_header(self, unit: Unit) -> TensorSpec:
-        """What a unit's input carries, as its sender says when it has enqueued the send."""
+        """Return the spec of a unit's input, which its sender sends behind the message."""
         assert self._spec is not None
         try:
             spec: TensorSpec = self._hosts.receive(self._peers.neighbour, _header_tag(unit.kind))

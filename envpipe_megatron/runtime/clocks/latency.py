@@ -166,7 +166,7 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
 
 
 def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
-    """What traces show of a change: the call is the first one's, the last shows the new clock.
+    """Analyse a change: the first trace has the call, the last shows the new clock.
 
     Returns:
         `call_s`, how long the call took; `settling_s`, from the call until kernels took the new
@@ -208,7 +208,7 @@ def _settled_s(
 def summarise(
     gpu: str, changes: dict[tuple[int, int], list[dict[str, float | None]]]
 ) -> dict[str, Any]:
-    """What `measure_latency` returns, from the values of each pair's changes."""
+    """Return the result of `measure_latency`, from the values of each pair's changes."""
     rows: list[dict[str, Any]] = []
     for (from_mhz, to_mhz), found in changes.items():
         row: dict[str, Any] = {"from_mhz": from_mhz, "to_mhz": to_mhz}

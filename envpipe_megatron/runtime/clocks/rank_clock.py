@@ -136,14 +136,14 @@ class RankClock:
             self._watch.close()
 
     def problems(self) -> tuple[str, ...]:
-        """What was wrong with the clock since the last call, in words; empty if nothing was."""
+        """Say what was wrong with the clock since the last call; empty if nothing was."""
         if self.controller.error is not None:
             return (str(self.controller.error),)
         held = self._watch.held_back() if self._watch is not None else ""
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """What the controller's and the watch's `summary` say, the latter as `followed`.
+        """Return the controller's summary, with the watch's as `followed`.
 
         `set_by` is "guard" or "rank", whose process sets the clock.
         """

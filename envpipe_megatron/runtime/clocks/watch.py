@@ -105,7 +105,7 @@ class ClockWatch:
             self._look_at_power(begin_s)
 
     def held_back(self) -> str:
-        """What held the clock below its requests or changed since the last call, in words."""
+        """Say what held the clock below its requests or changed since the last call."""
         with self._lock:
             recent, below = len(self._recent), [why for why in self._recent if why is not None]
             self._recent.clear()
@@ -123,7 +123,7 @@ class ClockWatch:
         self._thread.join(_JOIN_S)
 
     def summary(self) -> dict[str, Any]:
-        """What was seen, for the job's summary.
+        """Return what was seen, for the job's summary.
 
         Returns:
             `judged`, samples of a locked clock that had settled on a busy GPU, and of them the

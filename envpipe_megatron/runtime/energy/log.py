@@ -75,7 +75,7 @@ class Window:
 
 @dataclass
 class PhaseTotals:
-    """What the metered windows of one phase add up to."""
+    """Sums over the metered windows of one phase."""
 
     energy_j: float = 0.0
     uncertainty_j: float = 0.0
@@ -293,7 +293,7 @@ class Interval:
             self.spans.append((step.begin_s, step.end_s))
 
     def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
-        """What the steps took, with J to add; neither reads nor waits."""
+        """Return what the steps took, with J to add; neither reads nor waits."""
         count = self._steps_s.count
         if not count:
             return IntervalEnergy(self._phases, None)

@@ -1,4 +1,4 @@
-"""What an average training step takes: of one GPU, of a job's GPUs, and against a baseline.
+"""An average training step: of one GPU, of a job's GPUs, and against a baseline.
 
 Arithmetic alone: `TrainingEnergy` measures steps, and bills and reports compare them.
 """
@@ -21,7 +21,7 @@ from envpipe_megatron.formats.energy import STEP
 
 @dataclass(frozen=True)
 class StepEnergy:
-    """What a training step takes on average, on one GPU.
+    """Time and energy of an average training step on one GPU.
 
     Attributes:
         iterations: how many were averaged.
@@ -60,7 +60,7 @@ class StepEnergy:
 
 @dataclass(frozen=True)
 class IntervalEnergy:
-    """What training took between two laps, on one GPU or on an average one of the job.
+    """Training between two laps, on one GPU or on an average one of the job.
 
     `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
     time lies between iterations and is shared by the steps. `step` is None if no step ended;
@@ -74,7 +74,7 @@ class IntervalEnergy:
 
 @dataclass(frozen=True)
 class BaselineEnergy:
-    """What a step takes in the framework's own order at the highest clock.
+    """A step in the framework's own order at the highest clock.
 
     On an average GPU of the job, on an average one of each stage, and on this GPU: `own` is None
     if an earlier start of the job measured it.

@@ -99,7 +99,7 @@ class TrainingEnergy:
         self._begun_s = now_s
 
     def add_between_phases(self, iteration: int, begin_s: float) -> None:
-        """What ran since then prepared the phase that the iteration begins."""
+        """Bill what ran since then, which prepared the phase that the iteration begins."""
         self.catch_up()
         if self._begun_s is None:
             return
@@ -225,7 +225,7 @@ class TrainingEnergy:
         return self.mean_step(self._warm.pop(batch, [])[1:])
 
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap; the meter is not waited for.
+        """Return what training took on this GPU since the last lap; does not wait for the meter.
 
         Its end was a moment ago, so the energy up to there is extrapolated from the last refresh.
         What that errs by goes into the next lap: steps end at much the same power, other than they
@@ -263,7 +263,7 @@ class TrainingEnergy:
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def summary(self) -> dict[str, Any]:
-        """What was metered so far, of this GPU and as far as it was gathered of the job.
+        """Return what was metered so far, of this GPU and as far as it was gathered of the job.
 
         Returns:
             `gpu` and `job`, each with `comparison` of the steady phase with the baselines that were

@@ -34,7 +34,7 @@ BLOCKING_EVENTS = True
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage measured in one iteration; arrays are [units_per_stage].
+    """Measurements of one stage in one iteration; arrays are [units_per_stage].
 
     Attributes:
         start_s: of each unit, after the start of the iteration, as `end_s`.
@@ -115,7 +115,7 @@ class Executor(Protocol):
         """The unit's work has been handed over; returns what becomes true when it has ended."""
 
     def in_wait(self, after_s: float) -> Completion:
-        """What is true so long after the unit that has ended last, or when the next one begins."""
+        """Return what is true so long after the last unit's end, or when the next one begins."""
 
     def end_iteration(self) -> Callable[[], StageRecord]:
         """All units have been handed over; what is returned waits for the last and reads all times.

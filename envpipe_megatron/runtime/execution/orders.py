@@ -1,4 +1,4 @@
-"""What every stage runs in one iteration, as the phases of a session decide, and how often."""
+"""Iterations as the phases of a session decide: what every stage runs, and how often."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class Stretches:
             self._shortest_s = min(self._collectives.by_stage(longest_s, min))
 
     def measure(self, order: IterationOrder, at_least: int) -> PhaseRun[list[StageRecord]]:
-        """What this stage measures in iterations that fill a window, once clocks have settled."""
+        """Return this stage's records of iterations that fill a window, behind `settle`."""
         assert self._shortest_s is not None
         count = max(at_least, math.ceil(self._min_window_s / self._shortest_s))
         return (yield from whole(partial(iterations, order, count), self._collectives))
 
 
 def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
-    """What one stage measures of its tail in iterations that followed each other.
+    """Return what one stage measures of its tail in iterations that followed each other.
 
     For each iteration but the last: the end of its last unit after its own begin, in s, and the
     time from there to the begin of the next iteration, in s; see `control.window.tail_times_s`.

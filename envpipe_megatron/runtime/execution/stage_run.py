@@ -151,7 +151,7 @@ class StageRun:
 
 
 class StageWork(Protocol):
-    """What a training framework does for one unit of this stage."""
+    """Work that a training framework does for one unit of this stage."""
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; `inputs` is None on the first chunk of the first stage."""

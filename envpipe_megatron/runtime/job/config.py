@@ -1,4 +1,4 @@
-"""What a job asks of EnvPipe: read once from flags or settings, and passed through unchanged."""
+"""A job's request to EnvPipe: read once from flags or settings, and passed through unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SessionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a job asks of EnvPipe; raises EnvPipeError if that contradicts itself.
+    """A job's request to EnvPipe; raises EnvPipeError if it contradicts itself.
 
     Args:
         request: its number of microbatches and blocking power are replaced by the job's own.

@@ -72,7 +72,7 @@ class Batches:
         *,
         full_batch: bool,
     ) -> IterationOrder:
-        """What the next iteration runs, after the phases got the last one's record.
+        """Return what the next iteration runs, after the phases got the last one's record.
 
         Raises SessionError if an earlier iteration failed.
         """
@@ -213,7 +213,7 @@ class Iterations:
             self.catch_up()
 
     def nothing_follows(self) -> None:
-        """What comes next is no training: what the last record says of the next one is not so."""
+        """Note that no iteration follows at once: the last record says that one does."""
         self.catch_up()
         if self.last_record is not None:
             self.last_record = replace(self.last_record, followed=False)

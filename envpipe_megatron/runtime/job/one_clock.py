@@ -109,7 +109,7 @@ class ClockSearch:
         return sorted(self.tried, reverse=True)
 
     def told(self, clock: int) -> str:
-        """What a clock measured, in words."""
+        """Put into words what was measured at a clock."""
         step, compared = self.tried[clock].step, self._compared(clock, self.clocks_mhz[0])
         saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
         slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
@@ -173,7 +173,7 @@ class OneClock:
         self.compared_after = _COMPARED_AFTER
 
     def find_or_keep(self) -> PhaseRun[int]:
-        """What an earlier start of the job found; else as `find`."""
+        """Return what an earlier start of the job found; else as `find`."""
         job = self._job
         kept = job.folder.found and job.folder.found.one_clock_mhz
         if kept and job.collectives.on_all(kept in job.gpu.supported_frequencies_mhz):
@@ -257,7 +257,7 @@ class OneClock:
 
 
 def _mean_step(job: PhaseParts, steps: Sequence[Window], needs_energy: bool) -> StepEnergy:
-    """What all GPUs measured in steps at a clock; ProfilerError on all ranks if one could not."""
+    """Return the mean step of all GPUs at a clock; ProfilerError on all ranks if one has none."""
     mean = job.energy.mean_step(steps)
 
     def checked() -> StepEnergy:

@@ -126,7 +126,7 @@ def run_online(
 
 
 def _next(run: Run | None, stages: Sequence[Report]) -> Command:
-    """What the controller says to the reports of all stages; on the planning rank."""
+    """Return the controller's command upon the reports of all stages; on the planning rank."""
     assert run is not None
     command = run.send(Window(tuple(stages)))
     assert command is not None
@@ -194,7 +194,7 @@ def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
 
 
 def _told(job: PhaseParts, command: Command) -> dict[str, object]:
-    """What the loop says and predicts from this iteration on, of one pipeline."""
+    """Return what the loop says and predicts from this iteration on, of one pipeline."""
     cost = None if command.plan is None else command.plan.cost
     return {
         **job.folder.run_label(job.config.labels),

@@ -1,4 +1,4 @@
-"""What the phases of one rank work with, and what they have found so far."""
+"""Parts that the phases of one rank work with, and their findings so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.memory.peak import JobMemory
 
 @dataclass
 class SessionState:
-    """Where the job stands, for whoever reports it."""
+    """State of a session, read by reporters."""
 
     phase: Phase = Phase.WARMUP
     iteration: int = -1
@@ -44,7 +44,7 @@ class SessionState:
 
 @dataclass(frozen=True, kw_only=True)
 class JobParts:
-    """What one rank of a job works with.
+    """The parts of one rank of a job.
 
     Args:
         config: its profile and plan files are the user's; an earlier start's are in `folder`.
@@ -73,7 +73,7 @@ class JobParts:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseParts(JobParts):
-    """What the phases of one rank work with, for batches of one size.
+    """The parts of the phases of one rank, for batches of one size.
 
     Args:
         batch: name of the batch whose iterations these phases run; empty for that of full size.

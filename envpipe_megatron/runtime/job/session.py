@@ -239,7 +239,7 @@ class Session:
 
     @property
     def memory(self) -> tuple[StageMemory, ...] | None:
-        """What is known of each stage's memory; None if it is not known."""
+        """The memory of each stage; None if it is not known."""
         return self._memory.stages
 
     def begin_step(self, iteration: int | None = None) -> None:
@@ -385,7 +385,7 @@ class Session:
         self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap; waits for the last unit."""
+        """Return what training took on this GPU since the last lap; waits for the last unit."""
         self._iterations.catch_up()
         return self._energy.lap()
 

@@ -1,4 +1,4 @@
-"""What a stage's memory holds: measured in the framework's own order, predicted for any other.
+"""A stage's peak memory: measured in the framework's own order, predicted for any other.
 
 A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
 state, what one unit needs while it runs) and the activations of the microbatches in flight. The
@@ -47,7 +47,7 @@ class MemoryFullError(GoesOnError):
 
 
 class Watch(Enum):
-    """What is looked at in an iteration."""
+    """Tells what to look at in an iteration."""
 
     NOTHING = 0
     PEAK = 1

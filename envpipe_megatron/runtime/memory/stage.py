@@ -79,7 +79,7 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def capacity_bytes(self) -> int:
-        """What the driver has free and what the allocator has reserved.
+        """Return what the driver has free and what the allocator has reserved.
 
         Segments without a live block are given back before an allocation fails, so they count.
         """
@@ -115,7 +115,7 @@ def device_memory() -> CudaMemory | None:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What is known of a stage's memory; of replicas, the one with the least room.
+    """A stage's memory; of replicas, that of the one with the least room.
 
     Attributes:
         activation_bytes: what one more microbatch in flight holds, of the chunk that holds most.
@@ -141,7 +141,7 @@ class StageMemory:
 
     @property
     def free_bytes(self) -> float:
-        """What is free beside one microbatch, as a profile's sidecar has it.
+        """The bytes free beside one microbatch, as a profile's sidecar has it.
 
         The framework's own order holds more than one at the peak that the room was measured at.
         """
@@ -165,7 +165,7 @@ class StageMemory:
 
 
 def bytes_by_chunk(units: Sequence[Unit], allocated_bytes: Sequence[int]) -> tuple[float, ...]:
-    """What a microbatch in flight holds in each chunk, from the bytes before and after each unit.
+    """Return what a microbatch holds in each chunk, from the bytes before and after each unit.
 
     A forward adds it and a backward takes it away. The median passes over what happens once: the
     first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for

@@ -176,7 +176,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What replicas of a stage have measured: added up but for the last two.
+    """Measurements of a stage's replicas, added up but for the last two.
 
     Args:
         rows: for each part, kind and clock, time in s, energy in J, its variance in J^2, and the
@@ -287,7 +287,7 @@ class OnlineProfiler:
         return points
 
     def _read(self, point: _Point) -> Measured:
-        """What was measured; raise on every rank if one's clock or meter is wrong."""
+        """Return what was measured; raise on every rank if one's clock or meter is wrong."""
 
         def read() -> Measured:
             if self._clock.error is not None:  # one clock's time and energy would pass for many's

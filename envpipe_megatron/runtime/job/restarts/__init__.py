@@ -1,1 +1,1 @@
-"""What a job leaves for its next start, and what that start takes of it."""
+"""Files that a job leaves for its next start, and what that start takes of them."""

@@ -259,7 +259,7 @@ class JobFolder:
     def _look(
         self, path: Path, config: SessionConfig, keys: JobKeys
     ) -> tuple[StoredJob | None, str]:
-        """What was found, and when this start began; on the planning rank."""
+        """Return what was found, and when this start began; on the planning rank."""
         found, started = None, datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
             found = read_job(path, keys, config.profile_file)

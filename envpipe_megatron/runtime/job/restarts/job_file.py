@@ -75,7 +75,7 @@ class JobKeys:
 
 @dataclass(frozen=True)
 class StoredJob:
-    """What a job has left.
+    """A job as an earlier start left it.
 
     Args:
         keys: what it rests on.
