@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 from envpipe_megatron.runtime.profiling.wait_power import measure_p2p_latency_s
 
@@ -38,33 +39,39 @@ def _work(rank: int, fail_in: str = "") -> Any:
     return lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit)
 
 
-def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int) -> Any:
-    """Train to the steady phase, or for many steps; the victim's counter fails at a reading."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
-        profiler=QUICK,
-        output_dir=root / "made" / "by the session",
-    )
-    session, gpu = plain_stages.session(rank, config, root)
-    readings = 0
-    read_energy = gpu.read_energy
+def _until_steady(rank: int, session: Session, most: int, before: Any = lambda number: None) -> Any:
+    """Train until steady, or for so many steps; the phase, the notes, and if there is no plan.
 
-    def failing() -> Any:
-        nonlocal readings
-        readings += 1
-        if rank == victim and readings > fails_at:
-            raise OSError("the counter of a test")
-        return read_energy()
-
-    gpu.read_energy = failing  # type: ignore[method-assign]
+    `before` is called with the number of each iteration that is about to run.
+    """
     try:
-        for _ in range(80):
+        for number in range(most):
+            before(number)
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes, session.state.plan is None
     finally:
         session.close()
+
+
+def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int) -> Any:
+    """The victim's counter fails at a reading."""
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
+        profiler=QUICK,
+        output_dir=root / "made" / "by the session",
+    )
+    session, gpu = plain_stages.session(rank, config, root)
+    read_energy, readings = gpu.read_energy, count(1)
+
+    def failing() -> Any:
+        if rank == victim and next(readings) > fails_at:
+            raise OSError("the counter of a test")
+        return read_energy()
+
+    gpu.read_energy = failing  # type: ignore[method-assign]
+    return _until_steady(rank, session, 80)
 
 
 #: Of one unit at the highest clock, s: changes of clock take little of it.
@@ -72,36 +79,28 @@ LONG_UNITS_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 
 
 def train_with_reconfiguring(rank: int, root: Path) -> None:
-    """Train until steady in EnvPipe's full configuration, from a profile by file."""
+    """EnvPipe's full configuration, from a profile by file."""
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
         profile_file=root / "profile.csv",
         output_dir=root,
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
-    try:
-        while session.state.phase != "steady":
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
-    finally:
-        session.close()
+    _until_steady(rank, session, 10**6)
 
 
 def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> Any:
-    """Train until steady; the victim's clock control ends in an iteration."""
+    """The victim's clock control ends in an iteration."""
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"), profiler=QUICK, output_dir=root
     )
     session, _ = plain_stages.session(rank, config, root)
-    try:
-        for iteration in range(200):
-            if rank == victim and iteration == stops_in:
-                session.clock.stop(GpuError("the driver of a test"))
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
-            if session.state.phase == "steady":
-                break
-        return session.state.phase.value, session.state.notes, session.state.plan is None
-    finally:
-        session.close()
+
+    def before(number: int) -> None:
+        if rank == victim and number == stops_in:
+            session.clock.stop(GpuError("the driver of a test"))
+
+    return _until_steady(rank, session, 200, before)
 
 
 #: What a message back takes of the emulated time of who receives it; one forward takes none.
@@ -317,13 +316,5 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
     session, gpu = plain_stages.session(
         rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))
     )
-    try:
-        while session.state.phase != "steady":
-            session.run_iteration(
-                3,
-                plain_stages.SPECS,
-                lambda schedule: plain_stages.PlainWork(schedule, rank),
-            )
-    finally:
-        session.close()
+    _until_steady(rank, session, 10**6)
     return session.state.profile, gpu.preset

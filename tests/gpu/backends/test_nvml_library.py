@@ -19,7 +19,7 @@ from envpipe_megatron.gpu.backends.nvml_library import (
     NvmlPermissionError,
     VirtualGpuError,
 )
-from envpipe_megatron.gpu.base import GpuAddress, GpuError, GpuPermissionError, PowerState
+from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError, PowerState
 from envpipe_megatron.gpu.opening import open_gpu
 
 
@@ -128,23 +128,6 @@ def test_meters_that_are_not_there(node):
     with pytest.raises(NvmlNotSupportedError, match="Cannot read the energy"):
         gpu.read_energy()
     assert gpu.power_w > 0
-
-
-def _read_another(gpu, reading):
-    while (other := gpu.read_energy()) == reading:
-        pass
-    return other
-
-
-def test_a_counter_that_goes_back_is_told_once(node):
-    gpu = NvmlGpu(node.uuids[0])
-    old = gpu.read_energy()
-    node.set_fault(node.uuids[0], "energy_back_mj", 10**6)
-    with pytest.raises(GpuError, match="went back"):
-        _read_another(gpu, old)
-    before = gpu.read_energy()
-    assert before.energy_j < old.energy_j
-    assert _read_another(gpu, before).energy_j > before.energy_j
 
 
 ASKED = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"

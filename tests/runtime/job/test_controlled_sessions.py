@@ -226,23 +226,12 @@ def test_no_rank_locks_where_one_could_not_reset(fake_nvml_library, fake_nvml, t
     assert not list((tmp_path / "leases").iterdir())
 
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
-
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
         ({"request": PlanRequest(4, reconfigure="balancd")}, "balancd"),
         ({"request": PlanRequest(4, policy="uniform", reconfigure="balanced")}, "envelope"),
         ({"request": PlanRequest(4, schedule="zero-bubble")}, "zero-bubble"),
-        (
-            {
-                "request": PlanRequest(4, policy="envelope", reconfigure="greedy"),
-                "warmup_iterations": 1,
-            },
-            "warm-up",
-        ),
-        ({"request": PlanRequest(4), "warmup_iterations": 0}, "warm-up"),
         ({"request": PlanRequest(4), "plan_file": Path("plan.json")}, "profile"),
     ],
 )

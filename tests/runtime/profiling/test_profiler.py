@@ -166,18 +166,6 @@ def profile_by_hand(
     return hand.profile(), hand.said
 
 
-def test_energies_that_cannot_be_told_apart_are_shared_by_time_and_said():
-    def pair_j(forward_mhz: int, backward_mhz: int) -> float:
-        return 5.0 if forward_mhz != backward_mhz else forward_mhz / 20
-
-    profile, said = profile_by_hand(MeterByHand(), pair_j)
-    for clock in CLOCKS_MHZ:
-        forward, backward = (profile.row(0, kind, clock) for kind in WHOLE)
-        assert forward.energy_j == pytest.approx(clock / 20 / 3)
-        assert backward.energy_j == pytest.approx(clock / 20 * 2 / 3)
-    assert [text for text in said if "stage 0" in text and "shared by time" in text]
-
-
 @pytest.mark.parametrize(
     ("meter", "pair_j"),
     [(FailingMeter(), 60.0), (MeterByHand(), 0.0), (MeterByHand(), math.inf)],
