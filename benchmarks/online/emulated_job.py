@@ -216,7 +216,9 @@ class EmulatedJob:
             gpu=gpu,  # type: ignore[arg-type]
             channel=channel,  # type: ignore[arg-type]
             executor=executor,
-            clock=SimpleNamespace(request=lambda mhz, after: gpu.request(mhz), error=None),
+            clock=SimpleNamespace(  # type: ignore[arg-type]
+                request=lambda mhz, after: gpu.request(mhz), error=None
+            ),
             problems=tuple,
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
-from envpipe_megatron.runtime.channel.puts import GRACE_S, Stream
+from envpipe_megatron.runtime.channel.puts import GRACE_S
 
 try:
     from cuda.bindings import driver
@@ -149,11 +149,15 @@ class CudaDevice:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 
     def open(self, page: FlagPage) -> None:
-        """Register the page's memory with the driver."""
+        """Let streams use the page's words: register its memory with the driver."""
         self._pages[page] = register(page)
 
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of both sides, by handles between processes, in place of what was shared before.
+        """Memory for the other side to put messages into, and the other side's for this one's.
+
+        Both sides of a boundary call it together, with one size. It takes the place of what they
+        shared before; 0 gives that back. MemoryError: one of them cannot, and both keep what they
+        have; RuntimeError: the other side is gone.
 
         Not torch's symmetric memory: it counts what a process has ever shared, so that two can
         only meet that have shared as much with others (seen in torch 2.13).
@@ -188,13 +192,13 @@ class CudaDevice:
         self._shared[boundary] = own, theirs
         return _bytes_at(own, num_bytes), _bytes_at(theirs, num_bytes)
 
-    def units(self) -> Stream:
-        """The current stream, which may be another at each call; mostly it is the same."""
+    def units(self) -> CudaStream:
+        """The stream that units run on: the current one, which mostly stays the same."""
         if self._units is None or self._units.handle != _current_handle(self._device.index):
             self._units = CudaStream(torch.cuda.current_stream(), self._pages, self._event)
         return self._units
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> CudaStream:
         """One that does not wait for the default stream, and that is nobody else's.
 
         torch's own are a few that all share: what stood behind a wait would be somebody's.
@@ -206,7 +210,7 @@ class CudaDevice:
         return own
 
     def bind_thread(self) -> None:
-        """A new thread is on device 0, and would open a context there."""
+        """Let another thread wait for this device; a new one would open a context on device 0."""
         torch.cuda.set_device(self._device)
 
     def abandon(self) -> None:
@@ -222,7 +226,10 @@ class CudaDevice:
         self.expect_again(GRACE_S)
 
     def expect_again(self, within_s: float | None) -> None:
-        """As `Device`'s, by a thread of C that does not need Python's lock; with all stacks."""
+        """End the process, with all stacks, unless called again in time; None: no longer.
+
+        By a thread of C, which does not need Python's lock.
+        """
         _END.set(within_s)
 
 
@@ -267,7 +274,7 @@ _END = _End()
 
 
 class CudaStream:
-    """A stream of torch's."""
+    """A stream of torch's, a queue of work on the device."""
 
     def __init__(
         self, stream: torch.cuda.Stream, pages: dict[FlagPage, int], event: torch.cuda.Event
@@ -278,20 +285,22 @@ class CudaStream:
         self._event = event
 
     def wait(self, word: Word, value: int) -> None:
-        """By the GPU's front end, which takes no SM and sees a host's store too."""
+        """Hold up what follows until the word has counted to a value.
+
+        By the GPU's front end, which takes no SM and sees a host's store too.
+        """
         self._at(driver.cuStreamWaitValue32, word, value, _WAIT_GEQ)
 
     def write(self, word: Word, value: int) -> None:
-        """By the GPU's front end, after a fence over the whole system."""
+        """Set the word behind all before it: by the front end, after a fence over the system."""
         self._at(driver.cuStreamWriteValue32, word, value, _WRITE_DEFAULT)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """By the copy engine where the memory is another GPU's."""
+        """Copy bytes, by the copy engine where the memory is another GPU's."""
         _call(driver.cuMemcpyAsync, into.data_ptr(), source.data_ptr(), source.nbytes, self.handle)
 
-    def after(self, other: Stream) -> None:
-        """By an event."""
-        assert isinstance(other, CudaStream)
+    def after(self, other: CudaStream) -> None:
+        """Hold up what follows until the other stream has done what it holds now."""
         self._event.record(other._stream)
         self._stream.wait_event(self._event)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -39,8 +39,10 @@ from envpipe_megatron.runtime.channel.flag_page import (
     WAITS,
     WANTED,
     FlagPage,
-    Word,
 )
+
+if TYPE_CHECKING:  # it imports this module
+    from envpipe_megatron.runtime.channel.cuda_device import CudaDevice, CudaStream
 
 logger = logging.getLogger(__name__)
 
@@ -63,52 +65,6 @@ _PROBES = 8
 _PROBE_BYTES = 32 * 2**20
 
 
-class Stream(Protocol):
-    """A queue of work on a device."""
-
-    def wait(self, word: Word, value: int) -> None:
-        """Hold up what follows until the word has counted to a value."""
-
-    def write(self, word: Word, value: int) -> None:
-        """Set the word when all before has been done and can be seen by others."""
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes."""
-
-    def after(self, other: Stream) -> None:
-        """Hold up what follows until the other stream has done what it holds now."""
-
-
-class Device(Protocol):
-    """A GPU, for one-sided copies."""
-
-    def open(self, page: FlagPage) -> None:
-        """Let streams use the page's words."""
-
-    def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the other side to put messages into, and the other side's for this one's.
-
-        Both sides of a boundary call it together, with one size. It takes the place of what they
-        shared before; 0 gives that back. MemoryError: one of them cannot, and both keep what they
-        have; RuntimeError: the other side is gone.
-        """
-
-    def units(self) -> Stream:
-        """The stream that units run on."""
-
-    def new_stream(self) -> Stream:
-        """One of its own."""
-
-    def bind_thread(self) -> None:
-        """Let another thread wait for this device."""
-
-    def abandon(self) -> None:
-        """The process is to end, and its streams never will."""
-
-    def expect_again(self, within_s: float | None) -> None:
-        """End the process unless this is called again in time; None: no longer."""
-
-
 class PutSide:
     """Shared by the one-sided carriers of a rank: the device, slots, the watch over losses.
 
@@ -127,7 +83,7 @@ class PutSide:
         budget_bytes: the most for the slots of one boundary, the same on both sides.
     """
 
-    def __init__(self, device: Device, timeout: timedelta, budget_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, timeout: timedelta, budget_bytes: int) -> None:
         self.device = device
         self.timeout_s = timeout.total_seconds()
         self._budget_bytes = budget_bytes
@@ -428,7 +384,7 @@ class PutCarrier:
         """Tell the other side that a stage is lost."""
         self._page.others(TOLD).set(stage + 1)
 
-    def _wait(self, stream: Stream, word: int, value: int) -> None:
+    def _wait(self, stream: CudaStream, word: int, value: int) -> None:
         """Let a stream wait for the neighbour, and say so when it stands there."""
         if not self._page.others(word).has(value):  # what has come would cost the host time
             stream.write(self._page.own(word + WANTED), value)
