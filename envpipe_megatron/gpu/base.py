@@ -176,13 +176,7 @@ class Gpu(ABC):
         fails.
         """
         self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")
-        if frequency_mhz not in self.supported_frequencies_mhz:
-            near = nearest_frequencies(frequency_mhz, self.supported_frequencies_mhz)
-            raise GpuError(
-                f"{self.name} cannot run at this SM clock in MHz",
-                value=frequency_mhz,
-                remedy=f"Nearest supported: {', '.join(f'{f} MHz' for f in near) or 'none'}",
-            )
+        self.check_supported(frequency_mhz)
         self._lock(frequency_mhz)
         self._requested_mhz = frequency_mhz
 
@@ -192,6 +186,16 @@ class Gpu(ABC):
         self._refuse_if_forbidden("reset the clock")
         self._reset()
         self._requested_mhz = None
+
+    def check_supported(self, frequency_mhz: int) -> None:
+        """Raise GpuError, with the nearest ones, for a clock that cannot be locked."""
+        if frequency_mhz not in self.supported_frequencies_mhz:
+            near = nearest_frequencies(frequency_mhz, self.supported_frequencies_mhz)
+            raise GpuError(
+                f"{self.name} cannot run at this SM clock in MHz",
+                value=frequency_mhz,
+                remedy=f"Nearest supported: {', '.join(f'{f} MHz' for f in near) or 'none'}",
+            )
 
     def _refuse_if_forbidden(self, action: str) -> None:
         # Read at every call: a process may get the variable after it has made its GPU objects.

@@ -87,9 +87,8 @@ def measure_latency(
     """Change the clock between every two of some clocks, down and up, for a profile's sidecar.
 
     A guard holds the GPU meanwhile, so the clock is reset at the end in any case. Raises GpuError
-    if the back end fails or refuses, a job holds the GPU, or there can be no guard;
-    ClockLatencyError for fewer than two clocks, one that is not supported, or a guard that ended in
-    the middle.
+    if the back end fails or refuses, a clock is not supported, a job holds the GPU, or there can be
+    no guard; ClockLatencyError for fewer than two clocks, or a guard that ended in the middle.
 
     Args:
         repeats: changes for each ordered pair.
@@ -155,13 +154,7 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
             remedy="Name two or more.",
         )
     for clock in clocks:
-        if clock not in gpu.supported_frequencies_mhz:
-            near = nearest_frequencies(clock, gpu.supported_frequencies_mhz)
-            raise ClockLatencyError(
-                f"{gpu.name} cannot run at this SM clock in MHz",
-                value=clock,
-                remedy=f"Nearest supported: {', '.join(map(str, near))}.",
-            )
+        gpu.check_supported(clock)
     return clocks
 
 

@@ -157,7 +157,7 @@ def test_clock_is_reset_whatever_fails(gpu, guard, monkeypatch, good_locks):
 
 @pytest.mark.parametrize("clocks", [[1200, 1200], [1200, 1201]])
 def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, guard, clocks):
-    with pytest.raises(ClockLatencyError, match=r"120[01]"):
+    with pytest.raises((ClockLatencyError, GpuError), match=r"120[01]"):
         measure_latency(gpu, EmulatedKernelTimer(gpu), clocks, repeats=1)
     assert guard.tell is None
 
