@@ -260,37 +260,29 @@ def test_sweeps_of_real_tables():
     assert (rtx3090[0], rtx3090[1], rtx3090[-1]) == (1995, 1905, 1185)
 
 
-def test_the_highest_clock_is_always_swept_and_steps_are_no_shorter_than_asked():
-    override = ControlOverride(("x",), profile_step_mhz=50)
-    swept = sweep_range([100, 400, 130, 160, 390, 350, 349], override)
-    assert swept == (400, 350, 160, 100)
-
-
-def test_a_range_of_another_variant_is_not_followed():
-    override = ControlOverride(("x",), profile_min_mhz=1700, profile_max_mhz=1900)
-    assert sweep_range([1410, 1200, 1000], override) == (1410, 1200, 1000)
+FOUR, FEW = [1000, 1400, 800, 1200], [2000, 1000, 961, 960, 959]
 
 
 @pytest.mark.parametrize(
-    ("range_mhz", "swept"),
+    ("clocks", "override", "swept"),
     [
-        ((1000, 1200), (1200, 1000)),
-        ((1200, 1200), (1400, 1200, 1000, 800)),  # one clock is no range
-        ((None, 1000), (1000, 800)),
-        ((1200, None), (1400, 1200)),
+        # The highest always, and steps that are no shorter than what is asked for.
+        ([100, 400, 130, 160, 390, 350, 349], {"step": 50}, (400, 350, 160, 100)),
+        # A step is a share of the highest clock that is swept.
+        (FEW, None, (2000, 1000)),
+        (FEW, {"max": 1000}, (1000, 960)),
+        # A range has its ends.
+        (FOUR, {"min": 1000, "max": 1200}, (1200, 1000)),
+        (FOUR, {"max": 1000}, (1000, 800)),
+        (FOUR, {"min": 1200}, (1400, 1200)),
+        # One clock is no range, and a range of another variant is not followed.
+        (FOUR, {"min": 1200, "max": 1200}, (1400, 1200, 1000, 800)),
+        ([1410, 1200, 1000], {"min": 1700, "max": 1900}, (1410, 1200, 1000)),
+        ([1000], None, (1000,)),
     ],
 )
-def test_a_range_has_its_ends(range_mhz, swept):
-    lowest, highest = range_mhz
-    override = ControlOverride(("x",), profile_min_mhz=lowest, profile_max_mhz=highest)
-    assert sweep_range([1000, 1400, 800, 1200], override) == swept
-
-
-def test_a_step_is_a_share_of_the_highest_clock_that_is_swept():
-    clocks = [2000, 1000, 961, 960, 959]
-    assert sweep_range(clocks, None) == (2000, 1000)
-    assert sweep_range(clocks, ControlOverride(("x",), profile_max_mhz=1000)) == (1000, 960)
-
-
-def test_one_clock():
-    assert sweep_range([1000], None) == (1000,)
+def test_which_clocks_are_swept(clocks, override, swept):
+    if override is not None:
+        limits = {f"profile_{name}_mhz": mhz for name, mhz in override.items()}
+        override = ControlOverride(("x",), **limits)
+    assert sweep_range(clocks, override) == swept
