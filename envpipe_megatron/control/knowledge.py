@@ -37,7 +37,7 @@ from envpipe_megatron.errors import EnvPipeError
 
 #: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it.
-NUM_NODES, _LOWEST_NODE = 23, 0.45
+_NUM_NODES, _LOWEST_NODE = 23, 0.45
 #: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
 #: of one refresh of a counter.
 _SEEN_S2 = 0.01
@@ -98,7 +98,7 @@ class Knowledge:
         self._power_model = PowerModel(self.nodes_mhz, len(self.kinds))
         #: By stage, what was last found.
         self._power_w: dict[int, FloatArray] = {}
-        columns = (len(self.kinds) + 1) * NUM_NODES + 1
+        columns = (len(self.kinds) + 1) * _NUM_NODES + 1
         self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
 
     @property
@@ -331,7 +331,7 @@ class Knowledge:
 
     def waited_mhz(self) -> list[FloatArray]:
         """For each stage, at or next to which clocks it was metered while it waited."""
-        waiting = slice(len(self.kinds) * NUM_NODES, -1)
+        waiting = slice(len(self.kinds) * _NUM_NODES, -1)
         return [
             self.nodes_mhz[np.diagonal(sums.products)[waiting] > _SEEN_S2] for sums in self.sums
         ]
@@ -376,4 +376,4 @@ class Knowledge:
 def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:
     """The nodes of the clock that every rank adds its meter's sums up at."""
     top_mhz = max(clocks_mhz)
-    return np.linspace(_LOWEST_NODE * top_mhz, top_mhz, NUM_NODES)
+    return np.linspace(_LOWEST_NODE * top_mhz, top_mhz, _NUM_NODES)

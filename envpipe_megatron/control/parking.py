@@ -27,7 +27,7 @@ _TOLD = 0.9
 _APART = 3
 
 
-def margin_s(plan: Plan) -> float:
+def _margin_s(plan: Plan) -> float:
     """By how much a wait may turn out shorter than planned.
 
     A unit's input and the unit before it both follow from some unit a pipeline's length back or
@@ -62,7 +62,7 @@ def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -
         return plan
     least_s = np.full(
         plan.frequency_mhz.shape,
-        margin_s(plan) + max(_CHANGES * change_s, 2 * change_s + min_dwell_s),
+        _margin_s(plan) + max(_CHANGES * change_s, 2 * change_s + min_dwell_s),
     )
     least_s[~known], least_s[:, 0] = np.inf, np.inf
     clocks_mhz, nodes_mhz = knowledge.clocks_mhz, knowledge.nodes_mhz
@@ -75,7 +75,7 @@ def timed(plan: Plan) -> Parking | None:
     """Return what ranks need to park as a plan does; None if it does not."""
     if plan.park_mhz is None:
         return None
-    early_s = 2 * plan.conditions.change_time_s + margin_s(plan)
+    early_s = 2 * plan.conditions.change_time_s + _margin_s(plan)
     return Parking(plan.park_mhz, plan.timeline.wait_s - early_s)
 
 
@@ -92,4 +92,4 @@ def comes_late(plan: Plan, today: Plan) -> bool:
     if plan.park_mhz is None:
         return False
     shorter_s = (plan.timeline.wait_s - today.timeline.wait_s)[plan.park_mhz > 0]
-    return bool((shorter_s > margin_s(today) / 2).any())
+    return bool((shorter_s > _margin_s(today) / 2).any())

@@ -30,7 +30,7 @@ from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
-FORMAT = "envpipe-site/1"
+_FORMAT = "envpipe-site/1"
 HARDWARE_BACKENDS = ("nvml", "zeusd", "command")
 """The back ends that change real clocks, in the order in which `auto` tries them by default."""
 
@@ -117,7 +117,7 @@ def in_user_namespace() -> bool:
 
 def _parse(path: Path, content: bytes) -> SiteConfig:
     what = f"The site configuration {path}"
-    document = parse_toml(content, what, FORMAT)
+    document = parse_toml(content, what, _FORMAT)
     table = document.pop("gpu_control", {})
     for unknown in document:
         raise GpuError(f"{what}: field {unknown} is not a known field", remedy="Use gpu_control.")

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from envpipe_megatron.gpu.base import Gpu, GpuError, ReadThroughGpu
 from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
 
-UUID_PATTERN = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+_UUID_PATTERN = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 """All that a command gets: nothing of the training job's environment reaches what sudo runs."""
 
 _TAIL_BYTES = 2000
@@ -43,7 +43,7 @@ class CommandGpu(ReadThroughGpu):
                 value=str(site.path) if site.path else None,
                 remedy="Set lock_command and reset_command in the site configuration",
             )
-        if not UUID_PATTERN.fullmatch(reader.address.uid):
+        if not _UUID_PATTERN.fullmatch(reader.address.uid):
             raise GpuError("Not the UUID of a whole GPU", value=reader.address.uid)
         self._site = site
         self._values = {"uuid": reader.address.uid, "index": str(int(index))}
@@ -69,7 +69,7 @@ class CommandGpu(ReadThroughGpu):
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
-                    env=ENVIRONMENT,
+                    env=_ENVIRONMENT,
                     cwd="/",
                     start_new_session=True,
                 )

@@ -56,8 +56,8 @@ THROTTLE_REASONS = {
 
 _VIRTUAL_GPU = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
 
-EXPECTED_PERIOD_S = 0.1
-STEP_S = 0.002
+_EXPECTED_PERIOD_S = 0.1
+_STEP_S = 0.002
 _LEAD_S = 0.009
 """How long before the expected instant, which is uncertain itself, watching begins: a first read
 that showed the new value already would miss the refresh."""
@@ -346,9 +346,9 @@ class EnergyCounter:
                 age_s = self._monotonic_s() - last.time_s
                 if age_s < _FRESH_S:
                     return last
-                refreshes = math.ceil((age_s + _LEAD_S) / EXPECTED_PERIOD_S)
+                refreshes = math.ceil((age_s + _LEAD_S) / _EXPECTED_PERIOD_S)
                 # Rounding could make this slightly negative.
-                self._sleep(max(0.0, refreshes * EXPECTED_PERIOD_S - _LEAD_S - age_s))
+                self._sleep(max(0.0, refreshes * _EXPECTED_PERIOD_S - _LEAD_S - age_s))
             # Forgotten until another is found: after an error the next call starts again.
             self._reading = None
             self._reading = self._watch(last)
@@ -360,7 +360,7 @@ class EnergyCounter:
         old_j = self._read_j()
         self._refuse_back(old_j, last.energy_j if last else old_j)
         while True:
-            self._sleep(STEP_S)
+            self._sleep(_STEP_S)
             begin_s = self._monotonic_s()
             energy_j = self._read_j()
             end_s = self._monotonic_s()

@@ -116,7 +116,7 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
 }
 
 
-def named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
+def _named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
     """Return NVML's error as one of this module's; `action` follows 'Cannot' in its message."""
     kind, cause, remedy = _NAMED.get(
         error.value,
@@ -192,7 +192,7 @@ def _call(action: str, work: Callable[[dict[str, Any]], Any]) -> Any:
             _LIBRARY.forget(handles)
             return work(_LIBRARY.initialised())
     except pynvml.NVMLError as error:
-        raise named_error(error, action) from error
+        raise _named_error(error, action) from error
 
 
 def _find(uid: str) -> Any:

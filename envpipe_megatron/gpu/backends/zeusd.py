@@ -27,15 +27,15 @@ from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError, ReadThr
 from envpipe_megatron.gpu.devices import pci_address
 from envpipe_megatron.gpu.site import SiteConfig
 
-DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
-SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"
-HOST_VARIABLE = "ZEUSD_HOST_PORT"
-TOKEN_VARIABLE = "ZEUSD_TOKEN"
+_DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
+_SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"
+_HOST_VARIABLE = "ZEUSD_HOST_PORT"
+_TOKEN_VARIABLE = "ZEUSD_TOKEN"
 """The variables are Zeus's own, so that a job that uses Zeus already needs nothing more."""
 
-DEFAULT_PORT = 4938
+_DEFAULT_PORT = 4938
 CONTROL_GROUP = "gpu-control"
-REQUEST_TIME_LIMIT_S = 5.0
+_REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
 
 BEFORE_TOKEN_ENDS_S = 600.0
@@ -61,9 +61,9 @@ def zeusd_socket(site: SiteConfig) -> Path | str:
 
     ZEUSD_SOCK_PATH says so, else ZEUSD_HOST_PORT, else the site; else it is Zeus's default socket.
     """
-    if given := os.environ.get(SOCKET_VARIABLE):
+    if given := os.environ.get(_SOCKET_VARIABLE):
         return Path(given)
-    return os.environ.get(HOST_VARIABLE) or site.zeusd_socket or DEFAULT_SOCKET
+    return os.environ.get(_HOST_VARIABLE) or site.zeusd_socket or _DEFAULT_SOCKET
 
 
 class _Connection(http.client.HTTPConnection):
@@ -77,7 +77,7 @@ class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         if isinstance(self._address, str):
             host, *port = self._address.rsplit(":", 1)
-            place = host.strip("[]"), int(port[0]) if port else DEFAULT_PORT
+            place = host.strip("[]"), int(port[0]) if port else _DEFAULT_PORT
             self.sock = socket.create_connection(place, self.timeout)
             here, there = self.sock.getsockname()[0], self.sock.getpeername()[0]
             if here != there and not ip_address(there).is_loopback:
@@ -97,10 +97,10 @@ class Zeusd:
     none that this understands, or fails.
     """
 
-    def __init__(self, address: Path | str, time_limit_s: float = REQUEST_TIME_LIMIT_S) -> None:
+    def __init__(self, address: Path | str, time_limit_s: float = _REQUEST_TIME_LIMIT_S) -> None:
         self.address = address
         self._time_limit_s = time_limit_s
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = os.environ.get(_TOKEN_VARIABLE)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def discover(self) -> ZeusdOffer:
@@ -147,7 +147,7 @@ class Zeusd:
             except (OSError, ValueError) as error:  # a port is a number
                 raise GpuError(
                     f"There is no zeusd at {self.address}: {error.args[-1]}",
-                    remedy=f"Start zeusd here, or set {SOCKET_VARIABLE}, {HOST_VARIABLE} or the "
+                    remedy=f"Start zeusd here, or set {_SOCKET_VARIABLE}, {_HOST_VARIABLE} or the "
                     "site's zeusd_socket",
                 ) from error
             try:
@@ -212,7 +212,7 @@ class Zeusd:
     def _no_right(self, reason: str) -> GpuPermissionError:
         return GpuPermissionError(
             f"Zeusd at {self.address} refuses: {reason}",
-            remedy=f"Set {TOKEN_VARIABLE} to a token with scope {CONTROL_GROUP} (`zeusd token "
+            remedy=f"Set {_TOKEN_VARIABLE} to a token with scope {CONTROL_GROUP} (`zeusd token "
             "issue`) where the daemon wants one; otherwise run zeusd with root's rights",
         )
 
@@ -220,7 +220,7 @@ class Zeusd:
         return GpuError(
             f"What listens at {self.address} does not answer {target} as zeusd does",
             value=body[:200].decode(errors="replace"),
-            remedy=f"Correct {SOCKET_VARIABLE}, {HOST_VARIABLE} or the site's zeusd_socket, or "
+            remedy=f"Correct {_SOCKET_VARIABLE}, {_HOST_VARIABLE} or the site's zeusd_socket, or "
             "upgrade zeusd",
         )
 
@@ -247,7 +247,7 @@ class ZeusdGpu(ReadThroughGpu):
     """
 
     backend = "zeusd"
-    late_request_s = REQUEST_TIME_LIMIT_S
+    late_request_s = _REQUEST_TIME_LIMIT_S
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ class ClockPage:
         """Store a request; its number, None if too many wait.
 
         It is due when DUE counts it, and so long after that, or when BEGUN does. One for 0 MHz is
-        answered when all before it are served. `following` and `_round` stand here themselves: at
+        answered when all before it are served. `_following` and `_round` stand here themselves: at
         units the host's caches are cold, and a call of Python's takes microseconds.
         """
         number = self._asked % MASK + 1
@@ -232,7 +232,7 @@ def _cut(text: str) -> bytes:
     return text.encode(errors="replace")[: _TEXT_BYTES - 1]
 
 
-def following(number: int) -> int:
+def _following(number: int) -> int:
     """The number of the next request."""
     return number % MASK + 1
 
@@ -290,7 +290,7 @@ class _PageRequests:
         self._closed = False
         self._page, self._summarize = page, summarize
         self._own: SimpleQueue[Item] = SimpleQueue()
-        self._next = following(page.before_last_due())
+        self._next = _following(page.before_last_due())
 
     def put(self, item: Item) -> None:
         """From this process; behind None, nobody waits for the GPU any more."""
@@ -319,7 +319,7 @@ class _PageRequests:
         return True
 
     def _take(self) -> Item:
-        number, self._next = self._next, following(self._next)
+        number, self._next = self._next, _following(self._next)
         frequency_mhz, delay_s = self._page.take(number)
         if not frequency_mhz:
             return partial(self._answer, number)

@@ -24,7 +24,7 @@ from pathlib import Path
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
-FORMAT = "envpipe-gpu-preset/1"
+_FORMAT = "envpipe-gpu-preset/1"
 SWEEP_STEP = 0.04
 """Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
 
@@ -200,7 +200,7 @@ def _load(path: Path) -> GpuPreset:
         content = path.read_bytes()
     except OSError as error:
         raise GpuError(f"Cannot read the GPU preset {path}: {error}") from error
-    table = parse_toml(content, f"GPU preset {path}", FORMAT)
+    table = parse_toml(content, f"GPU preset {path}", _FORMAT)
     preset = build(GpuPreset, table, f"GPU preset {path}: field ", name=path.stem)
     _check(preset, path)
     return preset

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from envpipe_megatron.gpu.base import GpuError
 
-FORMAT = "envpipe-emulated-gpu/1"
+_FORMAT = "envpipe-emulated-gpu/1"
 
 KEPT_TICKS = 64
 KEPT_SEGMENTS = 32
@@ -133,7 +133,7 @@ class EmulatedState:
 
     def to_json(self) -> bytes:
         """Return the state as one line of JSON; floats come back bit for bit."""
-        return json.dumps({"format": FORMAT, **vars(self)}).encode()
+        return json.dumps({"format": _FORMAT, **vars(self)}).encode()
 
 
 def tick_number(time_s: float, refresh_s: float) -> int:
@@ -153,8 +153,8 @@ def parse_state(text: bytes) -> EmulatedState:
         raw: Any = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
-        raise ValueError(f"its format is not {FORMAT!r}")
+    if not isinstance(raw, dict) or raw.pop("format", None) != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT!r}")
     try:
         state = EmulatedState(**raw)
         state.pending = state.pending and (state.pending[0], state.pending[1])

@@ -26,7 +26,7 @@ from typing import Any
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
-FORMAT = "envpipe-lease/1"
+_FORMAT = "envpipe-lease/1"
 LEASE_SUFFIX = ".json"
 
 PATH_BACKENDS = ("emulated", "dry_run")
@@ -257,7 +257,7 @@ class LeaseFile:
         except RecursionError as error:
             raise GpuError("Not a lease: nested too deeply", value=str(self.path)) from error
         try:
-            if document["format"] != FORMAT:
+            if document["format"] != _FORMAT:
                 raise GpuError(
                     "A lease of an unknown format",
                     value=document["format"],
@@ -340,7 +340,7 @@ def lease_name(address: GpuAddress) -> str:
 def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -> bytes:
     """The content of a lease that this process looks after."""
     document = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "address": asdict(address),
         "job": job,
         "uid": os.geteuid(),

@@ -27,7 +27,7 @@ from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
 
-JOB = "envpipe clocks reset"
+_JOB = "envpipe clocks reset"
 
 
 def that_can_be_undone(
@@ -100,7 +100,7 @@ class Resetter:
     def _reset(self, address: GpuAddress) -> str:
         gpu = self._open(address)
         try:
-            _reset_leased(gpu, JOB, None, self._open)
+            _reset_leased(gpu, _JOB, None, self._open)
         except LeaseFolderError as error:
             _refuse_held(address.uid)
             gpu.reset_frequency()

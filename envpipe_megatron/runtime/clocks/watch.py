@@ -20,11 +20,11 @@ from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
-TOLERANCE_MHZ = 15
+_TOLERANCE_MHZ = 15
 #: The least share of samples, and the least number, with which clocks are said not to have
 #: followed.
-WARN_SHARE = 0.05
-WARN_SAMPLES = 10
+_WARN_SHARE = 0.05
+_WARN_SAMPLES = 10
 #: So many of the latest looks are kept for `held_back`.
 _RECENT = 64
 #: So many states of power profiles and limits are kept, and so many named in a warning.
@@ -219,7 +219,7 @@ class ClockWatch:
                 + ", then ".join(seen[:_MOST_SAID])
                 + (f", and {more} more" if more > 0 else "")
             )
-        if judged < WARN_SAMPLES or max(above, below) < WARN_SHARE * judged:
+        if judged < _WARN_SAMPLES or max(above, below) < _WARN_SHARE * judged:
             return
         parts = []
         if above:
@@ -241,4 +241,4 @@ class ClockWatch:
 def _side(requested_mhz: int, observed_mhz: int) -> int:
     """1 for a clock above the one requested, -1 below it, 0 if it followed."""
     excess_mhz = observed_mhz - requested_mhz
-    return (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)
+    return (excess_mhz > _TOLERANCE_MHZ) - (excess_mhz < -_TOLERANCE_MHZ)

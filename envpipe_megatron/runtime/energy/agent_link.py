@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 #: Begins the name of a rank's own log where an agent goes on billing its GPU, which it does not
 #: reach: `energy*.jsonl` are summed.
-UNBILLED = "unbilled-energy"
+_UNBILLED = "unbilled-energy"
 
 #: For answers, before training.
 _ANSWER_S = 30.0
@@ -46,7 +46,7 @@ _ANSWER_S = 30.0
 
 def own_log_name() -> str:
     """How the name begins of the energy log that a rank writes itself."""
-    return UNBILLED if os.environ.get(AGENT_VARIABLE) else "energy"
+    return _UNBILLED if os.environ.get(AGENT_VARIABLE) else "energy"
 
 
 class AgentLink:
@@ -130,7 +130,7 @@ def connect_to_agent(
 def _connected(path: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hello = {**labels, "op": "hello", "backend": gpu.address.backend, "gpu_uid": gpu.address.uid}
-    with _logged(f"does not answer, so this rank writes its own log, {UNBILLED}*.jsonl"):
+    with _logged(f"does not answer, so this rank writes its own log, {_UNBILLED}*.jsonl"):
         connection.settimeout(_ANSWER_S)
         connection.connect(path)
         link = AgentLink(connection)

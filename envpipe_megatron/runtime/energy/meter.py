@@ -30,9 +30,9 @@ from envpipe_megatron.gpu.opening import BACKENDS
 logger = logging.getLogger(__name__)
 
 #: A window shorter than this says little: its ends lie somewhere within a refresh.
-MIN_REFRESHES = 10
+_MIN_REFRESHES = 10
 #: A counter that has not refreshed for this many periods stands still: nothing is guessed beyond.
-MAX_SILENT_REFRESHES = 3
+_MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
 #: What NVML's counter counts in (mJ).
@@ -130,7 +130,7 @@ class EnergyMeter:
     def refresh_s(self) -> float:
         """The counter's refresh period: the median of the latest, as polls miss some refreshes."""
         with self._seen():
-            latest = self._times_s[-2 * MIN_REFRESHES :]
+            latest = self._times_s[-2 * _MIN_REFRESHES :]
         if len(latest) < 2:
             return _TYPICAL_REFRESH_S
         return statistics.median(b - a for a, b in pairwise(latest))
@@ -138,7 +138,7 @@ class EnergyMeter:
     @property
     def min_window_s(self) -> float:
         """How long a window should last at least: ten refreshes."""
-        return MIN_REFRESHES * self.refresh_s
+        return _MIN_REFRESHES * self.refresh_s
 
     def refreshes(self, begin_s: float) -> tuple[FloatArray, FloatArray]:
         """Instants of all refreshes since then, and what the counter said, J; neither reads.
@@ -166,7 +166,7 @@ class EnergyMeter:
         """Energy between two instants on the GPU's time base; neither reads nor waits.
 
         Past the last refresh it is extrapolated with the power between the last two, for
-        `MAX_SILENT_REFRESHES` periods at most: close a window some refreshes after its end.
+        `_MAX_SILENT_REFRESHES` periods at most: close a window some refreshes after its end.
 
         The uncertainty is that of the interpolation at both ends (how much the power varies from
         refresh to refresh there, times the refresh period, or times the time to the last refresh
@@ -213,7 +213,7 @@ class EnergyMeter:
             return
         if self.error is not None:
             raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
-        silent_s = MAX_SILENT_REFRESHES * self.refresh_s
+        silent_s = _MAX_SILENT_REFRESHES * self.refresh_s
         if len(self._times_s) < 2 or end_s > last_s + silent_s:
             raise MeterError(
                 f"The energy counter of {self._gpu.name} has not refreshed since {last_s} s, and a "

@@ -47,7 +47,7 @@ from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-GRIDS_FILE = "reconfigure.txt"
+_GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
 #: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
@@ -159,13 +159,13 @@ class JobFolder:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
         if self.path is None:
             return
-        path = self.path / GRIDS_FILE
+        path = self.path / _GRIDS_FILE
 
         def write() -> None:
             with path.open("a") as file:
                 file.write(text + "\n\n")
 
-        self.writer.put(GRIDS_FILE, write)
+        self.writer.put(_GRIDS_FILE, write)
 
     def keep_profile(self, profile: Profile) -> None:
         """Write the profile that was measured, even if no plan can be made from it."""

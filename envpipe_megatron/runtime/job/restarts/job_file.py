@@ -37,7 +37,7 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 
-JOB_FORMAT = "envpipe-job/2"
+_JOB_FORMAT = "envpipe-job/2"
 JOB_FILE = "job.json"
 PROFILE_FILE = "profile.csv"
 _PLAN_FILES = re.compile(r"plan(-m\d+)?\.json")
@@ -117,7 +117,7 @@ class StoredJob:
             del measured["own"]
         full = others.pop("", None)
         return {
-            "format": JOB_FORMAT,
+            "format": _JOB_FORMAT,
             "keys": asdict(self.keys),
             "starts": list(self.starts),
             "phases_done": list(self.phases_done),
@@ -183,8 +183,8 @@ def digest(path: Path) -> str:
 
 def _parse(data: Any) -> StoredJob:
     """A job from its JSON; one of Python's own errors if it is something else."""
-    if data["format"] != JOB_FORMAT:
-        raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
+    if data["format"] != _JOB_FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, not {_JOB_FORMAT!r}")
     baselines = {"": data["baseline"], **data.get("other_baselines", {})}
     ended = data["reconfigure"]
     clock = data["one_clock_mhz"]
