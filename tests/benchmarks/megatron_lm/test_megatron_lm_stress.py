@@ -69,7 +69,7 @@ def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
         for unit in schedule.stages[stage]:
             (work.forward if unit.kind is Kind.FORWARD else work.backward)(unit, unit.microbatch)
 
-    monkeypatch.setattr(stress.interpreter, "execute", execute)
+    monkeypatch.setattr(stress.stage_run, "execute", execute)
     monkeypatch.setattr(stress.session, "execute", stress.session.execute)  # is put back
     iterations = [3]
     stress.tell_units(lambda *at: told.append(at), lambda: iterations[-1])
@@ -82,7 +82,7 @@ def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
 
 def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch):
     history = []
-    monkeypatch.setattr(stress.interpreter, "execute", lambda *run: history.append(run[2]))
+    monkeypatch.setattr(stress.stage_run, "execute", lambda *run: history.append(run[2]))
     try:
         stress.install({"seed": 1, "delay_s": 0.0}, 0, print, lambda: 1, print)
         # Where the batches of a job look both up.
