@@ -27,6 +27,11 @@ T = TypeVar("T")
 _PROCESS = ("-P", "-m", "envpipe_megatron.control.background")  # -P: not the working folder
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_NICE = 10
+#: It ends so long after the rank should have ended it, s.
+_LATER_S = 60
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class BackgroundError(EnvPipeError):
@@ -112,13 +117,6 @@ class Background(Generic[T]):
 def _in_memory() -> IO[bytes]:
     """A file without a name: no disk is waited for, and no `/dev/shm` need have room."""
     return os.fdopen(os.memfd_create("envpipe"), "w+b")
-
-
-_PR_SET_PDEATHSIG = 1
-_NICE = 10
-#: It ends so long after the rank should have ended it, s.
-_LATER_S = 60
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def main() -> None:

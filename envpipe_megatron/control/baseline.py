@@ -14,6 +14,8 @@ from envpipe_megatron.core.arrays import FloatArray
 
 #: So many latest steps of a plan are kept, and of the baseline.
 _KEPT_STEPS, _KEPT_BASELINE = 64, 16
+#: A counter that was not seen for so long is silent, s: thirty of its refreshes.
+_SILENT_S = 3.0
 
 
 class Steps:
@@ -65,10 +67,6 @@ class Baseline:
         middle = np.median(ratios)
         deviation = float(np.median(np.abs(ratios / middle - 1)))
         return max(median_error(deviation, len(ratios)), others.error(len(ratios)))
-
-
-#: A counter that was not seen for so long is silent, s: thirty of its refreshes.
-_SILENT_S = 3.0
 
 
 class Harm:

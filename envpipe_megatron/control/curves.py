@@ -29,6 +29,23 @@ _CLEARLY_BETTER = 1e-4
 _KNEES = np.linspace(0.4, 0.95, 23)
 #: Terms of a kind's power beside the static one.
 _TERMS = 3
+#: So many standard errors are no scatter: there are some hundred comparisons in each window.
+_SURELY = 4.5
+#: Ratios to what was known that differ by less are alike, whatever the scatter.
+_ALIKE = 0.005
+#: Variance of a median, as a multiple of that of the mean.
+_OF_MEDIAN = 1.57
+#: A point never stands for more units, so that it follows what changes slowly.
+_MOST_UNITS = 400.0
+#: What is known of scatter counts this much less with each window.
+_FADES = 0.95
+#: From the median of absolute deviations to a standard deviation; of few, a little more.
+_FROM_MEDIAN = 1.4826
+#: Error of what does not scatter.
+_EXACT = 1e-9
+#: Half-way between two measured clocks a tenth apart, and per tenth beyond them, by how much a
+#: model may err: the mean error on published profiles, and twice that.
+_ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
 
 
 def fit_times_s(
@@ -174,25 +191,6 @@ class PowerModel:
         rows[-2, -3:] = weight, weight, -weight
         rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
         return rows
-
-
-#: So many standard errors are no scatter: there are some hundred comparisons in each window.
-_SURELY = 4.5
-#: Ratios to what was known that differ by less are alike, whatever the scatter.
-_ALIKE = 0.005
-#: Variance of a median, as a multiple of that of the mean.
-_OF_MEDIAN = 1.57
-#: A point never stands for more units, so that it follows what changes slowly.
-_MOST_UNITS = 400.0
-#: What is known of scatter counts this much less with each window.
-_FADES = 0.95
-#: From the median of absolute deviations to a standard deviation; of few, a little more.
-_FROM_MEDIAN = 1.4826
-#: Error of what does not scatter.
-_EXACT = 1e-9
-#: Half-way between two measured clocks a tenth apart, and per tenth beyond them, by how much a
-#: model may err: the mean error on published profiles, and twice that.
-_ERRS_BETWEEN, _ERRS_BEYOND = 0.005, 0.02
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 
 _PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
+#: What a GPU may be busy with that only answers those who read its meters.
+_MOST_BUSY_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +153,6 @@ def _mig_instance(uid: str) -> MigModeError:
         value=uid,
         remedy="Train on whole GPUs, with MIG off, or without clock control",
     )
-
-
-#: What a GPU may be busy with that only answers those who read its meters.
-_MOST_BUSY_PERCENT = 5
 
 
 @dataclass(frozen=True)

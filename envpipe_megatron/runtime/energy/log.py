@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: Most windows that wait for a counter that stands still; beyond this it is taken to have failed.
 _MOST_WAITING = 64
+#: A step of a baseline that takes this much longer than the median loads, compiles or captures.
+_REPRESENTATIVE = 1.2
+#: At one clock, one that takes this much longer was held up.
+_USUAL = 1.1
 
 
 @dataclass
@@ -263,12 +267,6 @@ class EnergyLog:
         if not self._failing:
             logger.error("The energy log has a gap, training goes on: %s", reason)
         self._failing = True
-
-
-#: A step of a baseline that takes this much longer than the median loads, compiles or captures.
-_REPRESENTATIVE = 1.2
-#: At one clock, one that takes this much longer was held up.
-_USUAL = 1.1
 
 
 class Interval:

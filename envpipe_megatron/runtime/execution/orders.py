@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 #: Iterations that did not run whole are repeated until they have been run so often.
 MOST_TRIES = 3
+#: Of a shorter iteration, as a step without units is, no more are run than of this one, s.
+_LEAST_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,6 @@ def constant_order(
     """All forwards at one frequency; all backwards, and what is combined with one, at another."""
     frequency = np.where(schedule.is_backward, backward_mhz, forward_mhz).astype(np.int64)
     return IterationOrder(phase, schedule, schedule.pair_clocks(frequency))
-
-
-#: Of a shorter iteration, as a step without units is, no more are run than of this one, s.
-_LEAST_S = 1e-3
 
 
 class Stretches:

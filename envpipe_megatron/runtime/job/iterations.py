@@ -28,6 +28,9 @@ from envpipe_megatron.runtime.job.parts import JobParts, PhaseParts
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import predicted
 
+#: A job of weeks must not grow.
+_KEPT_ITERATIONS = 10_000
+
 
 @dataclass
 class Batch:
@@ -132,10 +135,6 @@ class Batches:
 def _named(name: str, put: Callable[[str], None]) -> Callable[[str], None]:
     """Prints what a batch has a name for."""
     return lambda text: put(f"{name}: {text}")
-
-
-#: A job of weeks must not grow.
-_KEPT_ITERATIONS = 10_000
 
 
 class Iterations:

@@ -46,6 +46,9 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
+#: A step that lasts this many times as long as its like holds something that is no training.
+_PAUSED = 2.0
+
 
 def run_online(
     job: PhaseParts,
@@ -218,10 +221,6 @@ def _places(schedule: Schedule, stage: int, kinds: Sequence[Kind]) -> list[int]:
     """The place of the kind of each of a stage's units; below zero if it takes no time."""
     places: list[int] = (schedule.unit_keys(1, kinds)[stage] - len(kinds) * stage).tolist()
     return places
-
-
-#: A step that lasts this many times as long as its like holds something that is no training.
-_PAUSED = 2.0
 
 
 def make_report(

@@ -22,6 +22,9 @@ from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 _HOLD_S = 1.5
 #: Waiting power bends little over the clock: a few points give its curve.
 _NUM_CLOCKS = 4
+#: Round trips that count; those before them bring buffers and routes into use.
+_ROUND_TRIPS = 11
+_WARMUPS = 3
 
 
 def wait_clocks(sweep_mhz: Sequence[int]) -> list[int]:
@@ -90,11 +93,6 @@ def measure_wait_power(
         return meter.energy_j(start_s, end_s) / (end_s - start_s)
     except MeterError:
         return math.nan
-
-
-#: Round trips that count; those before them bring buffers and routes into use.
-_ROUND_TRIPS = 11
-_WARMUPS = 3
 
 
 def measure_p2p_latency_s(
