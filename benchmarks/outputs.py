@@ -1,4 +1,4 @@
-"""What benchmarks leave and show: rows as CSV and as a table, pictures as PNG and SVG."""
+"""What benchmarks leave and show: rows as CSV and as a table."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 #: Profiles and runs that others measured, beside the checkout.
 PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
-#: Of Okabe and Ito: readers with any colour vision can tell them apart.
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PINK, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
-COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW)
-_DPI = 160
-#: Of a group of bars, where groups are 1 apart.
-_GROUP_WIDTH = 0.84
 #: Characters of a table, which a narrower terminal or a pipe would cut.
 _TABLE_WIDTH = 190
 
@@ -35,7 +26,7 @@ def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., A
         type=click.Path(file_okay=False, path_type=Path),
         default=Path("runs/benchmarks") / folder,
         show_default=True,
-        help="Folder for CSV files, pictures and claims.json.",
+        help="Folder for CSV files and claims.json.",
     )
 
 
@@ -75,42 +66,6 @@ def _cell(value: object) -> str:
         decimals = 4 if abs(value) < 10 else 1 if abs(value) >= 1000 else 2
         return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no -0.00
     return str(value)
-
-
-def save_picture(figure: Figure, folder: Path, name: str) -> None:
-    """Write `name`.png for a glance and `name`.svg for a paper, the same for the same figure."""
-    figure.savefig(folder / f"{name}.png", dpi=_DPI)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-
-
-def bare(*panels: Axes) -> None:
-    """Take the frame's upper and right line away."""
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-
-
-def grouped_bars(
-    axes: Axes,
-    groups: Sequence[str],
-    series: Mapping[str, Sequence[tuple[float, str]]],
-    colours: Sequence[str] = COLOURS,
-) -> None:
-    """Draw bars side by side: for each label the heights for all groups, and texts above them."""
-    width = _GROUP_WIDTH / len(series)
-    for index, (label, bars) in enumerate(series.items()):
-        left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(bars))]
-        axes.bar(
-            left, [height for height, _ in bars], width, align="edge", label=label,
-            color=colours[index % len(colours)], edgecolor="black", linewidth=0.4,
-        )  # fmt: skip
-        for x, (height, text) in zip(left, bars, strict=True):
-            axes.annotate(
-                text, (x + width / 2, height), (0, 3), textcoords="offset points", ha="center",
-                va="bottom", fontsize=7, rotation=90,
-            )  # fmt: skip
-    axes.set_xticks(range(len(groups)), groups, fontsize="small")
-    axes.margins(x=0.02, y=0.15)
-    bare(axes)
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:

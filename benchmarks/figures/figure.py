@@ -19,11 +19,11 @@ from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, Experiment
 from benchmarks.figures.findings import claims_of
 from benchmarks.figures.outcome import EMULATED
-from benchmarks.figures.pictures import draw
+from benchmarks.figures.pictures import save_picture
 from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of
 from benchmarks.figures.rows import Row
 from benchmarks.figures.training import read_result, train
-from benchmarks.outputs import make_console, make_table, save_picture, write_csv
+from benchmarks.outputs import make_console, make_table, write_csv
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
 
@@ -160,7 +160,7 @@ def leave(
     folder.mkdir(parents=True, exist_ok=True)
     columns = [row.columns() for row in rows]
     write_csv(folder / f"{experiment.name}.csv", columns)
-    save_picture(draw(experiment, rows), folder, experiment.name)
+    save_picture(experiment, rows, folder)
     hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
     console.print(make_table(f"{experiment.title}: {hardware}", columns, _SHOWN))
     claims = claims_of(experiment, rows, again)

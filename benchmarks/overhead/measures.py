@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import timeit
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,8 +117,3 @@ def planning_measures(workload: Workload) -> Iterator[Measure]:
         seconds = timeit.timeit(partial(make_plan, workload.profile, request), number=1)
         what = f"optimal on {order}, {workload.profile.num_stages} x {workload.num_microbatches}"
         yield Measure("planning", what, "s", seconds)
-
-
-def of_part(measures: Iterable[Measure], part: str) -> Sequence[Measure]:
-    """The measures of one part."""
-    return [measure for measure in measures if measure.part == part]

@@ -30,7 +30,6 @@ from benchmarks.outputs import (
     make_console,
     make_table,
     output_option,
-    save_picture,
     write_csv,
 )
 from benchmarks.overhead.measures import (
@@ -40,11 +39,9 @@ from benchmarks.overhead.measures import (
     log_line_measures,
     log_measures,
     message_measure,
-    of_part,
     planning_measures,
     thread_measures,
 )
-from benchmarks.overhead.pictures import overhead_figure
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 
 #: The pipeline that is planned: 8 stages, 96 microbatches.
@@ -92,7 +89,6 @@ def main(seconds: float, output: Path) -> None:
     console.print(make_table(f"Overhead, {basis}", rows))
     output.mkdir(parents=True, exist_ok=True)
     write_csv(output / "overhead.csv", ({**row, "basis": basis} for row in rows))
-    save_picture(overhead_figure(measures, basis), output, "overhead")
     write_claims(output / CLAIMS_FILE, claims(measures, basis))
     console.print("On GPUs, clocks untouched:")
     for command in ON_GPUS:
@@ -134,7 +130,7 @@ def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:
             basis,
         )
         for part, sentence in SENTENCES.items()
-        if (found := of_part(measures, part))
+        if (found := [m for m in measures if m.part == part])
     ]
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.claims import Claim
 from benchmarks.outputs import span
-from benchmarks.planner.plans import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
-from benchmarks.planner.workloads import WHAT_DIFFERS, Published
+from benchmarks.planner.plans import FRONTIER_POINTS, Comparison, PlanKind
+from benchmarks.planner.workloads import PERSEUS_SAVED_PERCENT, WHAT_DIFFERS
 
 FIGURE = "planner_compare"
 COMMAND = "python benchmarks/planner/compare.py"
@@ -17,14 +17,11 @@ BASIS = "replay of measured A100 and A40 profiles, one evaluator for all plans"
 _MOST_MICROBATCHES = 96
 
 
-def comparison_claims(
-    comparisons: Sequence[Comparison], published: Sequence[Published], options: str = ""
-) -> list[Claim]:
-    """The claims of comparisons that `options` of the command make, and of what was published."""
+def comparison_claims(comparisons: Sequence[Comparison], options: str = "") -> list[Claim]:
+    """Say what comparisons show, which `options` of the command make."""
     claims = [
         *_saving_claims(comparisons),
-        *_lowtime_claims(comparisons),
-        *_published_claims(comparisons, published),
+        *_published_claims(comparisons),
         *_planning_claims(comparisons),
     ]
     return [replace(claim, command=f"{COMMAND} {options}".strip()) for claim in claims]
@@ -68,36 +65,13 @@ def _saving_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
     return claims
 
 
-def _lowtime_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
-    """Against the plans of lowtime that are there, in their own time."""
-    differences = [
-        pair.energy_percent
-        for _, pair in rival_pairs(comparisons)
-        if pair.rival.kind is PlanKind.LOWTIME
-    ]
-    if not differences:
-        return []
-    return [
-        _claim(
-            f"On 1F1B, in the time that lowtime's plan really takes, the optimal policy needs "
-            f"{span([-value for value in differences], 2)} % less energy ({len(differences)} "
-            "plans)",
-            "Perseus: its plans lie on the frontier of time and energy",
-            agrees=max(differences) > 0,
-            why="" if max(differences) > 0 else "lowtime fits exponentials and rounds times down.",
-        )
-    ]
-
-
-def _published_claims(
-    comparisons: Sequence[Comparison], published: Sequence[Published]
-) -> list[Claim]:
+def _published_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
     claims = []
     for name, some in _groups(comparisons):
         pairs = [
-            (comparison.row(PlanKind.OURS_ON_1F1B).saving_percent, known.perseus.saving_percent)
-            for comparison, known in zip(comparisons, published, strict=True)
-            if comparison in some and known.perseus is not None
+            (each.row(PlanKind.OURS_ON_1F1B).saving_percent, printed)
+            for each in some
+            if (printed := PERSEUS_SAVED_PERCENT.get(each.workload.key)) is not None
         ]
         if not pairs:
             continue

@@ -21,25 +21,15 @@ import click
 
 from benchmarks import outputs
 from benchmarks.claims import CLAIMS_FILE, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, save_picture, write_csv
+from benchmarks.outputs import make_console, make_table, output_option, write_csv
 from benchmarks.planner.claims import comparison_claims
 from benchmarks.planner.lowtime_rival import run_lowtime
-from benchmarks.planner.pictures import memory_figure, savings_figure
 from benchmarks.planner.plans import (
-    Comparison,
-    PlanKind,
     Row,
     compare,
-    rival_pairs,
     warm_up,
 )
-from benchmarks.planner.workloads import (
-    WHAT_DIFFERS,
-    Published,
-    Workload,
-    read_published,
-    read_workloads,
-)
+from benchmarks.planner.workloads import WHAT_DIFFERS, Workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
 #: What a terminal shows of plans.csv.
@@ -88,7 +78,6 @@ def main(
     lowtime = partial(run_lowtime, time_limit_s=lowtime_limit, output_dir=lowtime_results)
     load_before = os.getloadavg()[0]
     comparisons = []
-    published = []
     try:
         workloads = _chosen(read_workloads(data), names)
         warm_up(workloads[0])
@@ -97,21 +86,18 @@ def main(
             rows = [_plan_row(workload, row) for row in comparison.rows]
             console.print(make_table(workload.name, rows, _SHOWN))
             comparisons.append(comparison)
-            baseline = comparison.row(PlanKind.ALL_MAXIMUM).cost
-            published.append(read_published(workload, baseline, data))
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
     output.mkdir(parents=True, exist_ok=True)
     plans = [_plan_row(c.workload, row) for c in comparisons for row in c.rows]
     write_csv(output / "plans.csv", plans)
-    tables = {
-        "at_rival_time": ("Ours in the time of a rival's plan", _rival_time_rows(comparisons)),
-        "frontiers": ("Our frontiers", _frontier_rows(comparisons)),
-        "published": ("As published, (%)", _published_rows(comparisons, published)),
-    }
-    for name, (title, found) in tables.items():
-        write_csv(output / f"{name}.csv", found)
-        console.print(make_table(title, found))
+    frontiers = [
+        {"workload": comparison.workload.key, **asdict(frontier)}
+        for comparison in comparisons
+        for frontier in comparison.frontiers
+    ]
+    write_csv(output / "frontiers.csv", frontiers)
+    console.print(make_table("Our frontiers", frontiers))
     console.print(WHAT_DIFFERS)
     for text in (text for comparison in comparisons for text in comparison.skipped):
         console.print(f"Left out: {text}", markup=False)
@@ -120,13 +106,9 @@ def main(
         f"Load average (1 min) {load_before:.1f} at the start and {os.getloadavg()[0]:.1f} at the "
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
-    save_picture(savings_figure(comparisons), output, "savings")
-    memory = memory_figure(comparisons)
-    if memory is not None:
-        save_picture(memory, output, "saving_by_memory")
     lowtime_options = ["--skip-lowtime"] if skip_lowtime else [f"--lowtime-limit {lowtime_limit:g}"]
     options = " ".join([*lowtime_options, *(f"--workload {name}" for name in names)])
-    write_claims(output / CLAIMS_FILE, comparison_claims(comparisons, published, options))
+    write_claims(output / CLAIMS_FILE, comparison_claims(comparisons, options))
 
 
 def _chosen(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
@@ -160,45 +142,6 @@ def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:
         "extra_forwards": " ".join(map(str, row.plan.schedule.extra_forwards)),
         "finished": row.finished,
     }
-
-
-def _rival_time_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": comparison.workload.key,
-            "rival": pair.rival.label,
-            "rival_time_s": pair.rival.cost.iteration_time_s,
-            "rival_energy_j": pair.rival.cost.energy_j,
-            "our_order": pair.order,
-            "our_time_s": pair.ours.iteration_time_s,
-            "our_energy_j": pair.ours.energy_j,
-            "energy_difference_percent": pair.energy_percent,
-            "passed": pair.passed,
-        }
-        for comparison, pair in rival_pairs(comparisons)
-    ]
-
-
-def _frontier_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {"workload": comparison.workload.key, **asdict(frontier)}
-        for comparison in comparisons
-        for frontier in comparison.frontiers
-    ]
-
-
-def _published_rows(
-    comparisons: Sequence[Comparison], published: Sequence[Published]
-) -> list[dict[str, Any]]:
-    rows = []
-    for comparison, known in zip(comparisons, published, strict=True):
-        row: dict[str, Any] = {"workload": comparison.workload.key}
-        for name in ("perseus", "perseus_file", "envpipe", "envpipe_file"):
-            saving = getattr(known, name)
-            row[f"{name}_saving_percent"] = saving and saving.saving_percent
-            row[f"{name}_slowdown_percent"] = saving and saving.slowdown_percent
-        rows.append(row)
-    return rows
 
 
 if __name__ == "__main__":

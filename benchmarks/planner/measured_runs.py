@@ -251,11 +251,6 @@ class Validation:
         """Of all runs."""
         return errors_of(self.predictions)
 
-    @property
-    def reference(self) -> MeasuredRun:
-        """The all-maximum run: the first of those with the highest mean clock."""
-        return max(self.workload.runs, key=lambda run: float(run.frequency_mhz.mean()))
-
 
 def errors_of(predictions: Sequence[Prediction]) -> Errors:
     """Mean absolute errors of some predictions, at least one."""

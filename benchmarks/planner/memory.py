@@ -12,9 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from benchmarks.outputs import COLOURS
 from benchmarks.planner.workloads import preset_workload
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
@@ -89,27 +86,3 @@ def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, obje
         }
         for one in predictions
     ]
-
-
-def memory_figure(predictions: Iterable[MemoryPrediction]) -> Figure:
-    """Predicted against measured peaks, both over the measured peak of 1F1B on the stage."""
-    figure = Figure(figsize=(5.6, 5.6), layout="constrained")
-    axes = figure.subplots()
-    listed = list(predictions)
-    for index, where in enumerate(dict.fromkeys(one.where for one in listed)):
-        own = [one for one in listed if one.where == where]
-        x = [one.measured_bytes / one.baseline_bytes for one in own]
-        y = [one.predicted_bytes / one.baseline_bytes for one in own]
-        axes.plot(x, y, "o", mfc="none", color=COLOURS[index], label=where)
-        for one, at in zip(own, zip(x, y, strict=True), strict=True):
-            text = f"stage {one.stage}, {one.in_flight} in flight"
-            axes.annotate(text, at, (12, -15), textcoords="offset points", fontsize=8)
-    low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], 1.0)
-    ends = [low, high + 0.35 * (high - low)]  # room for the words beside the points
-    axes.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
-    axes.set(xlim=ends, ylim=ends, aspect="equal")
-    axes.set_xlabel("measured peak / peak of 1F1B (ratio)")
-    axes.set_ylabel("predicted peak / peak of 1F1B (ratio)")
-    axes.set_title("Peak memory of a stage in EnvPipe's order")
-    axes.legend(loc="upper left", frameon=False)
-    return figure

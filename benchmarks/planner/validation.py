@@ -14,20 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MultipleLocator
 from rich.console import Console
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.outputs import (
-    COLOURS,
     PERSEUS_DATA,
     make_console,
     make_table,
     output_option,
-    save_picture,
     write_csv,
 )
 from benchmarks.planner.measured_runs import (
@@ -40,7 +34,6 @@ from benchmarks.planner.memory import (
     MemoryPrediction,
     cpu_memory,
     memory_cells,
-    memory_figure,
 )
 from envpipe_megatron.errors import EnvPipeError
 
@@ -48,9 +41,6 @@ DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
 FIGURE = "planner_validation"
 COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
-HALF_MARKERS = ("o", "^")
-#: Runs further off than this get their name in the picture.
-FAR_OFF = 0.03
 
 
 @click.command()
@@ -76,12 +66,10 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
         lines = [_summary(validation) for validation in validations]
         write_csv(output / "validation.csv", lines)
         write_csv(output / "validation_runs.csv", _run_rows(validations))
-        save_picture(_scatter(validations), output, "validation")
         console.print(make_table("Mean absolute error of predicted runs (%)", lines))
         console.print(_notes(validations))
     if memory:
         write_csv(output / "validation_memory.csv", memory_cells(memory))
-        save_picture(memory_figure(memory), output, "validation_memory")
         title = "Peak memory in EnvPipe's order"
         console.print(make_table(title, memory_cells(memory)))
     write_claims(output / CLAIMS_FILE, validation_claims(validations, memory))
@@ -214,68 +202,6 @@ def _notes(validations: Sequence[Validation]) -> str:
             f"{errors.time_held_out:.2f} %, energy {errors.energy_held_out:.2f} % held out."
         )
     return "\n".join(notes)
-
-
-def _scatter(validations: Sequence[Validation]) -> Figure:
-    """Predicted against measured, relative to each workload's measured all-maximum run."""
-    figure = Figure(figsize=(11, 10.5), layout="constrained")
-    panels = figure.subplots(2, 2)
-    for column, (quantity, tolerance) in enumerate((("iteration time", 1), ("energy", 2))):
-        for axes, held_out in zip(panels[:, column], (False, True), strict=True):
-            for index, validation in enumerate(validations):
-                _draw_runs(axes, validation, COLOURS[index % len(COLOURS)], column, held_out)
-            _identity(axes, tolerance)
-            fit = "fitted on the other half" if held_out else "profile alone"
-            axes.set_title(f"{quantity.capitalize()}, {fit}")
-            axes.set_xlabel(f"measured {quantity} / all-maximum run (ratio)")
-            axes.set_ylabel(f"predicted {quantity} / measured all-maximum run (ratio)")
-    handles = [
-        Line2D([], [], color=COLOURS[i % len(COLOURS)], marker="s", ls="", label=v.workload.name)
-        for i, v in enumerate(validations)
-    ]
-    for marker, name, other in zip(HALF_MARKERS, HALF_NAMES, HALF_NAMES[::-1], strict=True):
-        label = f"half {name}, fitted on half {other}"
-        handles.append(Line2D([], [], color="0.3", marker=marker, mfc="none", ls="", label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
-    return figure
-
-
-def _draw_runs(
-    axes: Axes, validation: Validation, colour: str, quantity: int, held_out: bool
-) -> None:
-    """The runs of a workload; those far off by name where conditions were fitted."""
-    reference = validation.reference
-    scale = (reference.iteration_time_s, reference.energy_j)[quantity]
-    for predicted in validation.predictions:
-        run, cost = predicted.run, predicted.held_out if held_out else predicted.unfitted
-        measured = (run.iteration_time_s, run.energy_j)[quantity] / scale
-        expected = (cost.iteration_time_s, cost.energy_j)[quantity] / scale
-        marker = HALF_MARKERS[predicted.half]
-        axes.plot(measured, expected, ls="", marker=marker, mfc="none", color=colour, ms=5)
-        if held_out and abs(expected / measured - 1.0) > FAR_OFF:
-            axes.annotate(
-                run.name, (measured, expected), (6, -3), textcoords="offset points", size="small"
-            )
-
-
-def _identity(axes: Axes, tolerance_percent: float) -> None:
-    """The line of perfect prediction, and the band of the tolerance around it."""
-    low = min(axes.get_xlim()[0], axes.get_ylim()[0])
-    high = max(axes.get_xlim()[1], axes.get_ylim()[1])
-    ends, share = [low, high], tolerance_percent / 100
-    axes.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
-    axes.fill_between(
-        ends,
-        [end * (1 - share) for end in ends],
-        [end * (1 + share) for end in ends],
-        color="0.9",
-        zorder=-1,
-        label=f"± {tolerance_percent} %",
-    )
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MultipleLocator(0.05))
-    axes.legend(loc="upper left", frameon=False)
 
 
 if __name__ == "__main__":

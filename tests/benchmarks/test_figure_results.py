@@ -15,7 +15,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
 from benchmarks import all as everything
 from benchmarks.claims import CLAIMS_FILE, read_claims
 from benchmarks.figures import figure as command

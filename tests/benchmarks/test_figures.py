@@ -8,7 +8,6 @@ from on_request import on_request
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
 import torch
 
 from benchmarks.figures.experiments import (

@@ -1,4 +1,4 @@
-"""The overhead: what is measured is the runtime's own, and rows, picture and claims agree."""
+"""The overhead: what is measured is the runtime's own, and rows and claims agree."""
 
 import csv
 from pathlib import Path
@@ -7,13 +7,11 @@ import pytest
 from click.testing import CliRunner
 from on_request import on_request
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 from benchmarks.claims import read_claims
 from benchmarks.overhead import host, latency
 from benchmarks.overhead import overhead as command
 from benchmarks.overhead.measures import Measure, planning_measures
-from benchmarks.overhead.pictures import overhead_figure
 from benchmarks.planner.workloads import preset_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +69,7 @@ def test_a_plan_of_each_order_is_timed():
 
 
 @on_request("FIGURES")
-def test_rows_picture_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
+def test_rows_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measured", lambda *_: iter(reversed(MEASURES)))
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -88,9 +86,3 @@ def test_rows_picture_and_claims_are_of_what_was_measured(tmp_path, monkeypatch)
     claims = read_claims(tmp_path / "claims.json")
     assert [claim.figure for claim in claims] == ["overhead"] * len(MEASURES)
     assert "1.010 (0.990 to 1.030)" in claims[3].claim
-    assert (tmp_path / "overhead.png").exists()
-
-
-def test_parts_that_were_not_measured_are_not_drawn():
-    assert len(overhead_figure(MEASURES, "basis").axes) == 3
-    assert len(overhead_figure(MEASURES[:1], "basis").axes) == 1

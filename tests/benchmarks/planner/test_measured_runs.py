@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 from core_cases import uniform_profile
 
+from benchmarks.planner.measured_runs import read_workload, validate
+from benchmarks.planner.memory import MemoryPrediction
+from benchmarks.planner.validation import validation_claims
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.errors import EnvPipeError
-
-pytest.importorskip("matplotlib")
-
-from benchmarks.planner.measured_runs import read_workload, validate
-from benchmarks.planner.memory import MemoryPrediction
-from benchmarks.planner.validation import validation_claims
 
 STAGES, MICROBATCHES = 4, 12
 CLOCKS = (1400, 1300, 1200, 1100, 1000)
@@ -178,10 +175,6 @@ def test_several_gpus_of_a_stage_count_as_often(tmp_path):
     conditions = _conditions(gpus_per_stage=(2,) * STAGES)
     errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors
     assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
-
-
-def test_the_reference_is_the_all_maximum_run(tmp_path):
-    assert validate(_write_folder(tmp_path / "w", _conditions())).reference.name == "made-up-0"
 
 
 def test_claims_tell_of_the_worst_prediction(tmp_path):
