@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +37,7 @@ class Recomputed:
     ways: tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Pieces `first` to `end - 1` of a block of some kind."""
 
     kind: int
@@ -108,11 +109,8 @@ class StageRecompute:
                 }
         if best is None:
             return None
-        ways = (
-            way
-            for part in parts
-            for way in self._kinds[part.kind].names(int(next(best[part])), part.first, part.end)
-        )
+        name = cache(lambda part, choice: self._kinds[part.kind].names(choice, *part[1:]))
+        ways = (way for part in parts for way in name(part, int(next(best[part]))))
         return Recomputed(float(best_s), tuple(ways))
 
     def _parts(self, first: int, end: int) -> list[_Part]:
