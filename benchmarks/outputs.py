@@ -1,9 +1,14 @@
-"""What benchmarks leave and show: rows as CSV and as a table."""
+"""Leave and show what benchmarks found: rows as CSV and as a table, and claims.
+
+A claim is one sentence. `all.py` makes one table of the `claims.json` of all benchmarks.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,42 @@ PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
 _TABLE_WIDTH = 190
 
 Row = Mapping[str, Any]
+CLAIMS_FILE = "claims.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that a benchmark has just seen.
+
+    Args:
+        figure: the benchmark's output folder, such as `fig9_a`.
+        command: what makes it again, from the checkout.
+        claim: one sentence with figures.
+        basis: what it was seen on, such as `emulated V100 (fitted)`.
+        paper: what a paper or a rival says of the same; empty where nothing.
+        agrees: whether both agree; None where there is nothing to agree with.
+        why: where they do not: why.
+    """
+
+    figure: str
+    command: str
+    claim: str
+    basis: str
+    paper: str = ""
+    agrees: bool | None = None
+    why: str = ""
+
+
+def read_claims(folder: Path) -> list[Claim]:
+    """Read the claims of an output folder; none where it has no such file."""
+    path = folder / CLAIMS_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else "[]"
+    return [Claim(**entry) for entry in json.loads(text)]
+
+
+def markdown_line(cells: Iterable[str]) -> str:
+    """Join cells to a line of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -35,13 +76,18 @@ def make_console() -> Console:
     return Console(width=max(Console().width, _TABLE_WIDTH))
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows of equal keys; an empty file where there are none."""
-    listed = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(listed)
+def leave(folder: Path, tables: Mapping[str, Iterable[Row]], claims: Iterable[Claim] = ()) -> None:
+    """Write a CSV for each name and its rows of equal keys, and claims where there are any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        listed = list(rows)
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(listed)
+    if made := [asdict(claim) for claim in claims]:
+        text = json.dumps(made, indent=1, ensure_ascii=False)
+        (folder / CLAIMS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:

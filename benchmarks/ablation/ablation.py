@@ -19,8 +19,7 @@ from benchmarks import outputs
 from benchmarks.ablation.findings import ablation_claims, runtime_claims
 from benchmarks.ablation.rows import Row, ablate
 from benchmarks.ablation.runtime import Checked, check_by_runtime
-from benchmarks.claims import CLAIMS_FILE, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
@@ -52,12 +51,10 @@ def main(output: Path) -> None:
             rows.extend(found)
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "ablation.csv", map(_cells, rows))
     checked = _checked(console)
-    write_csv(output / "ablation_runtime.csv", map(_checked_cells, checked))
     claims = [*ablation_claims(rows, basis), *runtime_claims(checked)]
-    write_claims(output / CLAIMS_FILE, claims)
+    tables = {"ablation": map(_cells, rows), "ablation_runtime": map(_checked_cells, checked)}
+    leave(output, tables, claims)
     for claim in claims:
         console.print(f"- {claim.claim}", markup=False)
 

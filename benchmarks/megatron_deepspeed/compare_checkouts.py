@@ -25,7 +25,6 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
@@ -37,6 +36,7 @@ from benchmarks.megatron_lm.models import (
     Planned,
 )
 from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
+from benchmarks.outputs import markdown_line
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 RUNNER = ROOT / "tests" / "megatron_deepspeed" / "mds_cpu_run.py"

@@ -36,7 +36,6 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm import equality, logged_energy, lost, ratio, stress
 from benchmarks.megatron_lm.models import APEX, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
@@ -45,6 +44,7 @@ from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
+from benchmarks.outputs import markdown_line
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 

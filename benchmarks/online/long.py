@@ -23,7 +23,7 @@ import click
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import slower
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
@@ -77,9 +77,8 @@ def _memory_mib() -> float:
 @output_option("online")
 def main(iterations: int, output: Path) -> None:
     """Run a long job and print what it holds as it goes on."""
-    output.mkdir(parents=True, exist_ok=True)
     rows = list(footprints(iterations, every=min(2_000, iterations)))
-    write_csv(output / "long.csv", rows)
+    leave(output, {"long": rows})
     make_console().print(make_table("long", rows))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
@@ -138,14 +138,13 @@ def noise_rows() -> Iterator[dict[str, Any]]:
 def main(stages: tuple[int, ...], replicas: tuple[int, ...], output: Path) -> None:
     """Run all configurations and faults, and print tables."""
     console = make_console()
-    output.mkdir(parents=True, exist_ok=True)
     for name, made in (
         ("costs", cost_rows(stages, replicas)),
         ("faults", fault_rows()),
         ("noise", noise_rows()),
     ):
         rows = list(made)
-        write_csv(output / f"{name}.csv", rows)
+        leave(output, {name: rows})
         console.print(
             make_table(name, rows, [column for column in rows[0] if "what" not in column])
         )

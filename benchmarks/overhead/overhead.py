@@ -24,14 +24,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import (
-    PERSEUS_DATA,
-    make_console,
-    make_table,
-    output_option,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
 from benchmarks.overhead.measures import (
     Measure,
     controller_measures,
@@ -87,9 +80,8 @@ def main(seconds: float, output: Path) -> None:
     basis = f"measured on {os.cpu_count()} CPU cores, load average {load:.1f} at the start"
     rows = [asdict(measure) for measure in measures]
     console.print(make_table(f"Overhead, {basis}", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "overhead.csv", ({**row, "basis": basis} for row in rows))
-    write_claims(output / CLAIMS_FILE, claims(measures, basis))
+    tables = {"overhead": ({**row, "basis": basis} for row in rows)}
+    leave(output, tables, claims(measures, basis))
     console.print("On GPUs, clocks untouched:")
     for command in ON_GPUS:
         console.print(f"    {command}", markup=False, soft_wrap=True)

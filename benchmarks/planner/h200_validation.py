@@ -20,8 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.planner.memory import MemoryPrediction, memory_cells
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
@@ -51,10 +50,7 @@ def main(output: Path) -> None:
     folders = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / f"{NAME}.csv", runs)
-    write_csv(output / "memory.csv", memory_cells(memory))
-    write_claims(output / CLAIMS_FILE, _claims(runs, memory))
+    leave(output, {NAME: runs, "memory": memory_cells(memory)}, _claims(runs, memory))
     make_console().print(make_table("Predicted above measured", runs))
 
 

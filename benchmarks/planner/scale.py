@@ -27,13 +27,7 @@ from unittest.mock import patch
 import click
 import numpy as np
 
-from benchmarks.outputs import (
-    PERSEUS_DATA,
-    make_console,
-    make_table,
-    output_option,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -248,8 +242,7 @@ def main(
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
             console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
     console.print(make_table("Optimal plans at the all-maximum time", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "scale.csv", rows)
+    leave(output, {"scale": rows})
 
 
 if __name__ == "__main__":

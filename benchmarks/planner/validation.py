@@ -16,14 +16,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import (
-    PERSEUS_DATA,
-    make_console,
-    make_table,
-    output_option,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
 from benchmarks.planner.measured_runs import (
     PROFILED_SYSTEM,
     Validation,
@@ -61,18 +54,16 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
     memory = _memory(console)
-    output.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, list[dict[str, object]]] = {}
     if validations:
         lines = [_summary(validation) for validation in validations]
-        write_csv(output / "validation.csv", lines)
-        write_csv(output / "validation_runs.csv", _run_rows(validations))
+        tables |= {"validation": lines, "validation_runs": list(_run_rows(validations))}
         console.print(make_table("Mean absolute error of predicted runs (%)", lines))
         console.print(_notes(validations))
     if memory:
-        write_csv(output / "validation_memory.csv", memory_cells(memory))
-        title = "Peak memory in EnvPipe's order"
-        console.print(make_table(title, memory_cells(memory)))
-    write_claims(output / CLAIMS_FILE, validation_claims(validations, memory))
+        tables["validation_memory"] = memory_cells(memory)
+        console.print(make_table("Peak memory in EnvPipe's order", tables["validation_memory"]))
+    leave(output, tables, validation_claims(validations, memory))
 
 
 def _memory(console: Console) -> list[MemoryPrediction]:

@@ -28,8 +28,7 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_runs import (
     ARCHIVE,
     SETTINGS,
@@ -183,7 +182,6 @@ def main(names: tuple[str, ...], rival: bool, budget: int, output: Path) -> None
     if not ARCHIVE.exists():
         console.print(f"Skipped: {ARCHIVE} is not there", highlight=False)
         return
-    output.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -192,8 +190,7 @@ def main(names: tuple[str, ...], rival: bool, budget: int, output: Path) -> None
             found = compare(folder, SETTINGS[name], budget if rival else None)
             console.print(make_table(name, found))
             rows += found
-    write_csv(output / "aceso.csv", rows)
-    write_claims(output / CLAIMS_FILE, claims_of(rows))
+    leave(output, {"aceso": rows}, claims_of(rows))
 
 
 if __name__ == "__main__":

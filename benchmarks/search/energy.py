@@ -31,8 +31,7 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, span, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.search import sailor
 from benchmarks.search.aceso_runs import (
     ARCHIVE,
@@ -214,7 +213,6 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
     if missing:
         console.print(f"Skipped: {missing[0]} is not there", highlight=False)
         return
-    output.mkdir(parents=True, exist_ok=True)
     all_rows, claims = [], []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -231,8 +229,7 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
             console.print(make_table("Modelled energy of an iteration at equal time", rows))
             claims.append(claim_of(rows, name))
             all_rows += rows
-    write_csv(output / "energy.csv", all_rows)
-    write_claims(output / CLAIMS_FILE, claims)
+    leave(output, {"energy": all_rows}, claims)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders.builders import one_f_one_b
@@ -191,8 +190,6 @@ def main(output: Path) -> None:
     mean_s = statistics.mean(row["measured_s"] for row in rows)
     rows.append({"run": "mean of absolute errors", "measured_s": mean_s, **means})
     console.print(make_table("Errors of predicted iteration times, in percent", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "sailor.csv", rows)
     claim = Claim(
         "search_sailor",
         COMMAND,
@@ -204,7 +201,7 @@ def main(output: Path) -> None:
         paper=f"Aceso's formula as the authors run it: {means['within node']:.1f} %",
         agrees=means["corrected"] <= 6,
     )
-    write_claims(output / CLAIMS_FILE, [claim])
+    leave(output, {"sailor": rows}, [claim])
 
 
 if __name__ == "__main__":

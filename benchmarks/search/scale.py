@@ -17,8 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, Setting, unpack
 from benchmarks.search.searches import PRESET, alone, search_at_scale
 from envpipe_megatron.policies.objectives.objective import Goal
@@ -92,9 +91,7 @@ def main(names: tuple[str, ...], output: Path) -> None:
         unpack(Path(temporary))
         rows = [measure(Path(temporary), name) for name in names or SCALES]
     console.print(make_table("Searches of Megatron's space", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "scale.csv", rows)
-    write_claims(output / CLAIMS_FILE, [claim_of(row) for row in rows])
+    leave(output, {"scale": rows}, map(claim_of, rows))
 
 
 if __name__ == "__main__":

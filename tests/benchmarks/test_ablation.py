@@ -15,7 +15,7 @@ from benchmarks.ablation import ablation as command
 from benchmarks.ablation.findings import ablation_claims
 from benchmarks.ablation.rows import Ablation, Start, ablate
 from benchmarks.ablation.runtime import Checked
-from benchmarks.claims import read_claims
+from benchmarks.outputs import read_claims
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Cost
@@ -124,7 +124,7 @@ def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatc
     assert [workload.key for workload in asked] == ["a100-sxm"]
     with (tmp_path / "ablation.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
-    claims = read_claims(tmp_path / "claims.json")
+    claims = read_claims(tmp_path)
     assert all("emulated" in claim.basis and claim.figure == "ablation" for claim in claims)
     assert json.loads((tmp_path / "claims.json").read_text())[0]["command"].startswith("python ")
     assert "1.00 % in time and 1.00 % in energy" in claims[-1].claim

@@ -16,7 +16,6 @@ from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
 from benchmarks import all as everything
-from benchmarks.claims import CLAIMS_FILE, read_claims
 from benchmarks.figures import figure as command
 from benchmarks.figures import training
 from benchmarks.figures.experiments import (
@@ -34,6 +33,7 @@ from benchmarks.figures.outcome import Outcome, PlanFacts
 from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import saving_difference
 from benchmarks.figures.unit_times import EmulatedTime
+from benchmarks.outputs import read_claims
 
 REDUCED = Place("reduced")
 
@@ -69,7 +69,9 @@ def asked(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(command, "make_rows", make_rows)
-    monkeypatch.setattr(command, "leave", lambda _, rows, again, *more: seen.update(again=again))
+    monkeypatch.setattr(
+        command, "leave_figure", lambda _, rows, again, *more: seen.update(again=again)
+    )
     return seen
 
 
@@ -334,7 +336,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     assert abs(float(balanced["Slowdown (%)"])) < 1
     assert balanced["Losses equal baseline's"] == "yes"
     assert {path.suffix for path in folder.iterdir()} == {".csv", ".png", ".svg", ".json"}
-    assert [claim.agrees for claim in read_claims(folder / CLAIMS_FILE)] == [True, None, True]
+    assert [claim.agrees for claim in read_claims(folder)] == [True, None, True]
 
 
 # --- all of them ---------------------------------------------------------------------------------

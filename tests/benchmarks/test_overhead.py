@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from on_request import on_request
 
 pytest.importorskip("torch")
-from benchmarks.claims import read_claims
-from benchmarks.overhead import host, latency
+from benchmarks.outputs import read_claims
+from benchmarks.overhead import host, measures
 from benchmarks.overhead import overhead as command
 from benchmarks.overhead.measures import Measure, planning_measures
 from benchmarks.planner.workloads import preset_workload
@@ -50,12 +50,12 @@ def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
     def answers(found):
         return lambda device, interval_s, seconds: {"trigger_us": found}
 
-    monkeypatch.setitem(latency.THREADS, "waits", lambda: None)
-    monkeypatch.setattr(latency, "measure", answers({"count": 0}))
-    assert latency.measure_latency("waits", 1e-4, 1.0) is None
+    monkeypatch.setitem(measures.THREADS, "waits", lambda: None)
+    monkeypatch.setattr(measures, "measure", answers({"count": 0}))
+    assert measures.measure_latency("waits", 1e-4, 1.0) is None
     some = {"median": 5.0, "p99": 7.0, "max": 9.0, "count": 3}
-    monkeypatch.setattr(latency, "measure", answers(some))
-    assert latency.measure_latency("waits", 1e-4, 1.0) == some
+    monkeypatch.setattr(measures, "measure", answers(some))
+    assert measures.measure_latency("waits", 1e-4, 1.0) == some
 
 
 def test_a_plan_of_each_order_is_timed():
@@ -83,6 +83,6 @@ def test_rows_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
         (measure.part, measure.median) for measure in MEASURES
     ]
     assert all(row["basis"].startswith("measured on") for row in rows)
-    claims = read_claims(tmp_path / "claims.json")
+    claims = read_claims(tmp_path)
     assert [claim.figure for claim in claims] == ["overhead"] * len(MEASURES)
     assert "1.010 (0.990 to 1.030)" in claims[3].claim

@@ -14,7 +14,6 @@ from on_request import on_request
 from benchmarks import outputs
 from benchmarks.planner import compare as command
 from benchmarks.planner import plans as made
-from benchmarks.planner.claims import comparison_claims
 from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
 from benchmarks.planner.plans import PlanKind, compare, lowtime_row
 from benchmarks.planner.workloads import PERSEUS_SAVED_PERCENT, Workload, read_workloads
@@ -177,7 +176,7 @@ def test_a_workload_is_chosen_by_a_part_of_its_name(data_dir):
 def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison, monkeypatch):
     def verdict(printed_percent):
         monkeypatch.setitem(PERSEUS_SAVED_PERCENT, WORKLOAD.key, printed_percent)
-        (claim,) = (c for c in comparison_claims([comparison]) if "prints" in c.paper)
+        (claim,) = (c for c in command.comparison_claims([comparison]) if "prints" in c.paper)
         return claim.agrees, bool(claim.why)
 
     ours = comparison.row(PlanKind.OURS_ON_1F1B).saving_percent
