@@ -52,7 +52,7 @@ FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
 class MeasuredRun:
     """One plan that ran, `<system>-<plan>`, and the means over its iterations.
 
-    Clocks are [num_stages, units_per_stage], energies by stage [num_stages].
+    Clocks are [num_stages, units_per_stage].
     """
 
     name: str
@@ -60,7 +60,6 @@ class MeasuredRun:
     frequency_mhz: IntArray
     iteration_time_s: float
     energy_j: float
-    energy_by_stage_j: FloatArray
 
 
 @dataclass(frozen=True)
@@ -143,14 +142,12 @@ def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -
         ],
         dtype=np.int64,
     )
-    by_stage_j = [float(row[f"energy_stage{stage}_j"]) for stage in range(schedule.num_stages)]
     return MeasuredRun(
         name,
         row["system"],
         frequency_mhz,
         float(row["iteration_time_s"]),
         float(row["energy_j"]),
-        np.array(by_stage_j),
     )
 
 
@@ -201,14 +198,13 @@ class Prediction:
 
     Args:
         unfitted: from profile and known blocking power alone.
-        held_out: with the conditions fitted on the other half; [num_stages] energies below.
+        held_out: with the conditions fitted on the other half.
     """
 
     run: MeasuredRun
     half: int
     unfitted: Cost
     held_out: Cost
-    held_out_by_stage_j: FloatArray
 
     def time_error_percent(self, cost: Cost) -> float:
         """Predicted iteration time above the measured one."""
@@ -217,12 +213,6 @@ class Prediction:
     def energy_error_percent(self, cost: Cost) -> float:
         """Predicted energy above the measured one."""
         return 100.0 * (cost.energy_j / self.run.energy_j - 1.0)
-
-    @property
-    def stage_energy_error_percent(self) -> float:
-        """Mean absolute error of `held_out_by_stage_j`."""
-        ratio = self.held_out_by_stage_j / self.run.energy_by_stage_j
-        return 100.0 * float(np.mean(np.abs(ratio - 1.0)))
 
 
 @dataclass(frozen=True)
@@ -296,9 +286,9 @@ def validate(folder: Path) -> Validation:
     predictions = []
     for index, run in enumerate(workload.runs):
         half = index % 2
-        unfitted, _ = _predict(workload, run, workload.conditions)
-        held_out, by_stage_j = _predict(workload, run, fitted[1 - half])
-        predictions.append(Prediction(run, half, unfitted, held_out, by_stage_j))
+        unfitted = _predict(workload, run, workload.conditions)
+        held_out = _predict(workload, run, fitted[1 - half])
+        predictions.append(Prediction(run, half, unfitted, held_out))
     return Validation(workload, fitted, tuple(predictions))
 
 
@@ -383,7 +373,7 @@ def _fit_blocking_power_w(
     )
     measured_j = np.array([run.energy_j for run in runs])
     busy_j, with_one_watt_j = (
-        np.array([_predict(workload, run, given)[0].energy_j for run in runs])
+        np.array([_predict(workload, run, given).energy_j for run in runs])
         for given in (without, one_watt)
     )
     per_watt = (with_one_watt_j - busy_j) / measured_j
@@ -391,10 +381,8 @@ def _fit_blocking_power_w(
     return max(0.0, float(per_watt @ lacking / (per_watt @ per_watt)))
 
 
-def _predict(
-    workload: Workload, run: MeasuredRun, conditions: Conditions
-) -> tuple[Cost, FloatArray]:
-    """What the evaluator says that a run takes, and its energy by stage."""
+def _predict(workload: Workload, run: MeasuredRun, conditions: Conditions) -> Cost:
+    """Time and energy of a run as the evaluator says."""
     evaluation = evaluate(workload.schedule, run.frequency_mhz, workload.profile, conditions)
-    by_stage_j = evaluation.energy_by_stage_j
-    return Cost(evaluation.timeline.iteration_time_s, float(by_stage_j.sum())), by_stage_j
+    energy_j = float(evaluation.energy_by_stage_j.sum())
+    return Cost(evaluation.timeline.iteration_time_s, energy_j)

@@ -57,9 +57,8 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
     tables: dict[str, list[dict[str, object]]] = {}
     if validations:
         lines = [_summary(validation) for validation in validations]
-        tables |= {"validation": lines, "validation_runs": list(_run_rows(validations))}
+        tables["validation"] = lines
         console.print(make_table("Mean absolute error of predicted runs (%)", lines))
-        console.print(_notes(validations))
     if memory:
         tables["validation_memory"] = memory_cells(memory)
         console.print(make_table("Peak memory in EnvPipe's order", tables["validation_memory"]))
@@ -149,50 +148,6 @@ def _summary(validation: Validation) -> dict[str, object]:
             f"blocking_power_w_{name}": round(fitted.blocking_power_w[0], 2),
         }
     return row
-
-
-def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
-    for validation in validations:
-        for predicted in validation.predictions:
-            run = predicted.run
-            row: dict[str, object] = {
-                "workload": validation.workload.name,
-                "run": run.name,
-                "half": HALF_NAMES[predicted.half],
-                "measured_time_s": run.iteration_time_s,
-                "measured_energy_j": run.energy_j,
-            }
-            for name, cost in (("unfitted", predicted.unfitted), ("held_out", predicted.held_out)):
-                row |= {
-                    f"{name}_time_s": f"{cost.iteration_time_s:.4f}",
-                    f"{name}_energy_j": f"{cost.energy_j:.1f}",
-                    f"{name}_time_error_percent": f"{predicted.time_error_percent(cost):.4f}",
-                    f"{name}_energy_error_percent": f"{predicted.energy_error_percent(cost):.4f}",
-                }
-            row["stage_energy_error_percent"] = f"{predicted.stage_energy_error_percent:.4f}"
-            yield row
-
-
-def _notes(validations: Sequence[Validation]) -> str:
-    rows = sum(v.workload.interpolated_rows for v in validations)
-    extended = sum(v.workload.extended_rows for v in validations)
-    notes = [
-        "Halves: A the first, third, ... run of runs.csv, B the others. Each run is predicted with "
-        "conditions fitted on the half that it is not in.",
-        "The profiles are estimated from runs of the same folders, not measured apart from them.",
-        f"Clocks that no profile row has: {rows} rows interpolated between neighbours, {extended} "
-        "taken from the nearest row.",
-        "The tail holds all time that follows no clock; at one number of microbatches M it cannot "
-        "be separated from M gaps between units.",
-    ]
-    every_prediction = [p for v in validations for p in v.predictions]
-    for system in sorted({p.run.system for p in every_prediction}):
-        errors = errors_of([p for p in every_prediction if p.run.system == system])
-        notes.append(
-            f"Runs of {system}, all workloads ({errors.num_runs}): time "
-            f"{errors.time_held_out:.2f} %, energy {errors.energy_held_out:.2f} % held out."
-        )
-    return "\n".join(notes)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ EnvPipe's order. They are started together and take short turns, as in benchmark
 --resting, `units` has all turns, and EnvPipe rests in half of them, which tells what it does from
 how a job happens to lie. No clock is ever changed.
 
-To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
-has no clocks; and `units` without a part of it, reads of the energy counter (`no-meter`), or events
-that wake threads by an interrupt (`no-interrupts`).
+To find what costs: `again`, torchtitan alone once more, started last; and `observe`, which measures
+and has no clocks.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WARMUP = 3  # of EnvPipe's own, within the first turn
 #: Torchtitan's own, by how many stages a rank has.
 _SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 _ARMS = ("units", "order")
-_PARTS = ("no-meter", "no-interrupts", "observe", "again")
+_PARTS = ("observe", "again")
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -122,7 +121,6 @@ def main(
                 "folder": str(folder),
                 "cpu_shim": cpu_shim,
                 "rests": resting,
-                "without": arm.removeprefix("no-") if arm.startswith("no-") else "",
             }
             (folder / "job.json").write_text(json.dumps(job))
             training = [

@@ -63,7 +63,6 @@ def _write_folder(folder, conditions, *, num_runs=16, clocks=CLOCKS, gpus=1):
                 "energy_j": measured.cost.energy_j,
                 "ranks": STAGES * gpus,
             }
-            | {f"energy_stage{s}_j": e for s, e in enumerate(measured.energy_by_stage_j)}
         )
     meta = {
         "num_stages": STAGES,
