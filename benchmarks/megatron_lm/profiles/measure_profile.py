@@ -14,10 +14,8 @@ and `measured.json` with what each job took. `--cpu` tries the command on emulat
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ from benchmarks.megatron_lm.models import (
 )
 from benchmarks.megatron_lm.profiles.measured_jobs import as_lines, at_its_clock, runs_of
 from benchmarks.megatron_lm.running import checkouts
-from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
+from benchmarks.megatron_lm.running.jobs import emulated_gpus, launch_ranks
 from benchmarks.unmeasured import stepped_order
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -124,8 +122,15 @@ class Site:
         """Run one job to its end; the folder that EnvPipe left."""
         folder = self.scratch / name
         folder.mkdir(parents=True)
-        launch = Launch(tuple(self._command(folder, arguments)), self._environment(folder))
-        check_harmless(launch)
+        launch = launch_ranks(
+            self.num_stages,
+            ("--standalone",),
+            self._script(folder, arguments),
+            {
+                "CUDA_DEVICE_MAX_CONNECTIONS": None,
+                **(emulated_gpus(folder, 0.02) if self.cpu else {}),
+            },
+        )
         log = folder / "log.txt"
         with log.open("wb") as file:
             code = subprocess.run(
@@ -140,30 +145,16 @@ class Site:
             raise click.ClickException(f"{name} ended with code {code}; the end of {log}:\n{tail}")
         return folder / "envpipe"
 
-    def _command(self, folder: Path, arguments: Sequence[str]) -> list[str]:
+    def _script(self, folder: Path, arguments: Sequence[str]) -> list[str]:
         entry = [str(CPU_RUN)] if self.cpu else []
         control = "emulated" if self.cpu else "dry_run"
         return [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(self.num_stages),
             *entry, str(self.patched.resolve() / "pretrain_gpt.py"),
             *base_arguments(self.cpu), *arguments,
             "--envpipe", "--envpipe-type", "envelope", "--envpipe-scheduling", "ours",
             "--envpipe-reconfigure", "default", "--envpipe-baseline-steps", str(_EACH),
             "--envpipe-gpu-control", control, "--envpipe-output", str(folder / "envpipe"),
         ]  # fmt: skip
-
-    def _environment(self, folder: Path) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        if self.cpu:
-            environment |= {
-                "ENVPIPE_EMULATED_GPU": "h200",
-                "ENVPIPE_EMULATED_FORWARD_S": "0.02",
-                "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
-            }
-        return environment
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    ENV", "\n\n\b\n    ENV"))
