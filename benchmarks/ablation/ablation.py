@@ -17,8 +17,7 @@ from rich.console import Console
 
 from benchmarks import outputs
 from benchmarks.ablation.findings import ablation_claims, runtime_claims
-from benchmarks.ablation.rows import Row, ablate
-from benchmarks.ablation.runtime import Checked, check_by_runtime
+from benchmarks.ablation.rows import Checked, Row, ablate, check_by_runtime
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError

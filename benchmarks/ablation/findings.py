@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Row, Start
-from benchmarks.ablation.runtime import Checked
+from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Checked, Row, Start
 from benchmarks.outputs import Claim, span
 
 FIGURE = "ablation"

@@ -17,11 +17,9 @@ from rich.console import Console
 
 from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, Experiment
 from benchmarks.figures.findings import claims_of
-from benchmarks.figures.outcome import EMULATED
 from benchmarks.figures.pictures import save_picture
-from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of
-from benchmarks.figures.rows import Row
-from benchmarks.figures.training import read_result, train
+from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of, read_result, train
+from benchmarks.figures.rows import EMULATED, Row
 from benchmarks.outputs import Claim, leave, make_console, make_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES

@@ -27,7 +27,6 @@ from benchmarks.figures.layers import (
     loss_of,
     targets_of,
 )
-from benchmarks.figures.outcome import EMULATED, NO_CONTROL, Outcome
 from benchmarks.figures.requests import (
     PROFILE_FILE,
     RESULT_FILE,
@@ -35,6 +34,7 @@ from benchmarks.figures.requests import (
     Batch,
     RunRequest,
 )
+from benchmarks.figures.rows import EMULATED, NO_CONTROL, Outcome
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu

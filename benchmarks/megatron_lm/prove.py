@@ -4,15 +4,15 @@
 
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
-both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
-stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
-jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
-installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times
-(shared_gpu.py); more than --jobs 2 starve each other then, and of eight ranks more than one job.
-What is done already is not done again, so a call that ran out of time is simply repeated. Another
---channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
-ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none
-is started without.
+both sides print it; `lost`, what others do when a rank is killed or stopped; `report` of all that
+is in OUT. Level `units` has arms of its own, and is the only one for jobs that another order is not
+proven for; those with Transformer Engine or Apex run where these are installed. With
+--ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times (shared_gpu.py);
+more than --jobs 2 starve each other then, and of eight ranks more than one job. What is done
+already is not done again, so a call that ran out of time is simply repeated. Another --channel than
+auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is ever changed:
+all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started
+without.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks.outputs import markdown_line
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
-PARTS = ("equality", "ratio", "stress", "energy", "faults", "lost", "report")
+PARTS = ("equality", "ratio", "stress", "energy", "lost", "report")
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
@@ -170,7 +170,7 @@ class _Proof:
     def run(self) -> None:
         if "equality" in self._parts and (names := equality.left_out(self._site)):
             click.echo(f"left out, for want of Transformer Engine or Apex: {', '.join(names)}")
-        shared = self._jobs("faults", "equality")
+        shared = self._jobs("equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
         # Four jobs with contexts on the same GPUs hung in Megatron's own first iteration, though
@@ -229,7 +229,6 @@ class _Proof:
         of = ("microbatches", "like", "arm", "resting", "zero_weights", "size", "unchecked")
         setting = ratio.setting(site, *(options[name] for name in of))
         makers: dict[str, Callable[[], list[Job]]] = {
-            "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
             "lost": lambda: lost.jobs(site),
@@ -277,7 +276,6 @@ def report(state: State, site: Site) -> dict[str, Any]:
         "stress": stress.rows(state),
         "lost": lost.rows(state),
         "energy": logged_energy.rows(state),
-        "faults": equality.fault_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
             for (name, run), error in zip(failed.items(), errors.values(), strict=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.overhead import host, logs
-from benchmarks.overhead.ratio import OPTIONS, compare_schedules
+from benchmarks.overhead import host
+from benchmarks.overhead.host import OPTIONS, compare_schedules
 from benchmarks.overhead.trigger_latency import StandIn, measure
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, spread
@@ -156,11 +156,11 @@ def iteration_measures(pool: RankPool) -> Iterator[Measure]:
 def log_measures(pool: RankPool) -> Iterator[Measure]:
     """Bytes that the logs of a rank grow by in an iteration."""
     with tempfile.TemporaryDirectory() as folder:
-        grown, iteration_time_s = pool.run(logs.leave_logs, Path(folder))[0]
+        grown, iteration_time_s = pool.run(host.leave_logs, Path(folder))[0]
     for name, size in grown.items():
         what = f"{name}, iterations of {iteration_time_s:.1f} s"
-        per_rank = size / logs.MEASURED / pool.size
-        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=logs.MEASURED)
+        per_rank = size / host.MEASURED / pool.size
+        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=host.MEASURED)
 
 
 def planning_measures(workload: Workload) -> Iterator[Measure]:

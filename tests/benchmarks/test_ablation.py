@@ -13,8 +13,7 @@ from presets import preset_profile
 from benchmarks import outputs
 from benchmarks.ablation import ablation as command
 from benchmarks.ablation.findings import ablation_claims
-from benchmarks.ablation.rows import Ablation, Start, ablate
-from benchmarks.ablation.runtime import Checked
+from benchmarks.ablation.rows import Ablation, Checked, Start, ablate
 from benchmarks.outputs import read_claims
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core.kinds import Kind

@@ -28,8 +28,7 @@ from benchmarks.figures.layers import (
     split,
     targets_of,
 )
-from benchmarks.figures.requests import RunRequest
-from benchmarks.figures.training import batches
+from benchmarks.figures.requests import RunRequest, batches
 from benchmarks.figures.unit_times import (
     EmulatedTime,
     stage_operations,

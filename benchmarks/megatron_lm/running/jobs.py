@@ -89,8 +89,6 @@ class Job:
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         rests: whether EnvPipe rests in every other turn (`rest`).
-        hide_package: let EnvPipe not be installed.
-        refused: what the log must say of a job that must not start; else it must end well.
     """
 
     name: str
@@ -106,8 +104,6 @@ class Job:
     lost: Mapping[str, Any] | None = None
     mark_norms: bool = False
     rests: bool = False
-    hide_package: bool = False
-    refused: str | None = None
     limit_s: float = 300.0
 
     @property
@@ -209,7 +205,6 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "keeps_steps": job.lost is not None,
         "tells_units": "unit" in (job.lost or {}),
         "rests": job.rests,
-        "hide_package": job.hide_package,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
     }
