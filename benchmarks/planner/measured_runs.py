@@ -36,16 +36,13 @@ from scipy.optimize import minimize_scalar
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.errors import EnvPipeError
-
-FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
 
 
 @dataclass(frozen=True)
@@ -84,45 +81,17 @@ class Workload:
 
 
 def read_workload(folder: Path) -> Workload:
-    """Read a workload folder, and give its profile a row for every clock of every run.
-
-    EnvPipeError names the file and the value that is wrong.
-    """
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise EnvPipeError(
-            f"{folder} lacks files",
-            value=", ".join(missing),
-            remedy=f"A workload folder holds {', '.join(FILES)}.",
-        )
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        plans = json.loads((folder / "plans.json").read_text())
-        with (folder / "runs.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        if meta["schedule"] != "1f1b":
-            raise EnvPipeError(
-                f"{folder / 'meta.json'}: 'schedule' is not known",
-                value=meta["schedule"],
-                remedy="The runs must have used 1f1b.",
-            )
-        schedule = builders.one_f_one_b(int(meta["num_stages"]), int(meta["num_microbatches"]))
-        runs = tuple(_parse_run(row, plans, schedule) for row in rows)
-        gpus, left = divmod(int(rows[0]["ranks"]), schedule.num_stages)
-        if left or not gpus:
-            raise EnvPipeError(
-                f"{folder / 'runs.csv'}: 'ranks' is no multiple of {schedule.num_stages} stages",
-                value=rows[0]["ranks"],
-            )
-        conditions = Conditions(
-            (float(meta["blocking_power_w"]),) * schedule.num_stages,
-            gpus_per_stage=(gpus,) * schedule.num_stages,
-        )
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise EnvPipeError(
-            f"{folder}: a field is missing or wrong: {error!r}",
-            remedy="Compare the folder with the form that this module describes.",
-        ) from error
+    """Read a workload folder, and give its profile a row for every clock of every run."""
+    meta = json.loads((folder / "meta.json").read_text())
+    plans = json.loads((folder / "plans.json").read_text())
+    with (folder / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    schedule = builders.one_f_one_b(int(meta["num_stages"]), int(meta["num_microbatches"]))
+    runs = tuple(_parse_run(row, plans, schedule) for row in rows)
+    conditions = Conditions(
+        (float(meta["blocking_power_w"]),) * schedule.num_stages,
+        gpus_per_stage=(int(rows[0]["ranks"]) // schedule.num_stages,) * schedule.num_stages,
+    )
     profile, interpolated, extended = _complete(
         read_profile(folder / "profile.csv"), schedule, runs
     )
@@ -132,9 +101,6 @@ def read_workload(folder: Path) -> Workload:
 def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -> MeasuredRun:
     name = f"{row['system']}-{row['plan']}"
     clocks = plans[name]
-    lengths = {len(stage[kind.value]) for stage in clocks for kind in WHOLE}
-    if len(clocks) != schedule.num_stages or lengths != {schedule.num_microbatches}:
-        raise ValueError(f"plan {name} has other stages or microbatches than meta.json")
     frequency_mhz = np.array(
         [
             [clocks[stage][unit.kind.value][unit.microbatch] for unit in order]
@@ -276,12 +242,6 @@ def validate(folder: Path) -> Validation:
     """
     workload = read_workload(folder)
     halves = [workload.runs[half::2] for half in (0, 1)]
-    if not all(halves):
-        raise EnvPipeError(
-            f"{folder}: too few runs to fit on one half and predict the other",
-            value=len(workload.runs),
-            remedy="Measure at least two.",
-        )
     fitted = (fit_conditions(workload, halves[0]), fit_conditions(workload, halves[1]))
     predictions = []
     for index, run in enumerate(workload.runs):

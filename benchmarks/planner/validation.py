@@ -28,7 +28,6 @@ from benchmarks.planner.memory import (
     cpu_memory,
     memory_cells,
 )
-from envpipe_megatron.errors import EnvPipeError
 
 DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
 FIGURE = "planner_validation"
@@ -49,10 +48,7 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
         folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
     if not folders:
         console.print(f"Time and energy are skipped: there are no runs at {DEFAULT_FOLDERS}.")
-    try:
-        validations = [validate(folder) for folder in folders]
-    except EnvPipeError as error:
-        raise click.ClickException(str(error)) from error
+    validations = [validate(folder) for folder in folders]
     memory = _memory(console)
     tables: dict[str, list[dict[str, object]]] = {}
     if validations:

@@ -338,43 +338,37 @@ def _windows(
     def ends_fit(option: StageOption, begins: IntArray, level: int, before: IntArray) -> BoolArray:
         return begins_fit(option, final - before, level, begins)
 
-    first = {(0, 0): final}
-    level, reached = 0, {0: final}
-    while reached:
-        level += 1
-        begins = dict.fromkeys(range(every + 1), final)
+    # For each level, from how many GPUs to a number of a cut.
+    first = [{0: final}]
+    while first[-1]:
+        begins: dict[int, int] = {}
         for option in options:
-            gpus = [each for each in reached if each + option.num_gpus <= every]
-            ends = np.array([reached[each] for each in gpus], dtype=np.int64)
-            found = _first_fit(partial(begins_fit, option, ends, level), ends)
+            gpus = [each for each in first[-1] if each + option.num_gpus <= every]
+            ends = np.array([first[-1][each] for each in gpus], dtype=np.int64)
+            found = _first_fit(partial(begins_fit, option, ends, len(first)), ends)
             for each, end, begin in zip(gpus, ends, found, strict=True):
                 if begin < end:
                     total = each + option.num_gpus
-                    begins[total] = min(int(begin), begins[total])
-        first.update(
-            {
-                (level, gpus): max(cut, int(gpus < every))
-                for gpus, cut in begins.items()
-                if cut < final
-            }
-        )
+                    begins[total] = min(int(begin), begins.get(total, final))
         # A cut behind the first piece leaves a piece to the stages before.
-        reached = {
-            gpus: max(cut, 1) for gpus, cut in begins.items() if cut < final and gpus < every
-        }
-    last = {(at, gpus): 0 for (at, gpus), cut in first.items() if gpus == every and cut == 0}
-    for at in range(level, 0, -1):
-        reached = {gpus: cut for (each, gpus), cut in last.items() if each == at}
+        first.append({gpus: max(cut, int(gpus < every)) for gpus, cut in begins.items()})
+    last = [{every: 0} if begins.get(every) == 0 else {} for begins in first]
+    for level in range(len(first) - 1, 0, -1):
+        behind = level - 1
         for option in options:
-            gpus = [each for each in reached if (at - 1, each - option.num_gpus) in first]
-            from_cuts = np.array([reached[each] for each in gpus], dtype=np.int64)
-            found = final - _first_fit(partial(ends_fit, option, from_cuts, at), final - from_cuts)
-            for each, end in zip(gpus, found, strict=True):
-                state = (at - 1, each - option.num_gpus)
-                end = min(int(end), final - (at - 1))  # a piece for each stage behind
-                if end >= first[state] and end > reached[each]:
-                    last[state] = max(end, last.get(state, 0))
-    return {state: (first[state], cut) for state, cut in last.items()}
+            gpus = [each for each in last[level] if each - option.num_gpus in first[behind]]
+            from_cuts = np.array([last[level][each] for each in gpus], dtype=np.int64)
+            fits = partial(ends_fit, option, from_cuts, level)
+            for each, before in zip(gpus, _first_fit(fits, final - from_cuts), strict=True):
+                rest = each - option.num_gpus
+                end = final - max(int(before), behind)  # a piece for each stage behind
+                if end >= first[behind][rest] and end > last[level][each]:
+                    last[behind][rest] = max(end, last[behind].get(rest, 0))
+    return {
+        (level, gpus): (first[level][gpus], cut)
+        for level, cuts_of in enumerate(last)
+        for gpus, cut in cuts_of.items()
+    }
 
 
 def _first_fit(fits: Callable[[IntArray], BoolArray], high: IntArray) -> IntArray:

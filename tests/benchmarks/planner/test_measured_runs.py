@@ -15,7 +15,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.errors import EnvPipeError
 
 STAGES, MICROBATCHES = 4, 12
 CLOCKS = (1400, 1300, 1200, 1100, 1000)
@@ -188,34 +187,3 @@ def test_claims_tell_of_the_worst_prediction(tmp_path):
     assert "4, 3, 2 microbatches in flight" in of_memory.claim
     assert f"to {200 / 150:.1f} %" in of_memory.claim
     assert validation_claims([], []) == []
-
-
-def _edit(name, change):
-    def edit(folder):
-        content = json.loads((folder / name).read_text())
-        change(content)
-        (folder / name).write_text(json.dumps(content))
-
-    return edit
-
-
-def _rewrite_runs(change):
-    return lambda folder: _write_runs(folder, change(_read_runs(folder)))
-
-
-@pytest.mark.parametrize(
-    ("break_folder", "message"),
-    [
-        (lambda folder: (folder / "profile.csv").unlink(), r"profile\.csv"),
-        (_edit("plans.json", lambda plans: plans.pop("made-up-3")), "made-up-3"),
-        (_edit("plans.json", lambda plans: plans["made-up-3"][1]["forward"].pop()), "made-up-3"),
-        (_edit("meta.json", lambda meta: meta.update(schedule="gpipe")), "gpipe"),
-        (_rewrite_runs(lambda rows: rows[:1]), "too few runs"),
-        (_rewrite_runs(lambda rows: [row | {"ranks": 6} for row in rows]), "ranks"),
-    ],
-)
-def test_a_broken_folder_is_refused_by_what_is_wrong(tmp_path, break_folder, message):
-    folder = _write_folder(tmp_path / "w", _conditions())
-    break_folder(folder)
-    with pytest.raises(EnvPipeError, match=message):
-        validate(folder)
