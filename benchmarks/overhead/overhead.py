@@ -9,8 +9,8 @@
 - logs: bytes of an iteration;
 - planning: time of one plan.
 
-All on CPU, in about two minutes on a quiet machine of two cores. The commands that measure the same
-on GPUs are printed at the end.
+All on CPU, in about two minutes on a quiet machine of two cores. `gpu/control.py` and
+`gpu/schedules.py` measure the same on GPUs.
 """
 
 from __future__ import annotations
@@ -45,12 +45,6 @@ _STAGES, _MICROBATCHES = 8, 96
 NUM_RANKS = 2
 #: Of the jobs whose log lines are measured, which wait for cores as well as for each other.
 LOG_LINE_RANKS = (8, 16, 32, 64)
-#: What measures the same on GPUs, and changes no clock there.
-ON_GPUS = (
-    "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py "
-    "--output gpu_control.json",
-    "torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py --output gpu_schedules.json",
-)
 COMMAND = "python benchmarks/overhead/overhead.py"
 #: Each part, and how its claim begins.
 SENTENCES = {
@@ -82,9 +76,6 @@ def main(seconds: float, output: Path) -> None:
     console.print(make_table(f"Overhead, {basis}", rows))
     tables = {"overhead": ({**row, "basis": basis} for row in rows)}
     leave(output, tables, claims(measures, basis))
-    console.print("On GPUs, clocks untouched:")
-    for command in ON_GPUS:
-        console.print(f"    {command}", markup=False, soft_wrap=True)
 
 
 def _measured(seconds: float, console: Console) -> Iterator[Measure]:

@@ -67,7 +67,6 @@ _MOST_MICROBATCHES = 96
     show_default=True,
     help="CPU time (s) for each run of lowtime that is not stored; 0 starts none.",
 )
-@click.option("--skip-lowtime", is_flag=True, help="Leave lowtime out.")
 @click.option(
     "--workload",
     "names",
@@ -78,7 +77,6 @@ def main(
     output: Path,
     lowtime_results: Path,
     lowtime_limit: float,
-    skip_lowtime: bool,
     names: tuple[str, ...],
 ) -> None:
     """Compare all planners on the profiles of ../shared/data."""
@@ -93,7 +91,7 @@ def main(
         workloads = _chosen(read_workloads(data), names)
         warm_up(workloads[0])
         for workload in workloads:
-            comparison = compare(workload, None if skip_lowtime else lowtime)
+            comparison = compare(workload, lowtime)
             rows = [_plan_row(workload, row) for row in comparison.rows]
             console.print(make_table(workload.name, rows, _SHOWN))
             comparisons.append(comparison)
@@ -114,8 +112,9 @@ def main(
         f"Load average (1 min) {load_before:.1f} at the start and {os.getloadavg()[0]:.1f} at the "
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
-    lowtime_options = ["--skip-lowtime"] if skip_lowtime else [f"--lowtime-limit {lowtime_limit:g}"]
-    options = " ".join([*lowtime_options, *(f"--workload {name}" for name in names)])
+    options = " ".join(
+        [f"--lowtime-limit {lowtime_limit:g}", *(f"--workload {name}" for name in names)]
+    )
     tables = {"plans": plans, "frontiers": frontiers}
     leave(output, tables, comparison_claims(comparisons, options))
 

@@ -142,19 +142,18 @@ def warm_up(workload: Workload) -> None:
     make_plan(small.profile, small.request("auto", "optimal"))
 
 
-def compare(workload: Workload, lowtime: Callable[..., LowtimeRun] | None) -> Comparison:
+def compare(workload: Workload, lowtime: Callable[..., LowtimeRun]) -> Comparison:
     """Make, time and price every plan of a workload.
 
-    `lowtime` is `run_lowtime` with its limit and folder; None leaves lowtime out.
+    `lowtime` is `run_lowtime` with its limit and folder.
     """
     rows = list(_rule_rows(workload))
     skipped: list[str] = []
-    if lowtime is not None:
-        asked = workload.profile, workload.num_microbatches, workload.blocking_power_w
-        try:
-            rows.append(lowtime_row(workload, lowtime(*asked)))
-        except EnvPipeError as error:
-            skipped.append(f"{workload.name}: lowtime: {error}")
+    asked = workload.profile, workload.num_microbatches, workload.blocking_power_w
+    try:
+        rows.append(lowtime_row(workload, lowtime(*asked)))
+    except EnvPipeError as error:
+        skipped.append(f"{workload.name}: lowtime: {error}")
     rows.append(_timed_row(workload, PlanKind.OURS_ON_1F1B, workload.request("1f1b", "optimal")))
     rows.extend(_joint_rows(workload))
     frontiers = tuple(_frontier(workload, order) for order in ("1f1b", "auto"))

@@ -42,6 +42,7 @@ from envpipe_megatron.policies.request import PlanRequest
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
 _PROFILE = PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
+_BLOCKING_POWER_W = 83.64
 _PARTS = ("build", "solve", "rounding")
 #: With presolve HiGHS takes more of these programs for infeasible, which none of them is.
 _IPM = {"solver": "ipm", "run_crossover": "off", "presolve": "off"}
@@ -51,11 +52,9 @@ _IPM = {"solver": "ipm", "run_crossover": "off", "presolve": "off"}
 class Job:
     """What a fresh process plans."""
 
-    profile_path: Path
     num_stages: int
     num_microbatches: int
     order: str
-    blocking_power_w: float
 
 
 #: What is measured of a size and order; None where a limit stopped the process, or HiGHS'
@@ -69,10 +68,10 @@ _MEASURED = (
 
 
 def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
-    profile = read_profile(job.profile_path)
+    profile = read_profile(_PROFILE)
     rows = (profile.rows[0],) * (job.num_stages - 1) + (profile.rows[-1],)
     request = PlanRequest(job.num_microbatches, job.order)
-    conditions = Conditions((job.blocking_power_w,) * job.num_stages)
+    conditions = Conditions((_BLOCKING_POWER_W,) * job.num_stages)
     return replace(profile, rows=rows), request, conditions
 
 
@@ -205,15 +204,6 @@ def _parse_size(text: str) -> tuple[int, int]:
     metavar="PxM",
     help="Stages x microbatches; may be given again.",
 )
-@click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_PROFILE,
-    show_default=True,
-    help="Profile CSV; its first and last stage are used.",
-)
-@click.option("--blocking-power", default=83.64, show_default=True, help="Of each GPU, W.")
 @click.option("--plan-limit", default=300.0, show_default=True, help="Time limit of a plan, s.")
 @click.option(
     "--highs-limit",
@@ -224,8 +214,6 @@ def _parse_size(text: str) -> tuple[int, int]:
 @output_option("planner_scale")
 def main(
     sizes: tuple[str, ...],
-    profile_path: Path,
-    blocking_power: float,
     plan_limit: float,
     highs_limit: float,
     output: Path,
@@ -236,7 +224,7 @@ def main(
     rows = []
     for stages, microbatches in wanted:
         for order in ORDERS:
-            job = Job(profile_path, stages, microbatches, order, blocking_power)
+            job = Job(stages, microbatches, order)
             rows.append(measure(job, plan_limit, highs_limit))
             total_s = rows[-1]["total_s"]
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"

@@ -29,25 +29,20 @@ from benchmarks.planner.memory import (
     memory_cells,
 )
 
-DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
+RUNS = PERSEUS_DATA / "measured"
 FIGURE = "planner_validation"
 COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
 
 
 @click.command()
-@click.argument("folders", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @output_option(FIGURE)
-def main(folders: tuple[Path, ...], output: Path) -> None:
-    """Predict the measured runs of FOLDERS and print how far off the predictions are.
-
-    Without FOLDERS, those of ../shared/data are taken, where they are.
-    """
+def main(output: Path) -> None:
+    """Predict the runs of ../shared/data and print how far off the predictions are."""
     console = make_console()
-    if not folders and DEFAULT_FOLDERS.is_dir():
-        folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
+    folders = sorted(path.parent for path in RUNS.glob("*/runs.csv"))
     if not folders:
-        console.print(f"Time and energy are skipped: there are no runs at {DEFAULT_FOLDERS}.")
+        console.print(f"Time and energy are skipped: there are no runs at {RUNS}.")
     validations = [validate(folder) for folder in folders]
     memory = _memory(console)
     tables: dict[str, list[dict[str, object]]] = {}

@@ -1,7 +1,6 @@
 """The overhead: what is measured is the runtime's own, and rows and claims agree."""
 
 import csv
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +13,6 @@ from benchmarks.overhead import overhead as command
 from benchmarks.overhead.measures import Measure, planning_measures
 from benchmarks.planner.workloads import preset_workload
 
-ROOT = Path(__file__).resolve().parents[2]
 MEASURES = [
     Measure("training thread", "with clocks", "us a unit", 2.0, 9.0, count=100),
     Measure("log line", "sums in trees, 64 ranks", "ms", 100.0, 150.0, count=20),
@@ -73,10 +71,6 @@ def test_rows_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measured", lambda *_: iter(reversed(MEASURES)))
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    for gpu_command in command.ON_GPUS:
-        script = next(word for word in gpu_command.split() if word.endswith(".py"))
-        assert (ROOT / script).exists()
-        assert gpu_command in result.output
     with (tmp_path / "overhead.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["part"], float(row["median"])) for row in rows] == [
