@@ -3,13 +3,12 @@
     RUN="python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2"
     $RUN profile
     $RUN ranked
-    $RUN train best/configuration.json
 
-`profile` leaves MODEL.layers.json in the output, `train` a line of MODEL.runs.jsonl for each
-configuration: iteration times and each stage's peak of allocated memory, predicted and measured.
-`ranked` trains the best three and the worst two of all shapes, each in its best cut.
-A configuration is a file of `envpipe search`. Clocks are left alone.
-With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
+`profile` leaves MODEL.layers.json in the output. `ranked` trains the best three and the worst two
+of all shapes, each in its best cut, and leaves a line of MODEL.runs.jsonl for each: iteration times
+and each stage's peak of allocated memory, predicted and measured. (`envpipe search --train` trains
+the best one.) Clocks are left alone. With --cpu, tiny models run on gloo, to rehearse; a CPU counts
+no memory.
 
 Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
 its 32: two GPUs hold that many with their optimizer. Output weights are the embedding's in neither.
@@ -42,7 +41,6 @@ from benchmarks.megatron_lm.models import (
 from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
@@ -173,39 +171,10 @@ def profile(place: Place, microbatch_size: str | None, tensor_parallel: str | No
 
 @main.command()
 @click.option("--limit-s", default=90, show_default=True, help="For each run.")
-@click.argument(
-    "configurations",
-    nargs=-1,
-    required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)
-@click.pass_obj
-def train(place: Place, limit_s: int, configurations: Sequence[Path]) -> None:
-    """Train CONFIGURATIONS, files of `envpipe search`, one after another."""
-    for file in configurations:
-        predicted = _predicted(file)
-        log = place.output / f"{place.model}.{predicted['name']}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
-        command += [] if place.cpu else ["--log-memory-interval", "10"]
-        code, wall_s = _run(
-            place, [*command, *shlex.split(" ".join(predicted["flags"]))], log, limit_s
-        )
-        row = {**predicted, "exit": code, "wall_s": wall_s, **asdict(read_log(log.read_text()))}
-        with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
-            runs.write(json.dumps(row) + "\n")
-        click.echo(_words(row))
-        if code:
-            click.echo(_end(log, 15))
-
-
-@main.command()
-@click.option("--limit-s", default=90, show_default=True, help="For each run.")
 @click.option("--memory-gib", default=75.0, show_default=True, help="Of a GPU, for all but CUDA's.")
-@click.pass_context
-def ranked(context: click.Context, limit_s: int, memory_gib: float) -> None:
+@click.pass_obj
+def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
     """Search, and train the best three and the worst two, as unmodified Megatron-LM can."""
-    place: Place = context.obj
     profile = read_layers(place.profile)
     job = replace(place.job, memory_bytes=memory_gib * 2**30)
     megatron = MegatronSpace(profile, job, Space(max_chunks=2, same_recomputation=True))
@@ -213,34 +182,29 @@ def ranked(context: click.Context, limit_s: int, memory_gib: float) -> None:
     candidates = [Candidate(cut.configuration, profile, job) for cut in cuts]
     candidates.sort(key=lambda each: each.iteration_time_s)
     chosen = dict.fromkeys([*range(min(3, len(candidates))), *range(len(candidates))[-2:]])
-    files = []
     for number in chosen:
+        name = f"{number + 1}-of-{len(candidates)}"
         candidate = candidates[number]
-        predicted = {
-            "own_order_iteration_time_s": candidate.iteration_time_s,
-            "peak_bytes": candidate.peak_bytes.tolist(),
-        }
         flags = megatron_flags(profile, candidate.configuration, job)
-        files.append(place.output / f"{place.model}.{number + 1}-of-{len(candidates)}.json")
-        files[-1].write_text(
-            configuration_text(
-                profile, candidate.configuration, job, flags=flags, predicted=predicted
-            )
-        )
-        click.echo(f"{files[-1].stem}: {' '.join(flags)}")
-    context.invoke(train, limit_s=limit_s, configurations=files)
-
-
-def _predicted(file: Path) -> dict[str, Any]:
-    """A configuration's flags, and what is predicted for it in Megatron's own order."""
-    data = json.loads(file.read_text())
-    predicted = data["predicted"]
-    return {
-        "name": file.stem,
-        "flags": data["megatron_flags"],
-        "predicted_s": predicted["own_order_iteration_time_s"],
-        "predicted_bytes": predicted["peak_bytes"],
-    }
+        log = place.output / f"{place.model}.{name}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
+        command += [] if place.cpu else ["--log-memory-interval", "10"]
+        code, wall_s = _run(place, [*command, *shlex.split(" ".join(flags))], log, limit_s)
+        row = {
+            "name": name,
+            "flags": flags,
+            "predicted_s": candidate.iteration_time_s,
+            "predicted_bytes": candidate.peak_bytes.tolist(),
+            "exit": code,
+            "wall_s": wall_s,
+            **asdict(read_log(log.read_text())),
+        }
+        with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
+            runs.write(json.dumps(row) + "\n")
+        click.echo(f"{_words(row)}; {' '.join(flags)}")
+        if code:
+            click.echo(_end(log, 15))
 
 
 def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:
