@@ -54,18 +54,28 @@ _MOST_ABOVE = 3.0
 def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[str, Any]]:
     """Make the rows of a setting; without a budget for their search, without its row."""
     profile = read_setting(folder, setting)
-    rows = []
-    if budget_s is not None:
-        theirs = search(folder, setting, budget_s)
-        plan = read_plan(theirs.plan)
+    folded, rows = fold_blocks(profile), []
+
+    def add(way: str, time_ms: float | None, spent: Any, simulated: float | None) -> None:
         rows.append(
             {
-                **_row(setting, "Aceso", theirs.judged.time_ms, theirs.wall_s, theirs.cpu_s),
-                "gpu_mib": theirs.judged.memory_mib,
-                "process_mib": None,
-                "simulated_ms": None if plan is None else _simulated_ms(setting, profile, plan),
+                "setting": setting.name,
+                "gpus": setting.num_gpus,
+                "search": way,
+                "model_ms": time_ms,
+                "wall_s": spent.wall_s,
+                "cpu_s": spent.cpu_s,
+                "memory_mib": getattr(spent, "memory_mib", None),
+                "simulated_ms": simulated,
             }
         )
+
+    def simulated_ms(plan: Configuration | None, of: LayerProfile = profile) -> float | None:
+        return None if plan is None else Candidate(plan, of, setting.job).iteration_time_s * 1e3
+
+    if budget_s is not None:
+        theirs = search(folder, setting, budget_s)
+        add("Aceso", theirs.judged.time_ms, theirs, simulated_ms(read_plan(theirs.plan)))
     ours = alone(divide_operators, folder, setting)
     whole = alone(divide_layers, folder, setting)
     if ours.found is None or whole.found is None:
@@ -73,36 +83,13 @@ def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[s
     judged = judge(folder, setting, write_plan(folder, setting, ours.found))
     if abs(judged.time_ms / 1e3 - ours.found.time_s) > 1e-5 * ours.found.time_s:
         raise click.ClickException(f"{setting.name}: their model takes this plan to be another")
-    rows.append(
-        {
-            **_row(setting, "divide", judged.time_ms, ours.wall_s, ours.cpu_s),
-            "gpu_mib": judged.memory_mib,
-            "process_mib": ours.memory_mib,
-            "simulated_ms": None
-            if any(ours.found.switches)
-            else _simulated_ms(setting, profile, ours.found.configuration),
-        }
-    )
-    folded = fold_blocks(profile)
-    rows.append(
-        {
-            **_row(setting, "whole layers", whole.found.time_s * 1e3, whole.wall_s, whole.cpu_s),
-            "gpu_mib": None,
-            "process_mib": whole.memory_mib,
-            "simulated_ms": _simulated_ms(setting, folded, whole.found.configuration),
-        }
-    )
+    plan = None if any(ours.found.switches) else ours.found.configuration
+    add("divide", judged.time_ms, ours, simulated_ms(plan))
+    in_layers_ms = simulated_ms(whole.found.configuration, folded)
+    add("whole layers", whole.found.time_s * 1e3, whole, in_layers_ms)
     if setting.model != "resnet":
         megatron = alone(search_megatron, folder, setting)
-        candidate = Candidate(megatron.found, folded, setting.job)
-        rows.append(
-            {
-                **_row(setting, "Megatron", None, megatron.wall_s, megatron.cpu_s),
-                "gpu_mib": float(candidate.peak_bytes.max()) / 2**20,
-                "process_mib": megatron.memory_mib,
-                "simulated_ms": candidate.iteration_time_s * 1e3,
-            }
-        )
+        add("Megatron", None, megatron, simulated_ms(megatron.found, folded))
     return [row | {"above_percent": _above_percent(row, rows)} for row in rows]
 
 
@@ -112,23 +99,6 @@ def _above_percent(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
     if row["simulated_ms"] is None or divided["simulated_ms"] is None:
         return None
     return float(100 * (row["simulated_ms"] / divided["simulated_ms"] - 1))
-
-
-def _row(
-    setting: Setting, way: str, time_ms: float | None, wall_s: float, cpu_s: float
-) -> dict[str, Any]:
-    return {
-        "setting": setting.name,
-        "gpus": setting.num_gpus,
-        "search": way,
-        "model_ms": time_ms,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-    }
-
-
-def _simulated_ms(setting: Setting, profile: LayerProfile, plan: Configuration) -> float:
-    return Candidate(plan, profile, setting.job).iteration_time_s * 1e3
 
 
 def claims_of(rows: Sequence[dict[str, Any]]) -> list[Claim]:
