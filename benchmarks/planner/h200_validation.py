@@ -21,7 +21,7 @@ import click
 import numpy as np
 
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
-from benchmarks.planner.memory import MemoryPrediction, memory_cells
+from benchmarks.planner.validation import MemoryPrediction, memory_cells
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders

@@ -106,14 +106,9 @@ class Choices:
 
     def __init__(self, pieces: Sequence[Measure]) -> None:
         assert len(pieces) <= _MOST_PIECES
-        self._pieces = pieces
+        self._pieces, self.num_pieces = pieces, len(pieces)
         self._steps = list(_steps(pieces))
         self._fronts: dict[tuple[int, float], list[Front]] = {}
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the block."""
-        return len(self._pieces)
 
     @property
     def working_bytes(self) -> set[float]:

@@ -9,8 +9,7 @@ import pytest
 from core_cases import uniform_profile
 
 from benchmarks.planner.measured_runs import read_workload, validate
-from benchmarks.planner.memory import MemoryPrediction
-from benchmarks.planner.validation import validation_claims
+from benchmarks.planner.validation import MemoryPrediction, validation_claims
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
