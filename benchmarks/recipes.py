@@ -2,7 +2,6 @@
 
     python benchmarks/recipes.py                                  # recipes of Megatron-Bridge
     python benchmarks/recipes.py CHECKOUT/tests/functional_tests  # jobs of a Megatron-LM checkout
-    python benchmarks/recipes.py recipes.json CHECKOUT --json
 
 A file is a list of recipes as ../shared/data/recipes has it, or a `model_config.yaml` of
 Megatron-LM's functional tests; a folder stands for all of these below it. What a job switches on
@@ -202,14 +201,10 @@ def _percent(levels: Counter[Level], least: Level) -> float:
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def main(files: tuple[Path, ...], as_json: bool) -> None:
+def main(files: tuple[Path, ...]) -> None:
     """Print the level of each job in FILES, and totals for jobs with a pipeline and without."""
     jobs = job_rows(job for path in files or [RECIPES] for job in read_jobs(path))
     totals = total_rows(jobs)
-    if as_json:
-        click.echo(json.dumps({"jobs": jobs, "totals": totals}, indent=1))
-        return
     shown = [{**row, "against_the_next": ", ".join(row["against_the_next"]) or "-"} for row in jobs]
     table = make_table("Level of each job", shown)
     table.columns[-1].no_wrap = False

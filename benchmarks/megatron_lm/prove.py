@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import tarfile
 import tempfile
@@ -36,8 +37,8 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.megatron_lm import equality, logged_energy, lost, ratio, stress
-from benchmarks.megatron_lm.models import APEX, SIZES, TRANSFORMER_ENGINE
+from benchmarks.megatron_lm import equality, lost, ratio, stress
+from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running import checkouts
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
@@ -49,6 +50,7 @@ from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "lost", "report")
+ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
@@ -232,7 +234,7 @@ class _Proof:
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
             "lost": lambda: lost.jobs(site),
-            "energy": lambda: logged_energy.jobs(site, options["energy_iterations"]),
+            "energy": lambda: energy_jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
         asked = [part for part in makers if part in parts and part in self._parts]
@@ -243,6 +245,41 @@ class _Proof:
             for job in makers[part]()
             if not only or part == "ratio" or any(fnmatch.fnmatch(job.name, name) for name in only)
         ]
+
+
+def energy_jobs(site: Site, iterations: int) -> list[Job]:
+    """One job in EnvPipe's order."""
+    energy = "" if site.cpu else "--log-energy"  # it asks NVML
+    return [ratio.job_of(site, ratio.setting(site), ENERGY_RUN, ENVPIPE, iterations, (), energy)]
+
+
+def energy_rows(state: State) -> list[dict[str, Any]]:
+    """J an iteration and GPU as both print it, over the log intervals of the run but the first.
+
+    None where the run did not end well, or one of both was not printed.
+    """
+    run = state.runs.get(ENERGY_RUN, {})
+    if run.get("status") != "ok":
+        return []
+    # The first interval holds the start.
+    lines = [line for line in run["energies"] if line["iteration"] > ratio.LOG_INTERVAL]
+    if not lines or any(line["envpipe_j"] is None for line in lines):
+        return []
+    megatron_j, envpipe_j = (
+        statistics.fmean(line[name] for line in lines) for name in ("megatron_j", "envpipe_j")
+    )
+    duration_s = sum(line["iteration_ms"] for line in lines) * ratio.LOG_INTERVAL / 1e3
+    percent = 100 * (envpipe_j / megatron_j - 1)
+    return [
+        {
+            "Megatron (J)": megatron_j,
+            "EnvPipe (J)": envpipe_j,
+            "difference (%)": percent,
+            "iterations": ratio.LOG_INTERVAL * len(lines),
+            "duration (s)": duration_s,
+            "target met": abs(percent) <= _ENERGY_TARGET_PERCENT and duration_s >= 20,
+        }
+    ]
 
 
 def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
@@ -275,7 +312,7 @@ def report(state: State, site: Site) -> dict[str, Any]:
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
         "lost": lost.rows(state),
-        "energy": logged_energy.rows(state),
+        "energy": energy_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
             for (name, run), error in zip(failed.items(), errors.values(), strict=True)

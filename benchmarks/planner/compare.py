@@ -71,6 +71,7 @@ _MOST_MICROBATCHES = 96
     "--workload",
     "names",
     multiple=True,
+    default=("",),
     help="Only workloads whose name in plans.csv contains this; may be given again.",
 )
 def main(
@@ -88,7 +89,9 @@ def main(
     load_before = os.getloadavg()[0]
     comparisons = []
     try:
-        workloads = _chosen(read_workloads(data), names)
+        workloads = [w for w in read_workloads(data) if any(name in w.key for name in names)]
+        if not workloads:
+            raise click.UsageError(f"No workload has such a name: {', '.join(names)}")
         warm_up(workloads[0])
         for workload in workloads:
             comparison = compare(workload, lowtime)
@@ -113,21 +116,10 @@ def main(
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
     options = " ".join(
-        [f"--lowtime-limit {lowtime_limit:g}", *(f"--workload {name}" for name in names)]
+        [f"--lowtime-limit {lowtime_limit:g}", *(f"--workload {name}" for name in names if name)]
     )
     tables = {"plans": plans, "frontiers": frontiers}
     leave(output, tables, comparison_claims(comparisons, options))
-
-
-def _chosen(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
-    """The workloads that one of the names is part of; all without names."""
-    chosen = [w for w in workloads if not names or any(name in w.key for name in names)]
-    if not chosen:
-        keys = ", ".join(workload.key for workload in workloads)
-        raise EnvPipeError(
-            "No workload has such a name", value=", ".join(names), remedy=f"Known: {keys}."
-        )
-    return chosen
 
 
 def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:

@@ -152,10 +152,10 @@ def data_dir(tmp_path):
 def test_the_command_writes_tables_and_claims(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(outputs, "PERSEUS_DATA", data_dir)
     some = [w for w in read_workloads(data_dir) if w.num_microbatches < 24]
-    monkeypatch.setattr(command, "read_workloads", lambda _: some)
     output = tmp_path / "out"
     arguments = ["--output", str(output), "--lowtime-limit", "0"]
     arguments += ["--lowtime-results", str(tmp_path / "none")]
+    arguments += ["--workload", "mb12", "--workload", "tiny"]
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code == 0, result.output
     assert "tiny, A40, M = 4: lowtime: no run is stored" in result.output
@@ -166,15 +166,6 @@ def test_the_command_writes_tables_and_claims(data_dir, tmp_path, monkeypatch):
     assert all(float(row["energy_j"]) > 0 for row in rows)
     claims = json.loads((output / "claims.json").read_text())
     assert {claim["figure"] for claim in claims} == {"planner_compare"}
-
-
-def test_a_workload_is_chosen_by_a_part_of_its_name(data_dir):
-    workloads = read_workloads(data_dir)
-    keys = [workload.key for workload in command._chosen(workloads, ["sxm_mb96", "tiny"])]
-    assert keys == ["gpt3-175b_a100_sxm_mb96", "A40_tiny"]
-    assert command._chosen(workloads, []) == workloads
-    with pytest.raises(EnvPipeError, match="A40_tiny"):
-        command._chosen(workloads, ["v100"])
 
 
 def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison, monkeypatch):
