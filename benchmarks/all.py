@@ -19,9 +19,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, markdown_line, read_claims
 from benchmarks.figures.experiments import EXPERIMENTS
-from benchmarks.outputs import make_table
+from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_line, read_claims
 from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
 
 _HERE = Path(__file__).resolve().parent
@@ -99,8 +98,7 @@ def _exit_code(command: list[str]) -> int:
 
 def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:
     """The claims that parts have left, in the order of the parts."""
-    paths = [output / name / CLAIMS_FILE for name in names]
-    return [claim for path in paths if path.is_file() for claim in read_claims(path)]
+    return [claim for name in names for claim in read_claims(output / name)]
 
 
 def claims_table(claims: Iterable[Claim]) -> str:

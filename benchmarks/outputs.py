@@ -1,31 +1,63 @@
-"""What benchmarks leave and show: rows as CSV and as a table, pictures as PNG and SVG."""
+"""Leave and show what benchmarks found: rows as CSV and as a table, and claims.
+
+A claim is one sentence. `all.py` makes one table of the `claims.json` of all benchmarks.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 #: Profiles and runs that others measured, beside the checkout.
 PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
-#: Of Okabe and Ito: readers with any colour vision can tell them apart.
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PINK, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
-COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW)
-_DPI = 160
-#: Of a group of bars, where groups are 1 apart.
-_GROUP_WIDTH = 0.84
 #: Characters of a table, which a narrower terminal or a pipe would cut.
 _TABLE_WIDTH = 190
 
 Row = Mapping[str, Any]
+CLAIMS_FILE = "claims.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that a benchmark has just seen.
+
+    Args:
+        figure: the benchmark's output folder, such as `fig9_a`.
+        command: what makes it again, from the checkout.
+        claim: one sentence with figures.
+        basis: what it was seen on, such as `emulated V100 (fitted)`.
+        paper: what a paper or a rival says of the same; empty where nothing.
+        agrees: whether both agree; None where there is nothing to agree with.
+        why: where they do not: why.
+    """
+
+    figure: str
+    command: str
+    claim: str
+    basis: str
+    paper: str = ""
+    agrees: bool | None = None
+    why: str = ""
+
+
+def read_claims(folder: Path) -> list[Claim]:
+    """Read the claims of an output folder; none where it has no such file."""
+    path = folder / CLAIMS_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else "[]"
+    return [Claim(**entry) for entry in json.loads(text)]
+
+
+def markdown_line(cells: Iterable[str]) -> str:
+    """Join cells to a line of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -35,7 +67,7 @@ def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., A
         type=click.Path(file_okay=False, path_type=Path),
         default=Path("runs/benchmarks") / folder,
         show_default=True,
-        help="Folder for CSV files, pictures and claims.json.",
+        help="Folder for CSV files and claims.json.",
     )
 
 
@@ -44,13 +76,18 @@ def make_console() -> Console:
     return Console(width=max(Console().width, _TABLE_WIDTH))
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows of equal keys; an empty file where there are none."""
-    listed = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(listed)
+def leave(folder: Path, tables: Mapping[str, Iterable[Row]], claims: Iterable[Claim] = ()) -> None:
+    """Write a CSV for each name and its rows of equal keys, and claims where there are any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        listed = list(rows)
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(listed)
+    if made := [asdict(claim) for claim in claims]:
+        text = json.dumps(made, indent=1, ensure_ascii=False)
+        (folder / CLAIMS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
@@ -75,42 +112,6 @@ def _cell(value: object) -> str:
         decimals = 4 if abs(value) < 10 else 1 if abs(value) >= 1000 else 2
         return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no -0.00
     return str(value)
-
-
-def save_picture(figure: Figure, folder: Path, name: str) -> None:
-    """Write `name`.png for a glance and `name`.svg for a paper, the same for the same figure."""
-    figure.savefig(folder / f"{name}.png", dpi=_DPI)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-
-
-def bare(*panels: Axes) -> None:
-    """Take the frame's upper and right line away."""
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-
-
-def grouped_bars(
-    axes: Axes,
-    groups: Sequence[str],
-    series: Mapping[str, Sequence[tuple[float, str]]],
-    colours: Sequence[str] = COLOURS,
-) -> None:
-    """Draw bars side by side: for each label the heights for all groups, and texts above them."""
-    width = _GROUP_WIDTH / len(series)
-    for index, (label, bars) in enumerate(series.items()):
-        left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(bars))]
-        axes.bar(
-            left, [height for height, _ in bars], width, align="edge", label=label,
-            color=colours[index % len(colours)], edgecolor="black", linewidth=0.4,
-        )  # fmt: skip
-        for x, (height, text) in zip(left, bars, strict=True):
-            axes.annotate(
-                text, (x + width / 2, height), (0, 3), textcoords="offset points", ha="center",
-                va="bottom", fontsize=7, rotation=90,
-            )  # fmt: skip
-    axes.set_xticks(range(len(groups)), groups, fontsize="small")
-    axes.margins(x=0.02, y=0.15)
-    bare(axes)
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:

@@ -17,11 +17,8 @@ from rich.console import Console
 
 from benchmarks import outputs
 from benchmarks.ablation.findings import ablation_claims, runtime_claims
-from benchmarks.ablation.pictures import ablation_figure
-from benchmarks.ablation.rows import Ablation, Row, ablate
-from benchmarks.ablation.runtime import Checked, check_by_runtime
-from benchmarks.claims import CLAIMS_FILE, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, save_picture, write_csv
+from benchmarks.ablation.rows import Checked, Row, ablate, check_by_runtime
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
@@ -33,8 +30,6 @@ KEYS = (
     "A100_gpt3-xl_dp1_pp4_tp1",
 )
 _STAGES, _MICROBATCHES = 4, 24
-_PLANNING = (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY)
-_CLOCKS = (Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING)
 _SHOWN = (
     "ablation", "start", "setting", "saving_percent", "slowdown_percent", "peak_in_flight",
     "gap_percent", "planning_time_s",
@@ -55,17 +50,10 @@ def main(output: Path) -> None:
             rows.extend(found)
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "ablation.csv", map(_cells, rows))
-    for name, ablations, title in (
-        ("ablation", _PLANNING, "Order, policy and memory limit"),
-        ("ablation_clocks", _CLOCKS, "What clocks and waits are like"),
-    ):
-        save_picture(ablation_figure(rows, ablations, f"{title} ({basis})"), output, name)
     checked = _checked(console)
-    write_csv(output / "ablation_runtime.csv", map(_checked_cells, checked))
     claims = [*ablation_claims(rows, basis), *runtime_claims(checked)]
-    write_claims(output / CLAIMS_FILE, claims)
+    tables = {"ablation": map(_cells, rows), "ablation_runtime": map(_checked_cells, checked)}
+    leave(output, tables, claims)
     for claim in claims:
         console.print(f"- {claim.claim}", markup=False)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Row, Start
-from benchmarks.ablation.runtime import Checked
-from benchmarks.claims import Claim
-from benchmarks.outputs import span
+from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Checked, Row, Start
+from benchmarks.outputs import Claim, span
 
 FIGURE = "ablation"
 COMMAND = "python benchmarks/ablation/ablation.py"

@@ -15,15 +15,12 @@ import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, Experiment
 from benchmarks.figures.findings import claims_of
-from benchmarks.figures.outcome import EMULATED
-from benchmarks.figures.pictures import draw
-from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of
-from benchmarks.figures.rows import Row
-from benchmarks.figures.training import read_result, train
-from benchmarks.outputs import make_console, make_table, save_picture, write_csv
+from benchmarks.figures.pictures import save_picture
+from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of, read_result, train
+from benchmarks.figures.rows import EMULATED, Row
+from benchmarks.outputs import Claim, leave, make_console, make_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
 
@@ -95,7 +92,7 @@ def figure_command(name: str) -> click.Command:
         place = Place(size, gpus, gpu_backend or Place.backend, forward_ms)
         try:
             rows = make_rows(experiment, place, output / _RUNS, console)
-            leave(experiment, rows, _again(name), output / name, console)
+            leave_figure(experiment, rows, _again(name), output / name, console)
         except EnvPipeError as error:
             raise click.ClickException(str(error)) from error
 
@@ -153,18 +150,16 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
     return rows
 
 
-def leave(
+def leave_figure(
     experiment: Experiment, rows: list[Row], again: str, folder: Path, console: Console
 ) -> None:
     """Write a figure's files, and print what they say."""
-    folder.mkdir(parents=True, exist_ok=True)
     columns = [row.columns() for row in rows]
-    write_csv(folder / f"{experiment.name}.csv", columns)
-    save_picture(draw(experiment, rows), folder, experiment.name)
+    claims = claims_of(experiment, rows, again)
+    leave(folder, {experiment.name: columns}, claims)
+    save_picture(experiment, rows, folder)
     hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
     console.print(make_table(f"{experiment.title}: {hardware}", columns, _SHOWN))
-    claims = claims_of(experiment, rows, again)
-    write_claims(folder / CLAIMS_FILE, claims)
     for claim in claims:
         console.print(_sentence(claim), highlight=False, markup=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", highlight=False, markup=False, soft_wrap=True)

@@ -10,10 +10,9 @@ from dataclasses import replace
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
-from benchmarks.claims import Claim
 from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
-from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL
-from benchmarks.figures.rows import Row, of_setting, savers, saving_difference
+from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Row, of_setting, savers, saving_difference
+from benchmarks.outputs import Claim
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.uncertainty import NORMAL_95

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -17,35 +18,50 @@ from benchmarks.figures.experiments import (
     Job,
 )
 from benchmarks.figures.rows import Row, of_setting
-from benchmarks.outputs import BLUE, ORANGE, SKY, YELLOW, grouped_bars
 
+_DPI = 160
+#: Of a group of bars, where groups are 1 apart.
+_GROUP_WIDTH = 0.84
+#: Of Okabe and Ito: readers with any colour vision can tell them apart.
 _BARS = {
     BASELINE: ("#999999", "baseline (1F1B, full clock)"),
-    UNIFORM: (YELLOW, "uniform (1F1B)"),
-    ENVELOPE: (SKY, "EnvPipe, not reconfigured"),
-    GREEDY: (ORANGE, "EnvPipe, greedy"),
-    BALANCED: (BLUE, "EnvPipe, balanced"),
+    UNIFORM: ("#F0E442", "uniform (1F1B)"),
+    ENVELOPE: ("#56B4E9", "EnvPipe, not reconfigured"),
+    GREEDY: ("#E69F00", "EnvPipe, greedy"),
+    BALANCED: ("#0072B2", "EnvPipe, balanced"),
 }
 
 
-def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
-    """Two panels over the same jobs; the title says what they ran on."""
-    groups = len(rows) // len(experiment.settings)
-    figure = Figure(figsize=(max(7.0, 1.5 + 1.3 * groups), 6.2), layout="constrained")
-    throughput, energy = figure.subplots(2, 1, sharex=True)
+def save_picture(experiment: Experiment, rows: Sequence[Row], folder: Path) -> None:
+    """Draw a figure as PNG for a glance and as SVG for a paper, by its name."""
+    figure = _draw(experiment, rows)
+    figure.savefig(folder / f"{experiment.name}.png", dpi=_DPI)
+    figure.savefig(folder / f"{experiment.name}.svg", metadata={"Date": None})
+
+
+def _draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
+    """Draw two panels over the same jobs; the title says what they ran on."""
     jobs = [row.job for row in of_setting(list(rows), experiment.settings[0])]
+    figure = Figure(figsize=(max(7.0, 1.5 + 1.3 * len(jobs)), 6.2), layout="constrained")
+    throughput, energy = figure.subplots(2, 1, sharex=True)
     several = len({job.model for job in jobs}) < len(jobs)
-    labels = [_label(job, several) for job in jobs]
-    colours = [_BARS[setting][0] for setting in experiment.settings]
+    width = _GROUP_WIDTH / len(experiment.settings)
     for axes, label in ((throughput, "throughput"), (energy, "energy an iteration")):
-        series = {}
-        for setting in experiment.settings:
+        for index, setting in enumerate(experiment.settings):
             own = of_setting(list(rows), setting)
             heights = [1 - row.saving_percent / 100 for row in own]
             if axes is throughput:
                 heights = [1 / (1 + row.slowdown_percent / 100) for row in own]
-            series[_BARS[setting][1]] = [(height, f"{height:.3f}") for height in heights]
-        grouped_bars(axes, labels, series, colours)
+            left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(own))]
+            colour, words = _BARS[setting]
+            bars = axes.bar(
+                left, heights, width, align="edge", label=words, color=colour, edgecolor="black",
+                linewidth=0.4,
+            )  # fmt: skip
+            axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=7, rotation=90)
+        axes.set_xticks(range(len(jobs)), [_label(job, several) for job in jobs], fontsize="small")
+        axes.margins(x=0.02)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
         axes.set_ylabel(f"{label} (baseline = 1)")
         axes.set_ylim(0, 1.25)

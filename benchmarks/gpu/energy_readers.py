@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu.control import torch_uid
 from benchmarks.gpu.unit_cost import Work
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.clock.controller import spread
@@ -101,8 +101,7 @@ def main(counts: tuple[int, ...], seconds: float, output: Path) -> None:
         # Forwards and backwards: what drifts meets all numbers alike.
         rows = [measure(gpus, count, seconds) for count in (*counts, *reversed(counts))]
     make_console().print(make_table("Energy readers of one host", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "energy_readers.csv", rows)
+    leave(output, {"energy_readers": rows})
 
 
 if __name__ == "__main__":

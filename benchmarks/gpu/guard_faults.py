@@ -13,7 +13,6 @@ clock and deleted lease the median and longest time in s.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import tempfile
 import time
@@ -23,23 +22,17 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-import benchmarks  # noqa: F401 - it puts the tests' helpers on the path
+from benchmarks.outputs import leave, make_console, make_table
 
 # isort: split
 from fake_nvml.fake_nvml import build_library  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
-COLUMNS = (
-    "fault", "repeats", "clocks_left_locked", "leases_left", "failed_rounds", "reset_median_s",
-    "reset_max_s",
-)  # fmt: skip
-
 
 def play_all(
     node: Node, fault: str, repeat: int, seed: int, console: Console
-) -> tuple[str, int, int, int, int, float, float]:
+) -> dict[str, str | int | float]:
     """Play a fault's rounds; return its row of the table."""
     outcomes: list[Outcome] = []
     failed = 0
@@ -52,15 +45,15 @@ def play_all(
             console.print(f"{fault}, seed {seed}, round {number}: {type(error).__name__} {error}")
         outcomes.append(outcome)
     reset_s = [time_s for outcome in outcomes for time_s in outcome.reset_s] or [float("nan")]
-    return (
-        fault,
-        repeat,
-        sum(outcome.locked for outcome in outcomes),
-        sum(outcome.leases for outcome in outcomes),
-        failed,
-        round(statistics.median(reset_s), 4),
-        round(max(reset_s), 4),
-    )
+    return {
+        "fault": fault,
+        "repeats": repeat,
+        "clocks_left_locked": sum(outcome.locked for outcome in outcomes),
+        "leases_left": sum(outcome.leases for outcome in outcomes),
+        "failed_rounds": failed,
+        "reset_median_s": round(statistics.median(reset_s), 4),
+        "reset_max_s": round(max(reset_s), 4),
+    }
 
 
 @click.command(context_settings={"show_default": True})
@@ -73,7 +66,7 @@ def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | No
 
     Example: python benchmarks/gpu/guard_faults.py --repeat 200 --output guard_faults.csv
     """
-    console = Console()
+    console = make_console()
     seed = int(time.time()) if seed is None else seed
     console.print(f"seed {seed}")
     rows = []
@@ -84,13 +77,11 @@ def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | No
             for fault in faults or FAULTS:
                 rows.append(play_all(node, fault, repeat, seed, console))
                 if output is not None:
-                    with output.open("w", newline="") as file:
-                        csv.writer(file).writerows([COLUMNS, *rows])
-    table = Table(*(column.replace("_", "\n") for column in COLUMNS))
-    for row in rows:
-        table.add_row(row[0].replace("_", " "), *map(str, row[1:]))
-    console.print(table)
-    if any(row[2] or row[3] or row[4] for row in rows):
+                    leave(output.parent, {output.stem: rows})
+    console.print(make_table("Faults of the guard", rows))
+    if any(
+        row[bad] for row in rows for bad in ("clocks_left_locked", "leases_left", "failed_rounds")
+    ):
         raise SystemExit(1)
 
 

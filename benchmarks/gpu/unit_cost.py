@@ -32,7 +32,7 @@ from scipy.stats import bootstrap
 
 from benchmarks.gpu.control import torch_uid
 from benchmarks.gpu.null_gpu import NullGpu
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.overhead.host import HostExecutor
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
@@ -242,8 +242,7 @@ def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) ->
         for row in measure(bound, waits=waits, rounds=rounds, turn_iterations=turn_iterations)
     ]
     make_console().print(make_table("What a unit costs", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "unit_cost.csv", rows)
+    leave(output, {"unit_cost": rows})
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ class Sample:
     rss_bytes: int
     lines: int
     total_j: float
-    live_lines: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Sent:
 
     total_j: float
     latencies_s: list[float]
-    lag_max_bytes: int
     cuts: int
     unknown_bytes: int
 
@@ -99,7 +97,6 @@ async def _serve(pipe: Connection, folder: Path) -> None:
     collector = Collector(bill, lambda: report.look(bill))
     pipe.send(await collector.start("127.0.0.1"))
     loop = asyncio.get_running_loop()
-    growing = folder / "bill.jsonl"
     asked = asyncio.Event()
     loop.add_reader(pipe.fileno(), asked.set)
     word = ""
@@ -118,7 +115,6 @@ async def _serve(pipe: Connection, folder: Path) -> None:
                 pages * _PAGE_BYTES,
                 total.windows,
                 total.energy_j,
-                len(growing.read_bytes().splitlines()) if growing.exists() else 0,
             )
         )
     loop.remove_reader(pipe.fileno())
@@ -144,7 +140,6 @@ async def _send(
     return Sent(
         total_j,
         latencies_s,
-        max(agent.lag_max_bytes for agent in agents),
         _Counter.count,
         sum(agent.unknown_bytes for agent in agents),
     )
@@ -169,7 +164,6 @@ class _Agent:
         self._log.grown = self._uplink.grown
         self.total_j = 0.0
         self.latencies_s: list[float] = []
-        self.lag_max_bytes = 0
         self.unknown_bytes = 0
 
     async def run(self, endpoint: Any, begin_s: float) -> None:
@@ -181,8 +175,6 @@ class _Agent:
             self._log.note(JOB, facts={"num_gpus": load.agents * load.gpus})
         for number in range(load.rounds):
             await asyncio.sleep(begin_s + phase_s + number * load.interval_s - time.monotonic())
-            lag_bytes = self._log.size - self._uplink.known_bytes
-            self.lag_max_bytes = max(self.lag_max_bytes, lag_bytes if number else 0)
             appended_s = time.monotonic()
             for gpu in range(load.gpus):
                 self._append(gpu, number)
@@ -255,9 +247,8 @@ def _measured(
 ) -> dict[str, Any]:
     """The row of a measurement.
 
-    A latency is from the append of an agent's lines until it knows that they are added up; the lag
-    is the most that an agent's log was ahead of the sums when it wrote again; a cut is a connection
-    that had to be made again.
+    A latency is from the append of an agent's lines until it knows that they are added up; a cut is
+    a connection that had to be made again.
     """
     latencies_ms = 1e3 * np.array([latency_s for part in sent for latency_s in part.latencies_s])
     total_j = math.fsum(part.total_j for part in sent)
@@ -268,11 +259,9 @@ def _measured(
         "latency_p50_ms": float(np.quantile(latencies_ms, 0.5)),
         "latency_p99_ms": float(np.quantile(latencies_ms, 0.99)),
         "latency_max_ms": float(latencies_ms.max()),
-        "lag_max_bytes": max(part.lag_max_bytes for part in sent),
         "cpu_percent": 100 * (after.cpu_s - before.cpu_s) / (after.time_s - before.time_s),
         "rss_start_mib": before.rss_bytes / 2**20,
         "rss_end_mib": after.rss_bytes / 2**20,
-        "live_lines": after.live_lines,
         "cuts": sum(part.cuts for part in sent),
         "exact": known and math.isclose(after.total_j, total_j, rel_tol=1e-11),  # far below a line
     }

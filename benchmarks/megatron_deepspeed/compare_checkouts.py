@@ -25,7 +25,6 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
@@ -36,12 +35,12 @@ from benchmarks.megatron_lm.models import (
     Mapping,
     Planned,
 )
-from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
+from benchmarks.megatron_lm.running.jobs import apart, emulated_gpus, launch_ranks, sharing
+from benchmarks.outputs import markdown_line
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 RUNNER = ROOT / "tests" / "megatron_deepspeed" / "mds_cpu_run.py"
 MAKE_DATA = RUNNER.with_name("mds_data.py")
-SHARED_GPU = str(ROOT / "benchmarks" / "shared_gpu.py")
 ARMS = STOCK, ONE_F_ONE_B, ENVPIPE
 #: Of Megatron-DeepSpeed's order before the plan's, and those whose times are not counted.
 _WARMUP, _UNCOUNTED = 3, 8
@@ -88,7 +87,8 @@ def main(
     data = output / "data"
     if not data.exists():
         data.mkdir(parents=True)
-        making = {**os.environ, "PYTHONPATH": _python_path(stock), FORBID_VARIABLE: "1"}
+        path = os.pathsep.join(filter(None, [str(stock.resolve()), os.environ.get("PYTHONPATH")]))
+        making = {**os.environ, "PYTHONPATH": path, FORBID_VARIABLE: "1"}
         subprocess.run([sys.executable, MAKE_DATA, data], env=making, check=True)
     found: dict[str, list[Run]] = {arm: [] for arm in ARMS}
     for number in range(rounds):
@@ -96,7 +96,7 @@ def main(
             folder = output / f"{arm}-{number}"
             checkout = (stock if arm == STOCK else patched).resolve()
             stages = gpus * ranks_per_gpu
-            shared = [SHARED_GPU, str(ranks_per_gpu)] if ranks_per_gpu > 1 else []
+            shared = sharing(ranks_per_gpu)
             run = _run(checkout, arm, folder, data, stages, shared, cpu, iterations, timeout_s)
             found[arm].append(run)
             click.echo(f"{folder.name}: exit {run.exit_code}, {run.time_ms:.1f} ms")
@@ -124,10 +124,6 @@ def compared(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> str:
     if not reference:
         return "nothing to compare with"
     return "equal" if all(own == reference for own in found) else "DIFFER"
-
-
-def _python_path(first: Path) -> str:
-    return os.pathsep.join(filter(None, [str(first.resolve()), os.environ.get("PYTHONPATH")]))
 
 
 def _run(
@@ -173,26 +169,12 @@ def _run(
         f"--tokenizer-type NullTokenizer --vocab-size {size.vocabulary - 1} "
         f"--data-path {data / 'text_document'} --data-impl mmap --split 100,0,0 {envpipe}"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(stages), "--redirects", "3", "--log-dir", "logs"]
-    command += [*shared, str(RUNNER), str(checkout / "pretrain_gpt.py"), *arguments.split()]
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": _python_path(ROOT),
-        "OMP_NUM_THREADS": "1",
-        FORBID_VARIABLE: "1",
-    }
+    environment = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     if cpu:
-        environment |= {
-            "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": str(stages),
-            "ENVPIPE_EMULATED_GPU": "h200",
-            "ENVPIPE_EMULATED_FORWARD_S": "0.004",
-            "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
-        }
-    launch = Launch(tuple(command), environment)
-    check_harmless(launch)
+        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(stages)}
+        environment |= emulated_gpus(folder, 0.004)
+    script = (*shared, str(RUNNER), str(checkout / "pretrain_gpt.py"), *arguments.split())
+    launch = launch_ranks(stages, ("--standalone", *apart("logs")), script, environment)
     process = launch.start(folder, folder / "torchrun.txt")
     try:
         exit_code = process.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the patched checkout against the unmodified one's; refusals."""
+"""Losses and gradient norms of the patched checkout against the unmodified one's."""
 
 from __future__ import annotations
 
@@ -344,48 +344,3 @@ def _executed(run: dict[str, Any], plan: Planned) -> bool:
         return bool(rank["phase"] == Phase.STEADY and executed == planned)
 
     return bool(ranks) and all(map(ran, ranks))
-
-
-# What must be refused at start, and how.
-
-FAULTS = "faults"
-_FIVE = training(5)
-#: Name, Megatron's flags besides a valid job's, what the log must say, and the training's length.
-_REFUSED = (
-    ("skipped-iterations", "--iterations-to-skip 3", "--iterations-to-skip", _FIVE),
-    ("twice", "--rerun-mode report_stats", "runs each iteration twice", _FIVE),
-    ("unchecked", "--num-experts 2 --envpipe-self-check off", "mixture of experts", _FIVE),
-    ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
-    ("no-pipeline", "--pipeline-model-parallel-size 1", "no pipeline", _FIVE),
-    ("not-installed", "", "needs the package envpipe-megatron", _FIVE),
-)
-
-
-def fault_jobs(site: Site) -> list[Job]:
-    """One job for each fault; none of them trains."""
-    size = size_of(site.cpu)
-    envpipe = "--envpipe --envpipe-level order --envpipe-gpu-control {control}"
-    good = f"{size.mock_data} {NO_EVALUATION} --bf16 {envpipe}"
-    return [
-        Job(
-            name=f"{FAULTS}/{name}",
-            arguments=job_arguments(site.cpu, size, PP2, good, length, flags),
-            num_ranks=PP2.num_ranks,
-            iterations=5,
-            patched=True,
-            hide_package=name == "not-installed",
-            refused=refused,
-            limit_s=120.0,
-        )
-        for name, flags, refused, length in _REFUSED
-    ]
-
-
-def fault_rows(state: State) -> list[dict[str, Any]]:
-    """Each fault, and whether it was refused."""
-    ends = {
-        name.split("/")[1]: run["status"]
-        for name, run in state.runs.items()
-        if name.startswith(f"{FAULTS}/")
-    }
-    return [{"fault": n, "outcome": "refused" if e == "ok" else e} for n, e in ends.items()]

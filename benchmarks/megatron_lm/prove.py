@@ -4,15 +4,15 @@
 
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
-both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
-stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
-jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
-installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times
-(shared_gpu.py); more than --jobs 2 starve each other then, and of eight ranks more than one job.
-What is done already is not done again, so a call that ran out of time is simply repeated. Another
---channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
-ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none
-is started without.
+both sides print it; `lost`, what others do when a rank is killed or stopped; `report` of all that
+is in OUT. Level `units` has arms of its own, and is the only one for jobs that another order is not
+proven for; those with Transformer Engine or Apex run where these are installed. With
+--ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times (shared_gpu.py);
+more than --jobs 2 starve each other then, and of eight ranks more than one job. What is done
+already is not done again, so a call that ran out of time is simply repeated. Another --channel than
+auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is ever changed:
+all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started
+without.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import tarfile
 import tempfile
@@ -36,19 +37,20 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm import equality, logged_energy, lost, ratio, stress
-from benchmarks.megatron_lm.models import APEX, SIZES, TRANSFORMER_ENGINE
+from benchmarks.megatron_lm import equality, lost, ratio, stress
+from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running import checkouts
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
+from benchmarks.outputs import markdown_line
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
-PARTS = ("equality", "ratio", "stress", "energy", "faults", "lost", "report")
+PARTS = ("equality", "ratio", "stress", "energy", "lost", "report")
+ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
@@ -170,7 +172,7 @@ class _Proof:
     def run(self) -> None:
         if "equality" in self._parts and (names := equality.left_out(self._site)):
             click.echo(f"left out, for want of Transformer Engine or Apex: {', '.join(names)}")
-        shared = self._jobs("faults", "equality")
+        shared = self._jobs("equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
         # Four jobs with contexts on the same GPUs hung in Megatron's own first iteration, though
@@ -229,11 +231,10 @@ class _Proof:
         of = ("microbatches", "like", "arm", "resting", "zero_weights", "size", "unchecked")
         setting = ratio.setting(site, *(options[name] for name in of))
         makers: dict[str, Callable[[], list[Job]]] = {
-            "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
             "lost": lambda: lost.jobs(site),
-            "energy": lambda: logged_energy.jobs(site, options["energy_iterations"]),
+            "energy": lambda: energy_jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
         asked = [part for part in makers if part in parts and part in self._parts]
@@ -244,6 +245,41 @@ class _Proof:
             for job in makers[part]()
             if not only or part == "ratio" or any(fnmatch.fnmatch(job.name, name) for name in only)
         ]
+
+
+def energy_jobs(site: Site, iterations: int) -> list[Job]:
+    """One job in EnvPipe's order."""
+    energy = "" if site.cpu else "--log-energy"  # it asks NVML
+    return [ratio.job_of(site, ratio.setting(site), ENERGY_RUN, ENVPIPE, iterations, (), energy)]
+
+
+def energy_rows(state: State) -> list[dict[str, Any]]:
+    """J an iteration and GPU as both print it, over the log intervals of the run but the first.
+
+    None where the run did not end well, or one of both was not printed.
+    """
+    run = state.runs.get(ENERGY_RUN, {})
+    if run.get("status") != "ok":
+        return []
+    # The first interval holds the start.
+    lines = [line for line in run["energies"] if line["iteration"] > ratio.LOG_INTERVAL]
+    if not lines or any(line["envpipe_j"] is None for line in lines):
+        return []
+    megatron_j, envpipe_j = (
+        statistics.fmean(line[name] for line in lines) for name in ("megatron_j", "envpipe_j")
+    )
+    duration_s = sum(line["iteration_ms"] for line in lines) * ratio.LOG_INTERVAL / 1e3
+    percent = 100 * (envpipe_j / megatron_j - 1)
+    return [
+        {
+            "Megatron (J)": megatron_j,
+            "EnvPipe (J)": envpipe_j,
+            "difference (%)": percent,
+            "iterations": ratio.LOG_INTERVAL * len(lines),
+            "duration (s)": duration_s,
+            "target met": abs(percent) <= _ENERGY_TARGET_PERCENT and duration_s >= 20,
+        }
+    ]
 
 
 def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
@@ -276,8 +312,7 @@ def report(state: State, site: Site) -> dict[str, Any]:
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
         "lost": lost.rows(state),
-        "energy": logged_energy.rows(state),
-        "faults": equality.fault_rows(state),
+        "energy": energy_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
             for (name, run), error in zip(failed.items(), errors.values(), strict=True)

@@ -1,28 +1,41 @@
-"""The closed loop beside a sweep, and after faults, on emulated GPUs.
+"""The closed loop beside a sweep, after faults, with virtual stages, and over a long time.
 
-Run from the checkout, some 30 minutes on two cores:
+Run from the checkout:
 
-    python benchmarks/online/online.py
+    python benchmarks/online/online.py                             # some 30 minutes on two cores
     python benchmarks/online/online.py --stages 4 --replicas 1     # some 8 minutes
+    python benchmarks/online/online.py chunks --gpu a40
+    python benchmarks/online/online.py long
 
 GPUs are emulated by presets that were fitted to measurements; a forward takes 30 ms at the highest
-clock, a backward 60 ms. On uneven pipelines the last stage takes a quarter longer.
+clock, a backward 60 ms. On uneven pipelines the last stage takes a quarter longer. `chunks` is what
+is saved with virtual stages, on Megatron's own order and on any: four stages of 120 ms a forward,
+alike or not, each split evenly. `long` tells whether a job grows, in memory, files and threads:
+there a GPU becomes 5 % slower and recovers again and again, so that plans are made, run, kept in
+the output folder, and dropped.
 """
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 
-from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.online.emulated_job import EmulatedJob
+from benchmarks.online.pipelines import Pipelines
+from benchmarks.online.runs import FAULTS, Ran, best_saving, restarts, run_job, scripted, slower
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 
+PARTS = ("costs", "faults", "noise", "chunks", "long")
 PRESETS = ("a100-sxm", "a40")
 MICROBATCHES = 24
 FORWARD_S = 0.03
@@ -42,6 +55,13 @@ _FAULT, _OVER, _ALL, _FOUND_OUT = 60, 260, 320, 10
 
 #: Shares of units that have a hiccup, on so many replicas and in so many iterations.
 _HICCUPS, _MANY, _NOISY = (0.0, 0.01, 0.05), 16, 160
+
+#: Of `chunks`: iterations, the first that counts as steady, and shares of the longest forward, s.
+_CHUNKS_ITERATIONS, _CHUNKS_STEADY, _CHUNKS_FORWARD_S = 110, 70, 0.12
+_CHUNKED = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 1.05, 1.0, 1.15)}
+#: Of `long`: the GPU's state changes after so many iterations.
+CONFIG = SessionConfig(PlanRequest(8, schedule="auto", policy="optimal"), closed_loop=True)
+STAGES, _CHANGES_EVERY = 4, 250
 
 
 def forward_times_s(stages: int, *, even: bool) -> list[float]:
@@ -131,21 +151,98 @@ def noise_rows() -> Iterator[dict[str, Any]]:
         }
 
 
+def chunk_rows(gpu: str) -> Iterator[dict[str, Any]]:
+    """One for each number of chunks, kind of stages, and order that may be planned."""
+    for name, shares in _CHUNKED.items():
+        one_chunk_s = 0.0
+        for chunks in (1, 2, 4):
+            for schedule in ("1f1b" if chunks == 1 else "interleaved", "auto"):
+                ran = _run_chunks(gpu, shares, chunks, schedule)
+                one_chunk_s = one_chunk_s or ran.own[-1].time_s
+                yield {
+                    "stages": name,
+                    "chunks": chunks,
+                    "own order, time against 1F1B (%)": 100
+                    * (ran.own[-1].time_s / one_chunk_s - 1),
+                    "planned": schedule,
+                    "saved (%)": 100 * ran.saved(_CHUNKS_STEADY, _CHUNKS_ITERATIONS),
+                    "longer (%)": 100 * ran.longer(_CHUNKS_STEADY, _CHUNKS_ITERATIONS),
+                    "lost, in iterations": ran.lost(0, _CHUNKS_ITERATIONS),
+                }
+
+
+def _run_chunks(gpu: str, shares: tuple[float, ...], chunks: int, schedule: str) -> Ran:
+    request = PlanRequest(MICROBATCHES, schedule, "optimal", num_chunks=chunks)
+    config = SessionConfig(request, closed_loop=True)
+    forward_s = [_CHUNKS_FORWARD_S * share / chunks for share in shares]
+    return run_job(config, load_preset(gpu), forward_s, iterations=_CHUNKS_ITERATIONS)
+
+
+def footprints(iterations: int, every: int) -> Iterator[dict[str, Any]]:
+    """What the process and the job's folder hold, each time that so many iterations have run."""
+    pipelines = Pipelines(
+        load_preset("a100-sxm"),
+        [0.03] * STAGES,
+        faults=lambda at: {(0, 1): slower(1.05)} if at // _CHANGES_EVERY % 2 else {},
+    )
+    with (
+        TemporaryDirectory() as folder,
+        EmulatedJob(pipelines, replace(CONFIG, output_dir=Path(folder))) as job,
+    ):
+        while pipelines.begun < iterations:
+            job.run(every)
+            said = [text for _, text in job.said]
+            answered = sum("planning again" in text or "highest clocks" in text for text in said)
+            pipelines.iterations.clear()  # these two are the benchmark's own
+            job.said.clear()
+            gc.collect()
+            kept = list(Path(folder).iterdir())
+            yield {
+                "iterations": pipelines.begun,
+                "changes that were answered": answered,
+                "memory (MiB)": _memory_mib(),
+                "objects": len(gc.get_objects()),
+                "open files": len(list(Path("/proc/self/fd").iterdir())),
+                "threads": threading.active_count(),
+                "files in the folder": len(kept),
+                "their size (KiB)": sum(file.stat().st_size for file in kept) / 1024,
+            }
+
+
+def _memory_mib() -> float:
+    resident = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
+    )
+    return int(resident.split()[1]) / 1024
+
+
 @click.command()
+@click.argument("names", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
 @click.option("--stages", multiple=True, type=int, default=(4, 8), show_default=True)
 @click.option("--replicas", multiple=True, type=int, default=(1, 4), show_default=True)
+@click.option("--gpu", default="a100-sxm", show_default=True, help="A preset, of `chunks`.")
+@click.option("--iterations", default=10_000, show_default=True, help="Of `long`.")
 @output_option("online")
-def main(stages: tuple[int, ...], replicas: tuple[int, ...], output: Path) -> None:
-    """Run all configurations and faults, and print tables."""
+def main(
+    names: tuple[str, ...],
+    stages: tuple[int, ...],
+    replicas: tuple[int, ...],
+    gpu: str,
+    iterations: int,
+    output: Path,
+) -> None:
+    """Run parts, by default all but `chunks` and `long`, and print tables."""
     console = make_console()
-    output.mkdir(parents=True, exist_ok=True)
-    for name, made in (
-        ("costs", cost_rows(stages, replicas)),
-        ("faults", fault_rows()),
-        ("noise", noise_rows()),
-    ):
-        rows = list(made)
-        write_csv(output / f"{name}.csv", rows)
+    parts: dict[str, Iterator[dict[str, Any]]] = {
+        "costs": cost_rows(stages, replicas),
+        "faults": fault_rows(),
+        "noise": noise_rows(),
+        "chunks": chunk_rows(gpu),
+        "long": footprints(iterations, every=min(2_000, iterations)),
+    }
+    for name in names or PARTS[:3]:
+        rows = list(parts[name])
+        leave(output, {name: rows})
         console.print(
             make_table(name, rows, [column for column in rows[0] if "what" not in column])
         )

@@ -7,19 +7,24 @@ is waited for. Everything else is the training's own.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.null_gpu import NullGpu
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -28,6 +33,8 @@ from envpipe_megatron.runtime.energy.steps import StepEnergy, step_sums
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 MICROBATCHES = 32
 WARM_UP = 3
@@ -193,3 +200,105 @@ def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tup
         found.append((time.perf_counter() - begin_s, time.process_time() - cpu_s))
     dist.barrier()  # before connections are closed
     return found[WARM_UP:]
+
+
+LOGGED_MICROBATCHES = 8
+#: Steady iterations after which files are looked at, and after which again.
+SETTLED, MEASURED = 10, 100
+#: A job that is not steady by then never will be.
+_MAX_PHASES = 200
+
+
+def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
+    """Train on every rank of a pipeline, with emulated GPUs in `root`; logs go to `root/run`.
+
+    Returns the bytes by which all ranks' log files grow in `MEASURED` steady iterations, and the
+    time of one, s.
+    """
+    import plain_stages  # type: ignore[import-not-found]  # of tests/
+
+    output = root / "run"
+    session, _ = plain_stages.session(
+        rank,
+        SessionConfig(
+            PlanRequest(LOGGED_MICROBATCHES, "envpipe", "envelope"),
+            warmup_iterations=1,
+            profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+            output_dir=output,
+        ),
+        root,
+        time_at_max_s={Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1},
+    )
+
+    def train(iterations: int) -> None:
+        for _ in range(iterations):
+            session.begin_step()
+            session.run_iteration(
+                LOGGED_MICROBATCHES,
+                plain_stages.SPECS,
+                lambda schedule: plain_stages.PlainWork(schedule, rank),
+            )
+            session.end_step()
+
+    try:
+        for _ in range(_MAX_PHASES):
+            if session.state.phase is Phase.STEADY:
+                break
+            train(1)
+        train(SETTLED)
+        dist.barrier()
+        before = _sizes(output)
+        train(MEASURED)
+        dist.barrier()
+        after = _sizes(output)
+        _, iteration_time_s, _ = session.iterations[-1]
+    finally:
+        session.close()
+    grown = {name: size - before.get(name, 0) for name, size in after.items()}
+    return {name: size for name, size in grown.items() if size}, iteration_time_s
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+#: Of `Bench`: the model, and how often both run it.
+OPTIONS: dict[str, Any] = {
+    "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
+    "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
+}  # fmt: skip
+
+
+def compare_schedules(rank: int) -> dict[str, Any]:
+    """What `Bench.compare` reports of each order; every rank calls it."""
+    from envpipe_megatron.integrations.megatron.cpu import use_cpu
+
+    warnings.filterwarnings("ignore", module="megatron")  # of Apex, which no CPU has
+    use_cpu()
+    from training import cuda_on_cpu  # type: ignore[import-not-found]  # of tests/pipeline
+
+    with cuda_on_cpu():
+        return _compare()
+
+
+def _compare() -> dict[str, Any]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from benchmarks.gpu.schedules import Bench
+
+    class CpuBench(Bench):
+        device = "cpu"
+        dtype = torch.float32
+        vocabulary = 512
+
+        def make_executor(self) -> HostExecutor:
+            return HostExecutor()
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    torch.manual_seed(1234)
+    bench = CpuBench(OPTIONS)
+    bench.add_orders()
+    report = bench.compare()
+    bench.close()
+    return report

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import timeit
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.overhead import host, logs
-from benchmarks.overhead.latency import THREADS, measure_latency
-from benchmarks.overhead.ratio import OPTIONS, compare_schedules
+import torch
+
+from benchmarks.overhead import host
+from benchmarks.overhead.host import OPTIONS, compare_schedules
+from benchmarks.overhead.trigger_latency import StandIn, measure
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, spread
 from envpipe_megatron.policies.planner import make_plan
@@ -24,6 +27,57 @@ if TYPE_CHECKING:
 #: Of each job whose log lines are measured, and how many lines.
 LOG_LINE_STAGES, LOG_LINES = 8, 20
 _USUAL_INTERVAL_S = 5e-3
+
+
+_LOOK_S = 2e-4
+#: Width of a matrix whose product takes about a millisecond on a core.
+_MATRIX = 256
+
+
+class _Waiting(StandIn):
+    """The training thread sleeps between launches: it waits for a neighbour."""
+
+    def launch(self, position: int) -> None:
+        time.sleep(0.9 * self.UNIT_S)
+
+    def end_iteration(self) -> list[float]:
+        while not self.end_ns(self._count - 1):
+            time.sleep(_LOOK_S)
+        return [float(self.end_ns(unit)) for unit in range(self._first, self._count)]
+
+
+class _Computing(_Waiting):
+    """The training thread is inside torch, which gives up the interpreter lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._matrix = torch.randn(_MATRIX, _MATRIX)
+
+    def launch(self, position: int) -> None:
+        end_s = time.perf_counter() + 0.9 * self.UNIT_S
+        while time.perf_counter() < end_s:
+            self._matrix @ self._matrix
+
+
+#: What the training thread does, in words, and a stand-in for the GPU beside such a thread.
+THREADS: dict[str, Callable[[], StandIn]] = {
+    "waits": _Waiting,
+    "is inside torch": _Computing,
+    "runs pure Python": StandIn,
+}
+
+
+def measure_latency(
+    thread: str, switch_interval_s: float, seconds: float
+) -> dict[str, float] | None:
+    """Units for some time beside one kind of training thread, a key of `THREADS`.
+
+    Gives `median`, `p99`, `max` (microseconds from a unit's end to the driver's call) and `count`;
+    None where the machine was too busy to answer any request in that time.
+    """
+    torch.set_num_threads(1)  # as in a rank: more would compete with the controller for cores
+    found = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]
+    return found if found["count"] else None
 
 
 @dataclass(frozen=True)
@@ -102,11 +156,11 @@ def iteration_measures(pool: RankPool) -> Iterator[Measure]:
 def log_measures(pool: RankPool) -> Iterator[Measure]:
     """Bytes that the logs of a rank grow by in an iteration."""
     with tempfile.TemporaryDirectory() as folder:
-        grown, iteration_time_s = pool.run(logs.leave_logs, Path(folder))[0]
+        grown, iteration_time_s = pool.run(host.leave_logs, Path(folder))[0]
     for name, size in grown.items():
         what = f"{name}, iterations of {iteration_time_s:.1f} s"
-        per_rank = size / logs.MEASURED / pool.size
-        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=logs.MEASURED)
+        per_rank = size / host.MEASURED / pool.size
+        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=host.MEASURED)
 
 
 def planning_measures(workload: Workload) -> Iterator[Measure]:
@@ -117,8 +171,3 @@ def planning_measures(workload: Workload) -> Iterator[Measure]:
         seconds = timeit.timeit(partial(make_plan, workload.profile, request), number=1)
         what = f"optimal on {order}, {workload.profile.num_stages} x {workload.num_microbatches}"
         yield Measure("planning", what, "s", seconds)
-
-
-def of_part(measures: Iterable[Measure], part: str) -> Sequence[Measure]:
-    """The measures of one part."""
-    return [measure for measure in measures if measure.part == part]

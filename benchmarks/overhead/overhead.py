@@ -9,8 +9,8 @@
 - logs: bytes of an iteration;
 - planning: time of one plan.
 
-All on CPU, in about two minutes on a quiet machine of two cores. The commands that measure the same
-on GPUs are printed at the end.
+All on CPU, in about two minutes on a quiet machine of two cores. `gpu/control.py` and
+`gpu/schedules.py` measure the same on GPUs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import (
-    PERSEUS_DATA,
-    make_console,
-    make_table,
-    output_option,
-    save_picture,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
 from benchmarks.overhead.measures import (
     Measure,
     controller_measures,
@@ -40,11 +32,9 @@ from benchmarks.overhead.measures import (
     log_line_measures,
     log_measures,
     message_measure,
-    of_part,
     planning_measures,
     thread_measures,
 )
-from benchmarks.overhead.pictures import overhead_figure
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 
 #: The pipeline that is planned: 8 stages, 96 microbatches.
@@ -55,12 +45,6 @@ _STAGES, _MICROBATCHES = 8, 96
 NUM_RANKS = 2
 #: Of the jobs whose log lines are measured, which wait for cores as well as for each other.
 LOG_LINE_RANKS = (8, 16, 32, 64)
-#: What measures the same on GPUs, and changes no clock there.
-ON_GPUS = (
-    "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py "
-    "--output gpu_control.json",
-    "torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py --output gpu_schedules.json",
-)
 COMMAND = "python benchmarks/overhead/overhead.py"
 #: Each part, and how its claim begins.
 SENTENCES = {
@@ -90,13 +74,8 @@ def main(seconds: float, output: Path) -> None:
     basis = f"measured on {os.cpu_count()} CPU cores, load average {load:.1f} at the start"
     rows = [asdict(measure) for measure in measures]
     console.print(make_table(f"Overhead, {basis}", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "overhead.csv", ({**row, "basis": basis} for row in rows))
-    save_picture(overhead_figure(measures, basis), output, "overhead")
-    write_claims(output / CLAIMS_FILE, claims(measures, basis))
-    console.print("On GPUs, clocks untouched:")
-    for command in ON_GPUS:
-        console.print(f"    {command}", markup=False, soft_wrap=True)
+    tables = {"overhead": ({**row, "basis": basis} for row in rows)}
+    leave(output, tables, claims(measures, basis))
 
 
 def _measured(seconds: float, console: Console) -> Iterator[Measure]:
@@ -134,7 +113,7 @@ def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:
             basis,
         )
         for part, sentence in SENTENCES.items()
-        if (found := of_part(measures, part))
+        if (found := [m for m in measures if m.part == part])
     ]
 
 

@@ -11,7 +11,6 @@ GPU, a second process ends the units and notes when it did.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 import multiprocessing
@@ -37,8 +36,7 @@ MICROBATCHES = 8
 UNITS = 2 * MICROBATCHES
 CLOCKS_MHZ = tuple(range(1980, 330, -15))
 CALIBRATION_EVENTS = 200
-#: The last of this many iterations makes no requests, to see what they cost the training thread.
-PERIOD = 4
+WARM_UP_ITERATIONS = 4
 INTERVALS_S = (5e-3, 5e-4, 1e-4)
 
 
@@ -57,23 +55,19 @@ class StampingGpu(NullGpu):
 def measure(device: CudaDevice | StandIn, interval_s: float, seconds: float) -> dict[str, Any]:
     """Run units for some time at one switch interval.
 
-    Gives times in microseconds: `trigger_us` from a unit's end to the lock, `after_request_us` from
-    the later of the end and the request; `cost_us`, what the training thread pays a unit; the time
-    of an iteration with and without requests.
+    Gives times in microseconds: `trigger_us` from a unit's end to the lock, and `cost_us`, what the
+    training thread pays a unit.
     """
     clock_controller.SWITCH_INTERVAL_S = interval_s
     gpu = StampingGpu()
     device.begin()
     clock = ClockController(gpu, on_start=executor_module.same_device())
     ends_ns: list[float] = []
-    requests: list[tuple[int, int, int]] = []  # unit, clock, instant
-    costs: dict[str, list[int]] = {"begin_unit": [], "end_unit": [], "request": [], "sum": []}
-    iterations: dict[bool, list[int]] = {True: [], False: []}
+    requests: list[tuple[int, int]] = []  # unit, clock
+    costs_ns: list[int] = []
     stop_ns, iteration = time.monotonic_ns() + int(seconds * 1e9), 0
     now = time.perf_counter_ns
     while time.monotonic_ns() < stop_ns:
-        requesting = iteration % PERIOD < PERIOD - 1
-        begin_ns = now()
         device.begin_iteration()
         for position in range(UNITS):
             before = now()
@@ -81,60 +75,45 @@ def measure(device: CudaDevice | StandIn, interval_s: float, seconds: float) -> 
             begun = now()
             device.launch(position)
             launched = now()
-            completion = device.end_unit()
-            ended = now()
             unit = iteration * UNITS + position
-            if requesting:
-                frequency = CLOCKS_MHZ[unit % len(CLOCKS_MHZ)]
-                clock.request(frequency, completion)
-                asked = now()
-                requests.append((unit, frequency, time.monotonic_ns()))
-                if iteration >= PERIOD:  # the first iterations warm up
-                    costs["begin_unit"].append(begun - before)
-                    costs["end_unit"].append(ended - launched)
-                    costs["request"].append(asked - ended)
-                    costs["sum"].append(begun - before + asked - launched)
+            frequency = CLOCKS_MHZ[unit % len(CLOCKS_MHZ)]
+            clock.request(frequency, device.end_unit())
+            asked = now()
+            requests.append((unit, frequency))
+            if iteration >= WARM_UP_ITERATIONS:
+                costs_ns.append(begun - before + asked - launched)
         ends_ns += device.end_iteration()
-        if iteration >= PERIOD:
-            iterations[requesting].append(now() - begin_ns)
         iteration += 1
     clock.wait_idle()
     clock.close()
     to_host, error_ns = device.finish()
-    applied = [
-        (entered_ns - to_host(ends_ns[unit]), asked_ns - to_host(ends_ns[unit]))
-        for unit, asked_ns, entered_ns in _matched(requests, gpu.entered)
-        if unit >= PERIOD * UNITS
+    latencies_ns = [
+        entered_ns - to_host(ends_ns[unit])
+        for unit, entered_ns in _matched(requests, gpu.entered)
+        if unit >= WARM_UP_ITERATIONS * UNITS
     ]
     return {
         "units": len(ends_ns),
         "coalesced": clock.coalesced,
-        "requested_after_end": sum(late_ns > 0 for _, late_ns in applied),
-        "trigger_us": _us(latency_ns for latency_ns, _ in applied),
-        "after_request_us": _us(latency - max(0.0, late) for latency, late in applied),
+        "trigger_us": _us(latencies_ns),
         "clock_error_us": error_ns / 1e3,
-        "unit_us": _us(b - a for a, b in itertools.pairwise(ends_ns)),
-        "cost_us": {name: _us(values) for name, values in costs.items()},
-        "iteration_us": {
-            "requests": _us(iterations[True]),
-            "no_requests": _us(iterations[False]),
-        },
+        "cost_us": _us(costs_ns),
     }
 
 
 def _matched(
-    requests: list[tuple[int, int, int]], entered: list[tuple[int, int]]
-) -> list[tuple[int, int, int]]:
-    """Unit, request's and lock's instant of each request that was applied.
+    requests: list[tuple[int, int]], entered: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Unit and lock's instant of each request that was applied.
 
     They are applied in order, some are dropped as stale, and neighbours ask for different clocks.
     """
     found = []
     rest = iter(requests)
     for entered_ns, frequency in entered:
-        for unit, wanted, asked_ns in rest:
+        for unit, wanted in rest:
             if wanted == frequency:
-                found.append((unit, asked_ns, entered_ns))
+                found.append((unit, entered_ns))
                 break
     return found
 
@@ -228,14 +207,6 @@ class CudaDevice:
         drift = (middle_1 - middle_0) / (at_1 - at_0)
         error_ns = max(high_0 - low_0, high_1 - low_1) / 2
         return lambda at_ns: at_ns + middle_0 + drift * (at_ns - at_0), error_ns
-
-    def reading_us(self, repeats: int = 50) -> float:
-        """What the executor pays a unit for reading an iteration's events, microseconds."""
-        self._executor.end_iteration()()
-        begin_ns = time.perf_counter_ns()
-        for _ in range(repeats):
-            self._executor.end_iteration()()
-        return (time.perf_counter_ns() - begin_ns) / repeats / UNITS / 1e3
 
     def _offset_bounds_ns(self) -> tuple[float, float, float]:
         """Instant on the GPU's clock, and bounds of what it is behind the host's there, ns."""
@@ -349,5 +320,4 @@ def compare(kinds: Iterable[str], seconds: float) -> dict[str, Any]:
         for interval_s in INTERVALS_S:
             name = f"{kind}, switch interval {1e3 * interval_s:g} ms"
             results[name] = measure(device, interval_s, seconds)
-        results[name]["reading_events_us"] = device.reading_us()
     return results

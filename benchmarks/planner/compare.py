@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,20 @@ from typing import Any
 import click
 
 from benchmarks import outputs
-from benchmarks.claims import CLAIMS_FILE, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, save_picture, write_csv
-from benchmarks.planner.claims import comparison_claims
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.planner.lowtime_rival import run_lowtime
-from benchmarks.planner.pictures import memory_figure, savings_figure
 from benchmarks.planner.plans import (
+    FRONTIER_POINTS,
     Comparison,
     PlanKind,
     Row,
     compare,
-    rival_pairs,
     warm_up,
 )
 from benchmarks.planner.workloads import (
+    PERSEUS_SAVED_PERCENT,
     WHAT_DIFFERS,
-    Published,
     Workload,
-    read_published,
     read_workloads,
 )
 from envpipe_megatron.errors import EnvPipeError
@@ -48,6 +44,11 @@ _SHOWN = (
     "any_order_saving_percent", "planning_time_s", "planning_cpu_s", "peak_in_flight",
     "extra_forwards", "finished",
 )  # fmt: skip
+FIGURE = "planner_compare"
+COMMAND = "python benchmarks/planner/compare.py"
+BASIS = "replay of measured A100 and A40 profiles, one evaluator for all plans"
+#: The largest of the compared pipelines, whose planning times are claimed.
+_MOST_MICROBATCHES = 96
 
 
 @click.command()
@@ -66,18 +67,17 @@ _SHOWN = (
     show_default=True,
     help="CPU time (s) for each run of lowtime that is not stored; 0 starts none.",
 )
-@click.option("--skip-lowtime", is_flag=True, help="Leave lowtime out.")
 @click.option(
     "--workload",
     "names",
     multiple=True,
+    default=("",),
     help="Only workloads whose name in plans.csv contains this; may be given again.",
 )
 def main(
     output: Path,
     lowtime_results: Path,
     lowtime_limit: float,
-    skip_lowtime: bool,
     names: tuple[str, ...],
 ) -> None:
     """Compare all planners on the profiles of ../shared/data."""
@@ -88,30 +88,25 @@ def main(
     lowtime = partial(run_lowtime, time_limit_s=lowtime_limit, output_dir=lowtime_results)
     load_before = os.getloadavg()[0]
     comparisons = []
-    published = []
     try:
-        workloads = _chosen(read_workloads(data), names)
+        workloads = [w for w in read_workloads(data) if any(name in w.key for name in names)]
+        if not workloads:
+            raise click.UsageError(f"No workload has such a name: {', '.join(names)}")
         warm_up(workloads[0])
         for workload in workloads:
-            comparison = compare(workload, None if skip_lowtime else lowtime)
+            comparison = compare(workload, lowtime)
             rows = [_plan_row(workload, row) for row in comparison.rows]
             console.print(make_table(workload.name, rows, _SHOWN))
             comparisons.append(comparison)
-            baseline = comparison.row(PlanKind.ALL_MAXIMUM).cost
-            published.append(read_published(workload, baseline, data))
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
-    output.mkdir(parents=True, exist_ok=True)
     plans = [_plan_row(c.workload, row) for c in comparisons for row in c.rows]
-    write_csv(output / "plans.csv", plans)
-    tables = {
-        "at_rival_time": ("Ours in the time of a rival's plan", _rival_time_rows(comparisons)),
-        "frontiers": ("Our frontiers", _frontier_rows(comparisons)),
-        "published": ("As published, (%)", _published_rows(comparisons, published)),
-    }
-    for name, (title, found) in tables.items():
-        write_csv(output / f"{name}.csv", found)
-        console.print(make_table(title, found))
+    frontiers = [
+        {"workload": comparison.workload.key, **asdict(frontier)}
+        for comparison in comparisons
+        for frontier in comparison.frontiers
+    ]
+    console.print(make_table("Our frontiers", frontiers))
     console.print(WHAT_DIFFERS)
     for text in (text for comparison in comparisons for text in comparison.skipped):
         console.print(f"Left out: {text}", markup=False)
@@ -120,24 +115,11 @@ def main(
         f"Load average (1 min) {load_before:.1f} at the start and {os.getloadavg()[0]:.1f} at the "
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
-    save_picture(savings_figure(comparisons), output, "savings")
-    memory = memory_figure(comparisons)
-    if memory is not None:
-        save_picture(memory, output, "saving_by_memory")
-    lowtime_options = ["--skip-lowtime"] if skip_lowtime else [f"--lowtime-limit {lowtime_limit:g}"]
-    options = " ".join([*lowtime_options, *(f"--workload {name}" for name in names)])
-    write_claims(output / CLAIMS_FILE, comparison_claims(comparisons, published, options))
-
-
-def _chosen(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
-    """The workloads that one of the names is part of; all without names."""
-    chosen = [w for w in workloads if not names or any(name in w.key for name in names)]
-    if not chosen:
-        keys = ", ".join(workload.key for workload in workloads)
-        raise EnvPipeError(
-            "No workload has such a name", value=", ".join(names), remedy=f"Known: {keys}."
-        )
-    return chosen
+    options = " ".join(
+        [f"--lowtime-limit {lowtime_limit:g}", *(f"--workload {name}" for name in names if name)]
+    )
+    tables = {"plans": plans, "frontiers": frontiers}
+    leave(output, tables, comparison_claims(comparisons, options))
 
 
 def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:
@@ -162,43 +144,112 @@ def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:
     }
 
 
-def _rival_time_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": comparison.workload.key,
-            "rival": pair.rival.label,
-            "rival_time_s": pair.rival.cost.iteration_time_s,
-            "rival_energy_j": pair.rival.cost.energy_j,
-            "our_order": pair.order,
-            "our_time_s": pair.ours.iteration_time_s,
-            "our_energy_j": pair.ours.energy_j,
-            "energy_difference_percent": pair.energy_percent,
-            "passed": pair.passed,
-        }
-        for comparison, pair in rival_pairs(comparisons)
+def comparison_claims(comparisons: Sequence[Comparison], options: str = "") -> list[Claim]:
+    """Say what comparisons show, which `options` of the command make."""
+    claims = [
+        *_saving_claims(comparisons),
+        *_published_claims(comparisons),
+        *_planning_claims(comparisons),
     ]
+    return [replace(claim, command=f"{COMMAND} {options}".strip()) for claim in claims]
 
 
-def _frontier_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {"workload": comparison.workload.key, **asdict(frontier)}
-        for comparison in comparisons
-        for frontier in comparison.frontiers
+def _claim(
+    claim: str, paper: str = "", agrees: bool | None = None, why: str = "", basis: str = BASIS
+) -> Claim:
+    return Claim(FIGURE, COMMAND, claim, basis, paper, agrees, why)
+
+
+def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+    """The emulated model and the measured ones, in words, where there are any."""
+    named = (("GPT-3 175B on 8 stages", True), ("the models that were trained and measured", False))
+    groups = [(name, [c for c in comparisons if c.workload.emulated == e]) for name, e in named]
+    return [(name, some) for name, some in groups if some]
+
+
+def _saved(comparisons: Sequence[Comparison], kind: PlanKind) -> list[float]:
+    return [comparison.row(kind).saving_percent for comparison in comparisons]
+
+
+def _saving_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
+    claims = []
+    for name, some in _groups(comparisons):
+        joint, envpipe = _saved(some, PlanKind.OURS_JOINT), _saved(some, PlanKind.ENVPIPE)
+        lead = [ours - theirs for ours, theirs in zip(joint, envpipe, strict=True)]
+        slower = max(c.row(PlanKind.OURS_JOINT).slowdown_percent for c in some)
+        peaks = [
+            [float(c.row(kind).peak_in_flight) for c in some]
+            for kind in (PlanKind.OURS_JOINT, PlanKind.ENVPIPE)
+        ]
+        claims.append(
+            _claim(
+                f"On {name}, order and clocks planned together save {span(joint)} % with at most "
+                f"{max(0.0, slower):.2f} % more time ({span(peaks[0], 0)} microbatches in "
+                f"flight), EnvPipe in full {span(envpipe)} % ({span(peaks[1], 0)} in flight): "
+                f"{span(lead)} points less",
+            )
+        )
+    return claims
+
+
+def _published_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
+    claims = []
+    for name, some in _groups(comparisons):
+        pairs = [
+            (each.row(PlanKind.OURS_ON_1F1B).saving_percent, printed)
+            for each in some
+            if (printed := PERSEUS_SAVED_PERCENT.get(each.workload.key)) is not None
+        ]
+        if not pairs:
+            continue
+        ours, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+        as_good = all(one >= other for one, other in pairs)
+        claims.append(
+            _claim(
+                f"On {name}, in 1F1B's order alone the optimal policy saves {span(ours)} %",
+                f"Perseus prints {span(theirs)} % for the same workloads",
+                agrees=as_good,
+                why="" if as_good else WHAT_DIFFERS,
+            )
+        )
+    return claims
+
+
+def _planning_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
+    gaps = [
+        row.plan.gap_percent
+        for c in comparisons
+        for row in c.rows
+        if row.kind is PlanKind.OURS_JOINT
     ]
+    on_1f1b = [c.row(PlanKind.OURS_ON_1F1B).plan.gap_percent for c in comparisons]
+    claims = [
+        _claim(
+            f"Joint plans lie {_known_span(gaps)} % above the lower bound of their order, plans on "
+            f"1F1B {_known_span(on_1f1b)} %"
+        )
+    ]
+    most = [c for c in comparisons if c.workload.num_microbatches == _MOST_MICROBATCHES]
+    if most:
+        plans, joint = (
+            _known_span([comparison.row(kind).planning_time_s for comparison in most])
+            for kind in (PlanKind.OURS_ON_1F1B, PlanKind.OURS_JOINT)
+        )
+        frontiers = span([f.planning_time_s for c in most for f in c.frontiers], 2)
+        claims.append(
+            _claim(
+                f"Of 8 stages x {_MOST_MICROBATCHES} microbatches one plan on 1F1B takes {plans} "
+                f"s, with the best order {joint} s, a frontier of {FRONTIER_POINTS} plans "
+                f"{frontiers} s",
+                "Perseus prints 87 s for a frontier of GPT-3 175B, 6.5 minutes on average",
+                basis=f"{BASIS}; planned on this machine's CPU, busy or not",
+            )
+        )
+    return claims
 
 
-def _published_rows(
-    comparisons: Sequence[Comparison], published: Sequence[Published]
-) -> list[dict[str, Any]]:
-    rows = []
-    for comparison, known in zip(comparisons, published, strict=True):
-        row: dict[str, Any] = {"workload": comparison.workload.key}
-        for name in ("perseus", "perseus_file", "envpipe", "envpipe_file"):
-            saving = getattr(known, name)
-            row[f"{name}_saving_percent"] = saving and saving.saving_percent
-            row[f"{name}_slowdown_percent"] = saving and saving.slowdown_percent
-        rows.append(row)
-    return rows
+def _known_span(values: Sequence[float | None]) -> str:
+    return span([value for value in values if value is not None], 2)
 
 
 if __name__ == "__main__":

@@ -19,19 +19,9 @@ from typing import Any
 
 import click
 import numpy as np
-from matplotlib.figure import Figure
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import (
-    BLUE,
-    RED,
-    make_console,
-    make_table,
-    output_option,
-    save_picture,
-    write_csv,
-)
-from benchmarks.planner.memory import MemoryPrediction, memory_cells, memory_figure
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
+from benchmarks.planner.validation import MemoryPrediction, memory_cells
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -44,9 +34,7 @@ MEASURED = Path(__file__).resolve().parents[1] / "h200"
 NAME = "h200_validation"
 COMMAND = "python benchmarks/planner/h200_validation.py"
 BASIS = "measured on two H200s, clocks left alone"
-_COLOURS = {"1f1b": BLUE, "envpipe": RED}
 _WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
-_MARKERS = "os^"
 #: By the folder of measurements.
 _MESSAGES = {"posted": "NCCL receives posted ahead", "one-sided": "one-sided copies"}
 _WHY = (
@@ -62,12 +50,7 @@ def main(output: Path) -> None:
     folders = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / f"{NAME}.csv", runs)
-    write_csv(output / "memory.csv", memory_cells(memory))
-    save_picture(_figure(runs), output, NAME)
-    save_picture(memory_figure(memory), output, "memory")
-    write_claims(output / CLAIMS_FILE, _claims(runs, memory))
+    leave(output, {NAME: runs, "memory": memory_cells(memory)}, _claims(runs, memory))
     make_console().print(make_table("Predicted above measured", runs))
 
 
@@ -174,37 +157,6 @@ def _with_times_of(run: dict[str, Any], profile: Profile) -> Profile:
                 (stage, kind, ProfileRow(known.frequency_mhz, median(taken), known.energy_j))
             )
     return make_profile(rows, source=f"unit times of {run['order']}", sidecar=profile.sidecar)
-
-
-def _figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """Error of the time that is predicted from the profile over M, for each kind of messages."""
-    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-    panels = figure.subplots(1, len(_MESSAGES), sharey=True)
-    models = sorted({run["model"] for run in runs})
-    for axes, (messages, title) in zip(panels, _MESSAGES.items(), strict=True):
-        axes.axhline(0, color="black", linewidth=0.8)
-        own = [run for run in runs if run["messages"] == messages]
-        for model in sorted({run["model"] for run in own}):
-            for order, colour in _COLOURS.items():
-                points = sorted(
-                    (run["num_microbatches"], run["time_error_percent"])
-                    for run in own
-                    if (run["model"], run["order"]) == (model, order)
-                )
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=colour,
-                    marker=_MARKERS[models.index(model)],
-                    mfc="none",
-                    label=f"{model}, {_WORDS[order]}",
-                )
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("microbatches of an iteration")
-        axes.set_xticks(sorted({run["num_microbatches"] for run in runs}))
-    panels[0].set_ylabel("predicted from a 1F1B profile\nabove measured iteration time (%)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return figure
 
 
 def _claims(runs: Sequence[dict[str, Any]], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:

@@ -3,13 +3,10 @@
 Chung et al., "Reducing Energy Bloat in Large Model Training", SOSP'24: the cost of a unit is its
 energy less what the GPU would burn waiting for as long; an exponential is fitted to each stage's
 forward and backward; from the slowest plan on, the cheapest cut of the critical graph is sped up by
-one unit of time again and again, and each step is a plan. So the fastest plan comes last. Its
-authors published two recipes for the rows that the curves are fitted to:
-
-- `zeus`, Zeus's `examples/pipeline_frequency_optimizer`: the rows efficient in time and cost. Goes
-  on to slower plans, and saves up to half a point more at the fastest.
-- `sosp24`, the paper's artifact (ml-energy/zeus, branch `kronos`, `lowtime/scripts/perseus.py`):
-  the rows efficient in time and energy. Fewer plans in a third to two thirds of the time.
+one unit of time again and again, and each step is a plan. So the fastest plan comes last. Curves
+are fitted to the rows that are efficient in time and cost, as Zeus's
+`examples/pipeline_frequency_optimizer` does. The paper's artifact takes those efficient in time and
+energy, which saves up to half a point less at the fastest.
 
 Three things are left out in lowtime's favour: it draws nothing, logs nothing, and gets its
 dependencies without a comparison of all pairs.
@@ -32,7 +29,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +41,9 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
-Recipe = Literal["zeus", "sosp24"]
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
-
 _PLANS, _RESULT = "plans.bin", "result.json"
 _SOURCE, _SINK = 0, 1
-#: Both recipes loosen the choice of efficient rows by this where noise leaves three or fewer.
+#: Zeus loosens the choice of efficient rows by this where noise leaves three or fewer.
 _NOISE_FACTOR, _FEW_OPTIONS = 0.95, 3
 
 
@@ -79,7 +73,6 @@ class _Request:
     num_microbatches: int
     blocking_power_w: float
     unit_time_s: float
-    recipe: Recipe
 
     @property
     def schedule(self) -> Schedule:
@@ -89,7 +82,7 @@ class _Request:
     def key(self) -> str:
         return (
             f"{self.profile.sha256[:16]}_M{self.num_microbatches}_{self.unit_time_s * 1e6:g}us_"
-            f"{self.blocking_power_w:g}W_{self.recipe}"
+            f"{self.blocking_power_w:g}W_zeus"
         )
 
     @property
@@ -106,7 +99,6 @@ def run_lowtime(
     blocking_power_w: float,
     *,
     unit_time_s: float = 0.001,
-    recipe: Recipe = "zeus",
     time_limit_s: float,
     output_dir: Path,
 ) -> LowtimeRun:
@@ -116,12 +108,12 @@ def run_lowtime(
     no time for one.
 
     Args:
-        unit_time_s: the step of time that lowtime counts in; 1 ms is both recipes' default.
+        unit_time_s: the step of time that lowtime counts in; 1 ms is Zeus's default.
         time_limit_s: CPU time after which the run is ended. A stored run that ended at a lower
             limit is repeated; 0 takes what is stored.
         output_dir: holds one folder for each question.
     """
-    request = _Request(profile, num_microbatches, blocking_power_w, unit_time_s, recipe)
+    request = _Request(profile, num_microbatches, blocking_power_w, unit_time_s)
     folder = output_dir / request.key
     stored = _stored_result(folder)
     if stored is None and not time_limit_s:
@@ -170,7 +162,6 @@ def _run_in_process(request: _Request, time_limit_s: float, folder: Path) -> Non
         "num_microbatches": request.num_microbatches,
         "blocking_power_w": request.blocking_power_w,
         "unit_time_s": request.unit_time_s,
-        "recipe": request.recipe,
         "time_limit_s": time_limit_s,
     }
     (folder / _RESULT).write_text(json.dumps(question | outcome, indent=1))
@@ -259,26 +250,18 @@ def _operation_spec(rows: tuple[ProfileRow, ...], request: _Request) -> Any:
     from lowtime.cost_model import ExponentialModel
     from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
 
-    options = [
-        ExecutionOption[int](
+    options = []
+    for row in rows:
+        option = ExecutionOption[int](
             real_time=row.time_s,
             unit_time=request.unit_time_s,
             cost=row.energy_j,
             knob=row.frequency_mhz,
         )
-        for row in rows
-    ]
-
-    def subtract_waiting(some: list[Any]) -> None:
-        for option in some:
-            option.cost -= request.blocking_power_w * option.quant_time * request.unit_time_s
-
-    if request.recipe == "zeus":
-        subtract_waiting(options)
+        option.cost -= request.blocking_power_w * option.quant_time * request.unit_time_s
+        options.append(option)
     efficient = CandidateExecutionOptions[int](options=options)
     if len(efficient.options) <= _FEW_OPTIONS:
         efficient = CandidateExecutionOptions[int](options=options, noise_factor=_NOISE_FACTOR)
-    if request.recipe == "sosp24":
-        subtract_waiting(efficient.options)
     model = ExponentialModel(efficient, search_strategy="best")
     return OperationSpec[int](options=efficient, cost_model=model)

@@ -36,23 +36,20 @@ from scipy.optimize import minimize_scalar
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.errors import EnvPipeError
-
-FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
     """One plan that ran, `<system>-<plan>`, and the means over its iterations.
 
-    Clocks are [num_stages, units_per_stage], energies by stage [num_stages].
+    Clocks are [num_stages, units_per_stage].
     """
 
     name: str
@@ -60,7 +57,6 @@ class MeasuredRun:
     frequency_mhz: IntArray
     iteration_time_s: float
     energy_j: float
-    energy_by_stage_j: FloatArray
 
 
 @dataclass(frozen=True)
@@ -85,45 +81,17 @@ class Workload:
 
 
 def read_workload(folder: Path) -> Workload:
-    """Read a workload folder, and give its profile a row for every clock of every run.
-
-    EnvPipeError names the file and the value that is wrong.
-    """
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise EnvPipeError(
-            f"{folder} lacks files",
-            value=", ".join(missing),
-            remedy=f"A workload folder holds {', '.join(FILES)}.",
-        )
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        plans = json.loads((folder / "plans.json").read_text())
-        with (folder / "runs.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        if meta["schedule"] != "1f1b":
-            raise EnvPipeError(
-                f"{folder / 'meta.json'}: 'schedule' is not known",
-                value=meta["schedule"],
-                remedy="The runs must have used 1f1b.",
-            )
-        schedule = builders.one_f_one_b(int(meta["num_stages"]), int(meta["num_microbatches"]))
-        runs = tuple(_parse_run(row, plans, schedule) for row in rows)
-        gpus, left = divmod(int(rows[0]["ranks"]), schedule.num_stages)
-        if left or not gpus:
-            raise EnvPipeError(
-                f"{folder / 'runs.csv'}: 'ranks' is no multiple of {schedule.num_stages} stages",
-                value=rows[0]["ranks"],
-            )
-        conditions = Conditions(
-            (float(meta["blocking_power_w"]),) * schedule.num_stages,
-            gpus_per_stage=(gpus,) * schedule.num_stages,
-        )
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise EnvPipeError(
-            f"{folder}: a field is missing or wrong: {error!r}",
-            remedy="Compare the folder with the form that this module describes.",
-        ) from error
+    """Read a workload folder, and give its profile a row for every clock of every run."""
+    meta = json.loads((folder / "meta.json").read_text())
+    plans = json.loads((folder / "plans.json").read_text())
+    with (folder / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    schedule = builders.one_f_one_b(int(meta["num_stages"]), int(meta["num_microbatches"]))
+    runs = tuple(_parse_run(row, plans, schedule) for row in rows)
+    conditions = Conditions(
+        (float(meta["blocking_power_w"]),) * schedule.num_stages,
+        gpus_per_stage=(int(rows[0]["ranks"]) // schedule.num_stages,) * schedule.num_stages,
+    )
     profile, interpolated, extended = _complete(
         read_profile(folder / "profile.csv"), schedule, runs
     )
@@ -133,9 +101,6 @@ def read_workload(folder: Path) -> Workload:
 def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -> MeasuredRun:
     name = f"{row['system']}-{row['plan']}"
     clocks = plans[name]
-    lengths = {len(stage[kind.value]) for stage in clocks for kind in WHOLE}
-    if len(clocks) != schedule.num_stages or lengths != {schedule.num_microbatches}:
-        raise ValueError(f"plan {name} has other stages or microbatches than meta.json")
     frequency_mhz = np.array(
         [
             [clocks[stage][unit.kind.value][unit.microbatch] for unit in order]
@@ -143,14 +108,12 @@ def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -
         ],
         dtype=np.int64,
     )
-    by_stage_j = [float(row[f"energy_stage{stage}_j"]) for stage in range(schedule.num_stages)]
     return MeasuredRun(
         name,
         row["system"],
         frequency_mhz,
         float(row["iteration_time_s"]),
         float(row["energy_j"]),
-        np.array(by_stage_j),
     )
 
 
@@ -201,14 +164,13 @@ class Prediction:
 
     Args:
         unfitted: from profile and known blocking power alone.
-        held_out: with the conditions fitted on the other half; [num_stages] energies below.
+        held_out: with the conditions fitted on the other half.
     """
 
     run: MeasuredRun
     half: int
     unfitted: Cost
     held_out: Cost
-    held_out_by_stage_j: FloatArray
 
     def time_error_percent(self, cost: Cost) -> float:
         """Predicted iteration time above the measured one."""
@@ -217,12 +179,6 @@ class Prediction:
     def energy_error_percent(self, cost: Cost) -> float:
         """Predicted energy above the measured one."""
         return 100.0 * (cost.energy_j / self.run.energy_j - 1.0)
-
-    @property
-    def stage_energy_error_percent(self) -> float:
-        """Mean absolute error of `held_out_by_stage_j`."""
-        ratio = self.held_out_by_stage_j / self.run.energy_by_stage_j
-        return 100.0 * float(np.mean(np.abs(ratio - 1.0)))
 
 
 @dataclass(frozen=True)
@@ -250,11 +206,6 @@ class Validation:
     def errors(self) -> Errors:
         """Of all runs."""
         return errors_of(self.predictions)
-
-    @property
-    def reference(self) -> MeasuredRun:
-        """The all-maximum run: the first of those with the highest mean clock."""
-        return max(self.workload.runs, key=lambda run: float(run.frequency_mhz.mean()))
 
 
 def errors_of(predictions: Sequence[Prediction]) -> Errors:
@@ -291,19 +242,13 @@ def validate(folder: Path) -> Validation:
     """
     workload = read_workload(folder)
     halves = [workload.runs[half::2] for half in (0, 1)]
-    if not all(halves):
-        raise EnvPipeError(
-            f"{folder}: too few runs to fit on one half and predict the other",
-            value=len(workload.runs),
-            remedy="Measure at least two.",
-        )
     fitted = (fit_conditions(workload, halves[0]), fit_conditions(workload, halves[1]))
     predictions = []
     for index, run in enumerate(workload.runs):
         half = index % 2
-        unfitted, _ = _predict(workload, run, workload.conditions)
-        held_out, by_stage_j = _predict(workload, run, fitted[1 - half])
-        predictions.append(Prediction(run, half, unfitted, held_out, by_stage_j))
+        unfitted = _predict(workload, run, workload.conditions)
+        held_out = _predict(workload, run, fitted[1 - half])
+        predictions.append(Prediction(run, half, unfitted, held_out))
     return Validation(workload, fitted, tuple(predictions))
 
 
@@ -388,7 +333,7 @@ def _fit_blocking_power_w(
     )
     measured_j = np.array([run.energy_j for run in runs])
     busy_j, with_one_watt_j = (
-        np.array([_predict(workload, run, given)[0].energy_j for run in runs])
+        np.array([_predict(workload, run, given).energy_j for run in runs])
         for given in (without, one_watt)
     )
     per_watt = (with_one_watt_j - busy_j) / measured_j
@@ -396,10 +341,8 @@ def _fit_blocking_power_w(
     return max(0.0, float(per_watt @ lacking / (per_watt @ per_watt)))
 
 
-def _predict(
-    workload: Workload, run: MeasuredRun, conditions: Conditions
-) -> tuple[Cost, FloatArray]:
-    """What the evaluator says that a run takes, and its energy by stage."""
+def _predict(workload: Workload, run: MeasuredRun, conditions: Conditions) -> Cost:
+    """Time and energy of a run as the evaluator says."""
     evaluation = evaluate(workload.schedule, run.frequency_mhz, workload.profile, conditions)
-    by_stage_j = evaluation.energy_by_stage_j
-    return Cost(evaluation.timeline.iteration_time_s, float(by_stage_j.sum())), by_stage_j
+    energy_j = float(evaluation.energy_by_stage_j.sum())
+    return Cost(evaluation.timeline.iteration_time_s, energy_j)

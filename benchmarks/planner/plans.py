@@ -8,11 +8,11 @@ that they really take with the clocks that lowtime rounded them to.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from benchmarks.planner.lowtime_rival import RECIPES, LowtimeRun, Recipe
+from benchmarks.planner.lowtime_rival import LowtimeRun
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan
@@ -54,7 +54,6 @@ class Row:
         planning_time_s: wall time of one planning; None for lowtime, whose run may be an old one.
         planning_cpu_s: CPU time of the same, for lowtime of its whole run: its plan comes last.
         any_order_bound_j: the energy that no order at all can go below; for joint plans.
-        recipe: of lowtime.
         max_extra_forwards: limit of a joint plan, None for no limit.
         finished: whether the planner ended before its limit.
     """
@@ -64,7 +63,6 @@ class Row:
     planning_time_s: float | None
     planning_cpu_s: float
     any_order_bound_j: float | None = None
-    recipe: Recipe | None = None
     max_extra_forwards: int | None = None
     finished: bool = True
 
@@ -74,8 +72,6 @@ class Row:
         if self.kind is PlanKind.OURS_JOINT:
             limit = self.max_extra_forwards
             return f"{self.kind}, extra {'unlimited' if limit is None else f'<= {limit}'}"
-        if self.recipe is not None:
-            return f"{self.kind}, {self.recipe}"
         return str(self.kind)
 
     @property
@@ -107,29 +103,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class AtRivalTime:
-    """Our cheapest plan for the very iteration time that a rival's plan takes.
-
-    Ours is on 1F1B against lowtime, joint without limit against EnvPipe in full.
-    """
-
-    rival: Row
-    ours: Cost
-    order: str
-
-    @property
-    def energy_percent(self) -> float:
-        """Our energy above the rival's; negative where ours is lower."""
-        return 100.0 * (self.ours.energy_j / self.rival.cost.energy_j - 1.0)
-
-    @property
-    def passed(self) -> bool:
-        """Whether ours is neither dearer nor slower."""
-        longest_s = self.rival.cost.iteration_time_s * (1 + _SAME_TIME)
-        return self.ours.iteration_time_s <= longest_s and self.energy_percent <= 0.0
-
-
-@dataclass(frozen=True)
 class Frontier:
     """Our frontier of one workload, on 1f1b or auto for the joint one.
 
@@ -149,7 +122,6 @@ class Comparison:
 
     workload: Workload
     rows: tuple[Row, ...]
-    at_rival_time: tuple[AtRivalTime, ...]
     frontiers: tuple[Frontier, ...]
     skipped: tuple[str, ...]
 
@@ -162,16 +134,6 @@ class Comparison:
         )
         return found
 
-    @property
-    def lowtime_rows(self) -> tuple[Row, ...]:
-        """lowtime's plans."""
-        return tuple(row for row in self.rows if row.kind is PlanKind.LOWTIME)
-
-
-def rival_pairs(comparisons: Iterable[Comparison]) -> Iterable[tuple[Comparison, AtRivalTime]]:
-    """All plans in the time of a rival's, each with the comparison that it is of."""
-    return ((comparison, pair) for comparison in comparisons for pair in comparison.at_rival_time)
-
 
 def warm_up(workload: Workload) -> None:
     """Load what the planners load on first use, so that no timed planning pays for it."""
@@ -180,25 +142,22 @@ def warm_up(workload: Workload) -> None:
     make_plan(small.profile, small.request("auto", "optimal"))
 
 
-def compare(workload: Workload, lowtime: Callable[..., LowtimeRun] | None) -> Comparison:
+def compare(workload: Workload, lowtime: Callable[..., LowtimeRun]) -> Comparison:
     """Make, time and price every plan of a workload.
 
-    `lowtime` is `run_lowtime` with its limit and folder; None leaves lowtime out.
+    `lowtime` is `run_lowtime` with its limit and folder.
     """
     rows = list(_rule_rows(workload))
     skipped: list[str] = []
     asked = workload.profile, workload.num_microbatches, workload.blocking_power_w
-    for recipe in RECIPES if lowtime is not None else ():
-        assert lowtime is not None
-        try:
-            rows.append(lowtime_row(workload, recipe, lowtime(*asked, recipe=recipe)))
-        except EnvPipeError as error:
-            skipped.append(f"{workload.name}: lowtime ({recipe}): {error}")
+    try:
+        rows.append(lowtime_row(workload, lowtime(*asked)))
+    except EnvPipeError as error:
+        skipped.append(f"{workload.name}: lowtime: {error}")
     rows.append(_timed_row(workload, PlanKind.OURS_ON_1F1B, workload.request("1f1b", "optimal")))
     rows.extend(_joint_rows(workload))
-    at_rival_time = [_ours_at_time_of(workload, row) for row in rows if row.kind in _RIVALS]
     frontiers = tuple(_frontier(workload, order) for order in ("1f1b", "auto"))
-    return Comparison(workload, tuple(rows), tuple(at_rival_time), frontiers, tuple(skipped))
+    return Comparison(workload, tuple(rows), frontiers, tuple(skipped))
 
 
 def _frontier(workload: Workload, order: str) -> Frontier:
@@ -208,9 +167,6 @@ def _frontier(workload: Workload, order: str) -> Frontier:
     planning_cpu_s = time.process_time() - cpu_start
     gaps = [plan.gap_percent for plan in plans if plan.gap_percent is not None]
     return Frontier(order, len(plans), planning_time_s, planning_cpu_s, max(gaps))
-
-
-_RIVALS = (PlanKind.LOWTIME, PlanKind.ENVPIPE)
 
 
 def _rule_rows(workload: Workload) -> Iterator[Row]:
@@ -248,7 +204,7 @@ def _timed_row(
     )
 
 
-def lowtime_row(workload: Workload, recipe: Recipe, run: LowtimeRun) -> Row:
+def lowtime_row(workload: Workload, run: LowtimeRun) -> Row:
     """lowtime's plan for the all-maximum time, as it is really worth.
 
     Of the plans that really keep the time the cheapest, or the fastest where none does. Its gap is
@@ -270,14 +226,4 @@ def lowtime_row(workload: Workload, recipe: Recipe, run: LowtimeRun) -> Row:
         plan = min(plans, key=lambda plan: plan.cost.iteration_time_s)
     ours = Optimizer(schedule, profile, conditions).plan(plan.cost.iteration_time_s)
     plan = replace(plan, energy_lower_bound_j=ours.energy_lower_bound_j)
-    return Row(
-        PlanKind.LOWTIME, plan, None, run.seconds_total, recipe=recipe, finished=run.finished
-    )
-
-
-def _ours_at_time_of(workload: Workload, rival: Row) -> AtRivalTime:
-    factor = rival.cost.iteration_time_s / rival.plan.baseline.cost.iteration_time_s
-    order = "1f1b" if rival.kind is PlanKind.LOWTIME else "auto"
-    request = workload.request(order, "optimal", deadline_factor=factor)
-    plan = make_plan(workload.profile, request).plan
-    return AtRivalTime(rival, plan.cost, order)
+    return Row(PlanKind.LOWTIME, plan, None, run.seconds_total, finished=run.finished)

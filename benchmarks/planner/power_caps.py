@@ -20,8 +20,7 @@ import click
 import numpy as np
 
 from benchmarks import outputs
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, span, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
@@ -103,12 +102,10 @@ def main(output: Path, window_s: float | None, name: str) -> None:
         return
     workloads = [workload for workload in read_workloads(data) if name in workload.key]
     rows = [row for workload in workloads for row in capped_rows(workload, window_s)]
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "power_caps.csv", rows)
     console.print(make_table("Time lost within a cap on power (%)", rows))
     what = "mean power" if window_s is None else f"largest power over {window_s:g} s"
     options = "" if window_s is None else f" --window {window_s:g}"
-    write_claims(output / CLAIMS_FILE, power_claims(rows, what, options))
+    leave(output, {"power_caps": rows}, power_claims(rows, what, options))
 
 
 def power_claims(rows: Sequence[dict[str, Any]], what: str, options: str = "") -> list[Claim]:

@@ -5,7 +5,7 @@ process. The linear program alone is also given to HiGHS' simplex and interior p
 the interior-point method of our own takes over and why. Stages are copies of the profile's first,
 with its last at the end. Times are the processor's, which a busy machine lengthens least.
 
-    python benchmarks/planner/scale.py --output runs/planner_scale
+    python benchmarks/planner/scale.py
     python benchmarks/planner/scale.py --size 8x96 --size 16x512 --highs-limit 0
 """
 
@@ -16,7 +16,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,17 +26,8 @@ from unittest.mock import patch
 
 import click
 import numpy as np
-from matplotlib.figure import Figure
 
-from benchmarks.outputs import (
-    BLUE,
-    PERSEUS_DATA,
-    RED,
-    make_console,
-    make_table,
-    save_picture,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -51,26 +42,19 @@ from envpipe_megatron.policies.request import PlanRequest
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
 _PROFILE = PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
+_BLOCKING_POWER_W = 83.64
 _PARTS = ("build", "solve", "rounding")
-_LINES = {
-    "total_s": "whole plan with its bound",
-    "simplex_s": "linear program alone by HiGHS' simplex",
-    "ipm_s": "the same by HiGHS' interior point",
-}
 #: With presolve HiGHS takes more of these programs for infeasible, which none of them is.
 _IPM = {"solver": "ipm", "run_crossover": "off", "presolve": "off"}
-_COLOURS = {"1f1b": BLUE, "envpipe": RED}
 
 
 @dataclass(frozen=True)
 class Job:
     """What a fresh process plans."""
 
-    profile_path: Path
     num_stages: int
     num_microbatches: int
     order: str
-    blocking_power_w: float
 
 
 #: What is measured of a size and order; None where a limit stopped the process, or HiGHS'
@@ -84,10 +68,10 @@ _MEASURED = (
 
 
 def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
-    profile = read_profile(job.profile_path)
+    profile = read_profile(_PROFILE)
     rows = (profile.rows[0],) * (job.num_stages - 1) + (profile.rows[-1],)
     request = PlanRequest(job.num_microbatches, job.order)
-    conditions = Conditions((job.blocking_power_w,) * job.num_stages)
+    conditions = Conditions((_BLOCKING_POWER_W,) * job.num_stages)
     return replace(profile, rows=rows), request, conditions
 
 
@@ -203,40 +187,6 @@ def measure(job: Job, plan_limit_s: float, highs_limit_s: float) -> dict[str, An
     }
 
 
-def growth_figure(rows: Sequence[dict[str, Any]], highs_limit_s: float) -> Figure:
-    """Planning time against units, both axes logarithmic."""
-    figure = Figure(figsize=(7.5, 5.0), layout="constrained")
-    axes = figure.subplots()
-    for order, name in ORDERS.items():
-        of_order = sorted((r for r in rows if r["order"] == order), key=lambda r: r["num_units"])
-        for marker, what in (("o-", "total_s"), ("s--", "simplex_s"), ("^:", "ipm_s")):
-            known = [(r["num_units"], s) for r in of_order if (s := r[what]) is not None]
-            axes.plot(
-                [units for units, _ in known],
-                [seconds for _, seconds in known],
-                marker,
-                markerfacecolor=_COLOURS[order] if what == "total_s" else "white",
-                color=_COLOURS[order],
-                label=f"{_LINES[what]}, order {name}",
-            )
-        stopped = [r["num_units"] for r in of_order if r["simplex_s"] is None]
-        if highs_limit_s and stopped:
-            axes.plot(
-                stopped, [highs_limit_s] * len(stopped), "x", color=_COLOURS[order], ms=9, mew=2
-            )
-    if highs_limit_s and any(r["simplex_s"] is None for r in rows):
-        axes.plot([], [], "x", color="black", ms=9, mew=2, label="simplex stopped at its limit")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("units of the pipeline: 2 x stages x microbatches")
-    axes.set_ylabel("time on one CPU core (s)")
-    axes.set_title("Planning time of the optimal policy")
-    axes.grid(which="major", color="#dddddd")
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=9)
-    return figure
-
-
 def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or int(match[1]) < 2 or int(match[2]) < 1:
@@ -254,15 +204,6 @@ def _parse_size(text: str) -> tuple[int, int]:
     metavar="PxM",
     help="Stages x microbatches; may be given again.",
 )
-@click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_PROFILE,
-    show_default=True,
-    help="Profile CSV; its first and last stage are used.",
-)
-@click.option("--blocking-power", default=83.64, show_default=True, help="Of each GPU, W.")
 @click.option("--plan-limit", default=300.0, show_default=True, help="Time limit of a plan, s.")
 @click.option(
     "--highs-limit",
@@ -270,37 +211,26 @@ def _parse_size(text: str) -> tuple[int, int]:
     show_default=True,
     help="Time limit of each of HiGHS' solvers, s; 0 leaves them out.",
 )
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/planner_scale"),
-    show_default=True,
-    help="Folder for scale.csv and scale.png.",
-)
+@output_option("planner_scale")
 def main(
     sizes: tuple[str, ...],
-    profile_path: Path,
-    blocking_power: float,
     plan_limit: float,
     highs_limit: float,
     output: Path,
 ) -> None:
-    """Measure how planning grows with the pipeline; writes a table, a CSV and a picture."""
+    """Measure how planning grows with the pipeline; writes a table and a CSV."""
     console = make_console()
     wanted = [_parse_size(size) for size in sizes]
     rows = []
     for stages, microbatches in wanted:
         for order in ORDERS:
-            job = Job(profile_path, stages, microbatches, order, blocking_power)
+            job = Job(stages, microbatches, order)
             rows.append(measure(job, plan_limit, highs_limit))
             total_s = rows[-1]["total_s"]
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
             console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
     console.print(make_table("Optimal plans at the all-maximum time", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "scale.csv", rows)
-    if any(row["total_s"] is not None for row in rows):
-        save_picture(growth_figure(rows, highs_limit), output, "scale")
+    leave(output, {"scale": rows})
 
 
 if __name__ == "__main__":

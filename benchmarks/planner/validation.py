@@ -1,90 +1,132 @@
 """The simulator against measured training runs: clocks in, iteration time and energy out.
 
 Every run of every workload folder is predicted by `measured_runs.validate`. Peak memory is
-predicted from 1F1B alone and measured in EnvPipe's order, where there are ranks to train
-(`memory`). Run from the checkout:
+predicted from 1F1B alone and measured in EnvPipe's order, where there are ranks to train: a small
+GPT of megatron-core on four CPU ranks, bytes of live tensors counted as a GPU's allocator would
+count them. Run from the checkout:
 
     python benchmarks/planner/validation.py
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MultipleLocator
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import (
-    COLOURS,
-    PERSEUS_DATA,
-    make_console,
-    make_table,
-    output_option,
-    save_picture,
-    write_csv,
-)
+from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
 from benchmarks.planner.measured_runs import (
     PROFILED_SYSTEM,
     Validation,
     errors_of,
     validate,
 )
-from benchmarks.planner.memory import (
-    MemoryPrediction,
-    cpu_memory,
-    memory_cells,
-    memory_figure,
-)
-from envpipe_megatron.errors import EnvPipeError
+from benchmarks.planner.workloads import preset_workload
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import Plan, max_frequencies
 
-DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
+RUNS = PERSEUS_DATA / "measured"
 FIGURE = "planner_validation"
 COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
-HALF_MARKERS = ("o", "^")
-#: Runs further off than this get their name in the picture.
-FAR_OFF = 0.03
+
+
+_STAGES, _MICROBATCHES = 4, 8
+_EXTRA_FORWARDS = (3, 2, 2, 0)
+#: Iterations of 1F1B, in the last of which memory is measured, and of both orders.
+_WARMUP, _STEPS = 3, 7
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """The peak memory of one stage, on the device and model that `where` names.
+
+    The prediction starts from 1F1B's peak, `baseline_bytes`.
+    """
+
+    where: str
+    stage: int
+    in_flight: int
+    baseline_bytes: float
+    predicted_bytes: float
+    measured_bytes: float
+
+    @property
+    def error_percent(self) -> float:
+        """Predicted above measured."""
+        return 100.0 * (self.predicted_bytes / self.measured_bytes - 1.0)
+
+
+def cpu_memory() -> list[MemoryPrediction]:
+    """Train on CPU ranks and compare; takes some ten seconds."""
+    from jobs import Job, Ours  # type: ignore[import-not-found]  # of tests/pipeline
+    from live_memory import train_and_watch  # type: ignore[import-not-found]
+    from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+
+    order = builders.envpipe(_STAGES, _MICROBATCHES, _EXTRA_FORWARDS)
+    with tempfile.TemporaryDirectory() as folder, RankPool(_STAGES) as pool:
+        profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
+        profile = preset_workload(_STAGES, _MICROBATCHES).profile
+        profile.write(profile_file)
+        clocks = max_frequencies(order, profile)
+        Plan("baseline", order, clocks, profile, Conditions((0.0,) * _STAGES)).write(plan_file)
+        how = Ours(profile_file=profile_file, plan_file=plan_file, warmup_iterations=_WARMUP)
+        job = Job(_STAGES, microbatches=_MICROBATCHES, steps=_STEPS)
+        found = pool.run(train_and_watch, job, how, Path(folder))[0]
+    return [
+        MemoryPrediction(
+            "tiny GPT on CPU ranks",
+            stage,
+            memory.in_flight,
+            memory.baseline_peak_bytes,
+            memory.predicted_peak_bytes,
+            memory.measured_peak_bytes,
+        )
+        for stage, memory in enumerate(found)
+    ]
+
+
+def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, object]]:
+    """Rows of a CSV."""
+    return [
+        {
+            "where": one.where,
+            "stage": one.stage,
+            "in_flight": one.in_flight,
+            "baseline_peak_bytes": one.baseline_bytes,
+            "predicted_peak_bytes": one.predicted_bytes,
+            "measured_peak_bytes": one.measured_bytes,
+            "error_percent": round(one.error_percent, 4),
+        }
+        for one in predictions
+    ]
 
 
 @click.command()
-@click.argument("folders", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @output_option(FIGURE)
-def main(folders: tuple[Path, ...], output: Path) -> None:
-    """Predict the measured runs of FOLDERS and print how far off the predictions are.
-
-    Without FOLDERS, those of ../shared/data are taken, where they are.
-    """
+def main(output: Path) -> None:
+    """Predict the runs of ../shared/data and print how far off the predictions are."""
     console = make_console()
-    if not folders and DEFAULT_FOLDERS.is_dir():
-        folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
+    folders = sorted(path.parent for path in RUNS.glob("*/runs.csv"))
     if not folders:
-        console.print(f"Time and energy are skipped: there are no runs at {DEFAULT_FOLDERS}.")
-    try:
-        validations = [validate(folder) for folder in folders]
-    except EnvPipeError as error:
-        raise click.ClickException(str(error)) from error
+        console.print(f"Time and energy are skipped: there are no runs at {RUNS}.")
+    validations = [validate(folder) for folder in folders]
     memory = _memory(console)
-    output.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, list[dict[str, object]]] = {}
     if validations:
         lines = [_summary(validation) for validation in validations]
-        write_csv(output / "validation.csv", lines)
-        write_csv(output / "validation_runs.csv", _run_rows(validations))
-        save_picture(_scatter(validations), output, "validation")
+        tables["validation"] = lines
         console.print(make_table("Mean absolute error of predicted runs (%)", lines))
-        console.print(_notes(validations))
     if memory:
-        write_csv(output / "validation_memory.csv", memory_cells(memory))
-        save_picture(memory_figure(memory), output, "validation_memory")
-        title = "Peak memory in EnvPipe's order"
-        console.print(make_table(title, memory_cells(memory)))
-    write_claims(output / CLAIMS_FILE, validation_claims(validations, memory))
+        tables["validation_memory"] = memory_cells(memory)
+        console.print(make_table("Peak memory in EnvPipe's order", tables["validation_memory"]))
+    leave(output, tables, validation_claims(validations, memory))
 
 
 def _memory(console: Console) -> list[MemoryPrediction]:
@@ -170,112 +212,6 @@ def _summary(validation: Validation) -> dict[str, object]:
             f"blocking_power_w_{name}": round(fitted.blocking_power_w[0], 2),
         }
     return row
-
-
-def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
-    for validation in validations:
-        for predicted in validation.predictions:
-            run = predicted.run
-            row: dict[str, object] = {
-                "workload": validation.workload.name,
-                "run": run.name,
-                "half": HALF_NAMES[predicted.half],
-                "measured_time_s": run.iteration_time_s,
-                "measured_energy_j": run.energy_j,
-            }
-            for name, cost in (("unfitted", predicted.unfitted), ("held_out", predicted.held_out)):
-                row |= {
-                    f"{name}_time_s": f"{cost.iteration_time_s:.4f}",
-                    f"{name}_energy_j": f"{cost.energy_j:.1f}",
-                    f"{name}_time_error_percent": f"{predicted.time_error_percent(cost):.4f}",
-                    f"{name}_energy_error_percent": f"{predicted.energy_error_percent(cost):.4f}",
-                }
-            row["stage_energy_error_percent"] = f"{predicted.stage_energy_error_percent:.4f}"
-            yield row
-
-
-def _notes(validations: Sequence[Validation]) -> str:
-    rows = sum(v.workload.interpolated_rows for v in validations)
-    extended = sum(v.workload.extended_rows for v in validations)
-    notes = [
-        "Halves: A the first, third, ... run of runs.csv, B the others. Each run is predicted with "
-        "conditions fitted on the half that it is not in.",
-        "The profiles are estimated from runs of the same folders, not measured apart from them.",
-        f"Clocks that no profile row has: {rows} rows interpolated between neighbours, {extended} "
-        "taken from the nearest row.",
-        "The tail holds all time that follows no clock; at one number of microbatches M it cannot "
-        "be separated from M gaps between units.",
-    ]
-    every_prediction = [p for v in validations for p in v.predictions]
-    for system in sorted({p.run.system for p in every_prediction}):
-        errors = errors_of([p for p in every_prediction if p.run.system == system])
-        notes.append(
-            f"Runs of {system}, all workloads ({errors.num_runs}): time "
-            f"{errors.time_held_out:.2f} %, energy {errors.energy_held_out:.2f} % held out."
-        )
-    return "\n".join(notes)
-
-
-def _scatter(validations: Sequence[Validation]) -> Figure:
-    """Predicted against measured, relative to each workload's measured all-maximum run."""
-    figure = Figure(figsize=(11, 10.5), layout="constrained")
-    panels = figure.subplots(2, 2)
-    for column, (quantity, tolerance) in enumerate((("iteration time", 1), ("energy", 2))):
-        for axes, held_out in zip(panels[:, column], (False, True), strict=True):
-            for index, validation in enumerate(validations):
-                _draw_runs(axes, validation, COLOURS[index % len(COLOURS)], column, held_out)
-            _identity(axes, tolerance)
-            fit = "fitted on the other half" if held_out else "profile alone"
-            axes.set_title(f"{quantity.capitalize()}, {fit}")
-            axes.set_xlabel(f"measured {quantity} / all-maximum run (ratio)")
-            axes.set_ylabel(f"predicted {quantity} / measured all-maximum run (ratio)")
-    handles = [
-        Line2D([], [], color=COLOURS[i % len(COLOURS)], marker="s", ls="", label=v.workload.name)
-        for i, v in enumerate(validations)
-    ]
-    for marker, name, other in zip(HALF_MARKERS, HALF_NAMES, HALF_NAMES[::-1], strict=True):
-        label = f"half {name}, fitted on half {other}"
-        handles.append(Line2D([], [], color="0.3", marker=marker, mfc="none", ls="", label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
-    return figure
-
-
-def _draw_runs(
-    axes: Axes, validation: Validation, colour: str, quantity: int, held_out: bool
-) -> None:
-    """The runs of a workload; those far off by name where conditions were fitted."""
-    reference = validation.reference
-    scale = (reference.iteration_time_s, reference.energy_j)[quantity]
-    for predicted in validation.predictions:
-        run, cost = predicted.run, predicted.held_out if held_out else predicted.unfitted
-        measured = (run.iteration_time_s, run.energy_j)[quantity] / scale
-        expected = (cost.iteration_time_s, cost.energy_j)[quantity] / scale
-        marker = HALF_MARKERS[predicted.half]
-        axes.plot(measured, expected, ls="", marker=marker, mfc="none", color=colour, ms=5)
-        if held_out and abs(expected / measured - 1.0) > FAR_OFF:
-            axes.annotate(
-                run.name, (measured, expected), (6, -3), textcoords="offset points", size="small"
-            )
-
-
-def _identity(axes: Axes, tolerance_percent: float) -> None:
-    """The line of perfect prediction, and the band of the tolerance around it."""
-    low = min(axes.get_xlim()[0], axes.get_ylim()[0])
-    high = max(axes.get_xlim()[1], axes.get_ylim()[1])
-    ends, share = [low, high], tolerance_percent / 100
-    axes.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
-    axes.fill_between(
-        ends,
-        [end * (1 - share) for end in ends],
-        [end * (1 + share) for end in ends],
-        color="0.9",
-        zorder=-1,
-        label=f"± {tolerance_percent} %",
-    )
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MultipleLocator(0.05))
-    axes.legend(loc="upper left", frameon=False)
 
 
 if __name__ == "__main__":

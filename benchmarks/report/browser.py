@@ -1,15 +1,14 @@
-"""A report's page in a real Chromium: how long it takes to open, and how each view looks.
+"""A report's page in a real Chromium: how long it takes to open.
 
-    python -m benchmarks.report.browser runs/quickstart/report/index.html --output runs/browser
+    python -m benchmarks.report.browser runs/quickstart/report/index.html
 
-Writes a screenshot of each view at two widths, and of the first in the dark; prints size, time to
-open (median of five, without the start of the browser), errors, and what a network was asked for.
+Prints size, time to open (median of five, without the start of the browser), errors, and what a
+network was asked for.
 Needs selenium, chromium and chromedriver. `tests/report/test_page_in_browser.py` drives a page.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -74,43 +73,18 @@ def troubles(driver: Any) -> tuple[list[str], list[str]]:
     return bad, [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
-def _shoot(driver: Any, view: str, output: Path) -> None:
-    """A screenshot of one view, as large as it is."""
-    box = driver.execute_script(
-        "const box = document.getElementById(arguments[0]).getBoundingClientRect();"
-        "return {x: 0, y: box.top + scrollY, width: innerWidth, height: box.height, scale: 1}",
-        view,
-    )
-    shot = driver.execute_cdp_cmd(
-        "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": box}
-    )
-    output.write_bytes(base64.b64decode(shot["data"]))
-
-
 @click.command()
 @click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True)
-def main(page: Path, output: Path) -> None:
-    """Look at PAGE, and leave screenshots of it."""
-    output.mkdir(parents=True, exist_ok=True)
+def main(page: Path) -> None:
+    """Open PAGE some times."""
     with started_browser() as driver:
-        for width_px in WIDTHS_PX:
-            for dark in (False, True):
-                show_as(driver, width_px, dark=dark)
-                open_page(driver, page)
-                views = driver.execute_script(
-                    "return [...document.querySelectorAll('section[id]')].map((s) => s.id)"
-                )
-                for view in views if not dark else views[:1]:
-                    name = f"{view}-{width_px}{'-dark' if dark else ''}.png"
-                    _shoot(driver, view, output / name)
         show_as(driver, WIDTHS_PX[0])
         times_s = [open_page(driver, page) for _ in range(_OPENINGS)]
         bad, asked = troubles(driver)
     click.echo(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
     listed = ", ".join(f"{time_s:.2f}" for time_s in sorted(times_s))
     click.echo(f"open after {statistics.median(times_s):.2f} s ({listed})")
-    click.echo(f"{len(bad)} errors or warnings, {len(asked)} requests; pictures in {output}")
+    click.echo(f"{len(bad)} errors or warnings, {len(asked)} requests")
 
 
 if __name__ == "__main__":

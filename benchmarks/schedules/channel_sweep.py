@@ -22,7 +22,6 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
 
 from benchmarks.outputs import make_table
 from envpipe_megatron.core.channel_model import completes, max_falling_step
@@ -169,9 +168,7 @@ def main(max_stages: int, max_microbatches: int, workers: int, sample: int) -> N
     console = Console()
     total: Counter[tuple[int | None, str]] = Counter()
     with ProcessPoolExecutor(workers) as pool:
-        done = pool.map(run_batch, jobs)
-        progress = track(done, total=len(jobs), console=console, disable=not console.is_terminal)
-        for counts in progress:
+        for counts in pool.map(run_batch, jobs):
             total.update(counts)
     title = (
         f"EnvPipe's order, p = 2..{max_stages}, M = p..{max_microbatches}, "

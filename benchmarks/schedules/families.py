@@ -16,8 +16,7 @@ from pathlib import Path
 import click
 
 from benchmarks import outputs
-from benchmarks.claims import markdown_line
-from benchmarks.outputs import output_option, write_csv
+from benchmarks.outputs import leave, markdown_line, output_option
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -101,8 +100,7 @@ def main(output: Path) -> None:
     for workload in read_workloads(outputs.PERSEUS_DATA):
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "families.csv", map(cells, rows))
+    leave(output, {"families": map(cells, rows)})
     click.echo(tables(rows))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 from PIL import Image
 
-from benchmarks.claims import markdown_line
+from benchmarks.outputs import markdown_line
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit

@@ -27,8 +27,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.claims import markdown_line
-from benchmarks.outputs import output_option, write_csv
+from benchmarks.outputs import leave, markdown_line, output_option
 from envpipe_megatron.core.kinds import SPLIT, Kind, unit
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
@@ -193,8 +192,7 @@ def main(checkout: Path | None, stages: str, output: Path) -> None:
         return
     rival = Rival(Path(checkout))
     rows = [row for case in cases(map(int, stages.split(","))) for row in compare(rival, case)]
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "zero_bubble.csv", rows)
+    leave(output, {"zero_bubble": rows})
     click.echo(table(rows))
 
 

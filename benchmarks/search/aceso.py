@@ -16,38 +16,32 @@ Both run on this machine's cores, each with its Python started. Rows of a settin
 Times are of an iteration: by Aceso's cost model, which adds each message to two stages and knows no
 virtual stages, and by our simulator of 1F1B (or the interleaved order) on the same profile, in
 which messages are waited for and gradients reduced. `above_percent` is by the simulator, beside
-`divide`. Settings of more GPUs than theirs can search have our rows alone.
+`divide`.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_runs import (
     ARCHIVE,
     SETTINGS,
-    Judged,
     Setting,
     judge,
     read_plan,
     read_setting,
     search,
-    spend,
     unpack,
     write_plan,
 )
-from benchmarks.search.aceso_space.divide import Division
-from benchmarks.search.aceso_space.folding import fold_blocks
+from benchmarks.search.aceso_space.aceso_files import fold_blocks
+from benchmarks.search.searches import alone, divide_layers, divide_operators, search_megatron
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
@@ -57,90 +51,45 @@ COMMAND = "python -m benchmarks.search.aceso"
 _MOST_ABOVE = 3.0
 
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Timed(Generic[Result]):
-    """What was found, and what finding it took, Python's start included; memory at most."""
-
-    found: Result
-    wall_s: float
-    cpu_s: float
-    memory_mib: float
-
-
-def divide_alone(folder: Path, setting: Setting, pieces: str) -> Timed[Division]:
-    """Divide a setting in a process of its own: its `operators` or `layers`."""
-    return _alone(folder, setting, pieces)
-
-
-def megatron_alone(folder: Path, setting: Setting) -> Timed[Configuration]:
-    """Search Megatron's space in a process of its own."""
-    return _alone(folder, setting, "megatron")
-
-
-def _alone(folder: Path, setting: Setting, what: str) -> Timed[Any]:
-    result = folder / "found.pickle"
-    command = [sys.executable, "-m", "benchmarks.search.divide_alone"]
-    spent = spend([*command, str(folder), setting.name, what, str(result)], Path.cwd())
-    found, memory_mib = pickle.loads(result.read_bytes())
-    if found is None:
-        raise click.ClickException(f"Nothing fits in setting {setting.name}")
-    return Timed(found, spent.wall_s, spent.cpu_s, memory_mib)
-
-
 def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[str, Any]]:
-    """The rows of a setting; without a budget for their search, without its row."""
+    """Make the rows of a setting; without a budget for their search, without its row."""
     profile = read_setting(folder, setting)
-    rows = []
-    if budget_s is not None and setting.is_theirs:
-        theirs = search(folder, setting, budget_s)
-        plan = read_plan(theirs.plan)
+    folded, rows = fold_blocks(profile), []
+
+    def add(way: str, time_ms: float | None, spent: Any, simulated: float | None) -> None:
         rows.append(
             {
-                **_row(setting, "Aceso", theirs.judged.time_ms, theirs.wall_s, theirs.cpu_s),
-                "gpu_mib": theirs.judged.memory_mib,
-                "process_mib": None,
-                "simulated_ms": None if plan is None else _simulated_ms(setting, profile, plan),
+                "setting": setting.name,
+                "gpus": setting.num_gpus,
+                "search": way,
+                "model_ms": time_ms,
+                "wall_s": spent.wall_s,
+                "cpu_s": spent.cpu_s,
+                "memory_mib": getattr(spent, "memory_mib", None),
+                "simulated_ms": simulated,
             }
         )
-    ours = divide_alone(folder, setting, "operators")
-    judged = Judged(ours.found.time_s * 1e3, None)
-    if setting.is_theirs:
-        judged = judge(folder, setting, write_plan(folder, setting, ours.found))
+
+    def simulated_ms(plan: Configuration | None, of: LayerProfile = profile) -> float | None:
+        return None if plan is None else Candidate(plan, of, setting.job).iteration_time_s * 1e3
+
+    if budget_s is not None:
+        theirs = search(folder, setting, budget_s)
+        add("Aceso", theirs.judged.time_ms, theirs, simulated_ms(read_plan(theirs.plan)))
+    ours = alone(divide_operators, folder, setting)
+    whole = alone(divide_layers, folder, setting)
+    if ours.found is None or whole.found is None:
+        raise click.ClickException(f"Nothing fits in setting {setting.name}")
+    judged = judge(folder, setting, write_plan(folder, setting, ours.found))
     if abs(judged.time_ms / 1e3 - ours.found.time_s) > 1e-5 * ours.found.time_s:
         raise click.ClickException(f"{setting.name}: their model takes this plan to be another")
-    rows.append(
-        {
-            **_row(setting, "divide", judged.time_ms, ours.wall_s, ours.cpu_s),
-            "gpu_mib": judged.memory_mib,
-            "process_mib": ours.memory_mib,
-            "simulated_ms": None
-            if any(ours.found.switches)
-            else _simulated_ms(setting, profile, ours.found.configuration),
-        }
-    )
-    whole = divide_alone(folder, setting, "layers")
-    rows.append(
-        {
-            **_row(setting, "whole layers", whole.found.time_s * 1e3, whole.wall_s, whole.cpu_s),
-            "gpu_mib": None,
-            "process_mib": whole.memory_mib,
-            "simulated_ms": _simulated_ms(setting, fold_blocks(profile), whole.found.configuration),
-        }
-    )
+    plan = None if any(ours.found.switches) else ours.found.configuration
+    add("divide", judged.time_ms, ours, simulated_ms(plan))
+    in_layers_ms = simulated_ms(whole.found.configuration, folded)
+    add("whole layers", whole.found.time_s * 1e3, whole, in_layers_ms)
     if setting.model != "resnet":
-        megatron = megatron_alone(folder, setting)
-        candidate = Candidate(megatron.found, fold_blocks(profile), setting.job)
-        rows.append(
-            {
-                **_row(setting, "Megatron", None, megatron.wall_s, megatron.cpu_s),
-                "gpu_mib": float(candidate.peak_bytes.max()) / 2**20,
-                "process_mib": megatron.memory_mib,
-                "simulated_ms": candidate.iteration_time_s * 1e3,
-            }
-        )
+        megatron = alone(search_megatron, folder, setting)
+        add("Megatron", None, megatron, simulated_ms(megatron.found, folded))
     return [row | {"above_percent": _above_percent(row, rows)} for row in rows]
 
 
@@ -150,24 +99,6 @@ def _above_percent(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
     if row["simulated_ms"] is None or divided["simulated_ms"] is None:
         return None
     return float(100 * (row["simulated_ms"] / divided["simulated_ms"] - 1))
-
-
-def _row(
-    setting: Setting, way: str, time_ms: float | None, wall_s: float, cpu_s: float
-) -> dict[str, Any]:
-    return {
-        "setting": setting.name,
-        "gpus": setting.num_gpus,
-        "search": way,
-        "model_ms": time_ms,
-        "authors_ms": setting.authors_ms,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-    }
-
-
-def _simulated_ms(setting: Setting, profile: LayerProfile, plan: Configuration) -> float:
-    return Candidate(plan, profile, setting.job).iteration_time_s * 1e3
 
 
 def claims_of(rows: Sequence[dict[str, Any]]) -> list[Claim]:
@@ -221,7 +152,6 @@ def main(names: tuple[str, ...], rival: bool, budget: int, output: Path) -> None
     if not ARCHIVE.exists():
         console.print(f"Skipped: {ARCHIVE} is not there", highlight=False)
         return
-    output.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -230,8 +160,7 @@ def main(names: tuple[str, ...], rival: bool, budget: int, output: Path) -> None
             found = compare(folder, SETTINGS[name], budget if rival else None)
             console.print(make_table(name, found))
             rows += found
-    write_csv(output / "aceso.csv", rows)
-    write_claims(output / CLAIMS_FILE, claims_of(rows))
+    leave(output, {"aceso": rows}, claims_of(rows))
 
 
 if __name__ == "__main__":

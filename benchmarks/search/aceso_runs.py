@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.search.aceso_space.aceso_files import read_aceso_profile, read_splits, read_switches
-from benchmarks.search.aceso_space.divide import Division, Switch, divide
+from benchmarks.search.aceso_space.aceso_files import read_aceso_profile, read_splits
+from benchmarks.search.aceso_space.divide import Division, Switch
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import OPERATOR, LayerProfile, Sizes
 
@@ -36,10 +36,8 @@ class Setting:
         database: `eurosys` or `miniset`, the folder of profiles.
         model, size: as they name them.
         memory_mib: of a GPU.
-        authors_ms: what the authors' own plan takes by their model; None if they do not say.
         options: of their script besides.
-        num_nodes: of the job; theirs lie within one.
-        batches: samples of an aggregate microbatch; theirs are those of a microbatch.
+        batches: samples of an aggregate microbatch.
     """
 
     name: str
@@ -50,15 +48,8 @@ class Setting:
     num_gpus: int
     global_batch: int
     memory_mib: int = 28_000
-    authors_ms: float | None = None
     options: tuple[str, ...] = ()
-    num_nodes: int = 1
     batches: tuple[int, ...] = (1, 2, 4, 8)
-
-    @property
-    def is_theirs(self) -> bool:
-        """Whether their search and cost model can be asked: they stop at 128 GPUs."""
-        return self.num_gpus <= 128
 
     @property
     def prefix(self) -> str:
@@ -70,55 +61,35 @@ class Setting:
     @property
     def job(self) -> Job:
         """The setting as a job."""
-        gpus_per_node = self.num_gpus // self.num_nodes
-        return Job(self.num_gpus, gpus_per_node, self.global_batch, self.memory_mib * _MIB)
+        return Job(self.num_gpus, self.num_gpus, self.global_batch, self.memory_mib * _MIB)
 
 
 _SCALE = ("--op-group-size", "1", "--peak-mem-in-backward", "1000", "--predict-delta-time")
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("gpt-1.3B-small", "miniset", "gpt", "1_3B", 24, 4, 512, 12_000, 58_760.92),
-        Setting("gpt-1.3B", "eurosys", "gpt", "1_3B", 24, 4, 1024, authors_ms=101_180),
-        Setting("gpt-2.6B", "eurosys", "gpt", "2_6B", 32, 8, 1024, authors_ms=87_360),
+        Setting("gpt-1.3B-small", "miniset", "gpt", "1_3B", 24, 4, 512, 12_000),
+        Setting("gpt-1.3B", "eurosys", "gpt", "1_3B", 24, 4, 1024),
+        Setting("gpt-2.6B", "eurosys", "gpt", "2_6B", 32, 8, 1024),
         Setting("t5-3B", "eurosys", "t5", "3B", 24, 4, 1024),
         Setting(
-            "resnet-2B",
-            "eurosys",
-            "resnet",
-            "2B",
-            50,
-            4,
-            1536,
-            authors_ms=49_330,
-            options=("--finetune-after-trial", "1"),
-            batches=(16, 32, 48, 64),
+            "resnet-2B", "eurosys", "resnet", "2B", 50, 4, 1536,
+            options=("--finetune-after-trial", "1"), batches=(16, 32, 48, 64),
         ),
         Setting("64-layers", "eurosys", "scale-layer", "64layers", 64, 8, 1024, options=_SCALE),
         Setting(
             "1024-layers", "eurosys", "scale-layer", "1024layers", 1024, 8, 1024, options=_SCALE
         ),
-        Setting(
-            "gpt-2.6B-1024-gpus",
-            "eurosys",
-            "gpt",
-            "2_6B",
-            32,
-            1024,
-            8192,
-            num_nodes=128,
-            batches=(32, 64, 128),
-        ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What their cost model says of a plan; no memory where it was not asked."""
+    """What their cost model says of a plan, and the most that a GPU holds."""
 
     time_ms: float
-    memory_mib: float | None
+    memory_mib: float
 
 
 @dataclass(frozen=True)
@@ -148,21 +119,7 @@ def unpack(folder: Path) -> None:
 
 def read_setting(folder: Path, setting: Setting) -> LayerProfile:
     """The profile of a setting's model."""
-    return read_aceso_profile(_profiles(folder, setting), setting.prefix, setting.num_layers)
-
-
-def divide_setting(folder: Path, setting: Setting) -> Division | None:
-    """Our search in a setting; sizes switch inside stages where theirs do."""
-    profile = read_setting(folder, setting)
-    switches = setting.model == "resnet"
-    return divide(
-        profile,
-        setting.job,
-        setting.batches,
-        switch_s=read_switches(_profiles(folder, setting), setting.prefix, profile)
-        if switches
-        else None,
-    )
+    return read_aceso_profile(profiles(folder, setting), setting.prefix, setting.num_layers)
 
 
 def judge(folder: Path, setting: Setting, plan: Path) -> Judged:
@@ -203,7 +160,7 @@ def write_plan(folder: Path, setting: Setting, division: Division) -> Path:
     """Write a division as their search writes its plans."""
     stages = division.configuration.stages
     profile = read_setting(folder, setting)
-    splits = read_splits(_profiles(folder, setting), setting.prefix)
+    splits = read_splits(profiles(folder, setting), setting.prefix)
     sizes = [_sizes_of_each(*pair) for pair in zip(stages, division.switches, strict=True)]
     named = setting.model if setting.model != "scale-layer" else "gpt"
     plan: dict[str, Any] = {
@@ -260,13 +217,14 @@ def read_plan(path: Path) -> Configuration | None:
     return Configuration(tuple(stages), plan["global_batch_size"] // plan["micro_batch_size"])
 
 
-def _profiles(folder: Path, setting: Setting) -> Path:
+def profiles(folder: Path, setting: Setting) -> Path:
+    """Where the profiles of a setting's model lie."""
     return folder / "profiler" / f"profiled-time-{setting.database}"
 
 
 def _hardware(folder: Path, setting: Setting) -> list[str]:
     return [
-        *("--profiled-time-path", f"{_profiles(folder, setting)}/"),
+        *("--profiled-time-path", f"{profiles(folder, setting)}/"),
         *("--num-nodes", "1", "--num-gpus-per-node", str(setting.num_gpus)),
         *("--memory-limit", str(setting.memory_mib), "--num-layers", str(setting.num_layers)),
         *("--micro-batch-size", *map(str, setting.batches)),

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,22 +31,20 @@ from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, span, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.search import sailor
 from benchmarks.search.aceso_runs import (
     ARCHIVE,
     SETTINGS,
     Judged,
     Setting,
-    divide_setting,
     read_plan,
     read_setting,
     search,
     unpack,
 )
-from benchmarks.search.aceso_space.folding import fold_blocks
-from benchmarks.search.divide_alone import MAX_CHUNKS
+from benchmarks.search.aceso_space.aceso_files import fold_blocks
+from benchmarks.search.searches import MAX_CHUNKS, divide_operators
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
@@ -57,9 +54,8 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.energy import alternatives
 from envpipe_megatron.search.megatron.search import search as search_megatron
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.megatron.space import Space
 
 COMMAND = "python -m benchmarks.search.energy"
 #: The first is fitted to the GPU of the last setting, the next ones to others, the last to none.
@@ -69,10 +65,6 @@ NEO = Setting("gpt-neo-2.7B", "a100", "gpt", "2_6B", 32, 4, 1024, 36_000)
 CASES = {case.name: case for case in (SETTINGS["gpt-1.3B"], SETTINGS["gpt-2.6B"], NEO)}
 FULL, RIVAL, ORDER = "Aceso, full clock", "Aceso, 1F1B stretched", "Aceso, our order"
 DIVIDED, MEGATRON, SHARED = "sizes by stage", "Megatron", "Megatron, shared optimizer"
-#: Of `uneven`: microbatches at most, by how much cuts may be slower than the even one, how many.
-_FEW, _SLOWDOWN, _NUM_CUTS = 256, 0.05, 6
-#: From how many percent on a cut is an example.
-_WORTH_SAYING = 0.5
 _NEO_FILES = "profiler/A100-40/profiled-data-fp16"
 
 
@@ -100,7 +92,7 @@ def unpack_neo(folder: Path) -> None:
 def find(folder: Path, setting: Setting, budget_s: int) -> Found:
     """Run both searches."""
     searched = search(folder, setting, budget_s)
-    theirs, division = read_plan(searched.plan), divide_setting(folder, setting)
+    theirs, division = read_plan(searched.plan), divide_operators(folder, setting)
     if theirs is None or division is None:
         raise click.ClickException(f"{setting.name}: no plan whose stages have one size each")
     profile = read_setting(folder, setting)
@@ -188,56 +180,7 @@ def _megatron(
         yield way, best.plan
 
 
-def uneven(found: Found, setting: Setting, preset: GpuPreset) -> list[dict[str, Any]]:
-    """Of shapes with few microbatches, each one's even cut and its cheapest one with clocks.
-
-    Both may take as much longer than the even cut at the highest clocks, and run 1F1B.
-    """
-    wait_w, rows = preset.wait_power_w, []
-    profile = with_modelled_energy(fold_blocks(found.profile), preset)
-    space = MegatronSpace(profile, setting.job, Space())
-    for shape in space.shapes:
-        if shape.num_stages == 1 or shape.num_microbatches > _FEW:
-            continue
-        if (cut := space.best_cut(shape)) is None:
-            continue
-        even = Candidate(cut.configuration, profile, setting.job)
-        longest_s = even.iteration_time_s * (1 + _SLOWDOWN)
-        others = [even, *alternatives(space, shape, wait_w, longest_s, _NUM_CUTS)]
-        planned = [(each, stretched(each, wait_w, longest_s)) for each in others]
-        best, cheapest = min(planned, key=lambda each: each[1].cost.energy_j)
-        saved_percent = cheapest.cost.saving_percent(planned[0][1].cost)
-        rows.append(
-            {
-                "setting": setting.name,
-                "modelled_by": preset.name,
-                "shape": f"PP{shape.num_stages} TP{shape.sizes.tensor_parallel}"
-                f" DP{shape.data_parallel}, {shape.num_microbatches} microbatches",
-                "time_s": longest_s,
-                "even_in_time": _layers(even.configuration),
-                "cheapest": _layers(best.configuration),
-                "saved_percent": saved_percent,
-            }
-        )
-    return rows
-
-
-def _layers(configuration: Configuration) -> str:
-    """Pieces of each stage, and in brackets how many of them are computed again, and how."""
-    return " | ".join(
-        " ".join(
-            [
-                str(len(stage.pieces)),
-                *(f"({n} {way})" for way, n in Counter(stage.recomputed).items() if way),
-            ]
-        )
-        for stage in configuration.stages
-    )
-
-
-def claims_of(
-    rows: Sequence[dict[str, Any]], cuts: Sequence[dict[str, Any]], name: str
-) -> list[Claim]:
+def claim_of(rows: Sequence[dict[str, Any]], name: str) -> Claim:
     """What a setting's rows say."""
 
     def saved(way: str) -> str:
@@ -246,32 +189,17 @@ def claims_of(
         return f"{span(found)} %" + (f" ({late:.1f} % later)" if late >= 0.05 else "")
 
     least = min(row["saved_percent"] for row in rows if row["way"] == DIVIDED)
-    claims = [
-        Claim(
-            "search_energy",
-            f"{COMMAND} {name}",
-            f"{name}: at equal time, against Aceso's plan with its slack used by our clocks, our"
-            f" sizes by stage save {saved(DIVIDED)} of modelled energy, Megatron's space"
-            f" {saved(MEGATRON)}, with the distributed optimizer {saved(SHARED)}; Aceso's plan at"
-            f" full clock saves {saved(FULL)}",
-            f"modelled: {', '.join(dict.fromkeys(row['modelled_by'] for row in rows))}",
-            paper="Aceso knows no energy",
-            agrees=least >= 0,
-        )
-    ]
-    best = max(cuts, key=lambda cut: cut["saved_percent"], default={"saved_percent": 0.0})
-    if best["saved_percent"] >= _WORTH_SAYING:
-        claims.append(
-            Claim(
-                "search_energy",
-                f"{COMMAND} {name}",
-                f"{name}, {best['shape']}: at equal time the cut that is cheapest with clocks"
-                f" ({best['cheapest']}) takes {best['saved_percent']:.1f} % less than the one that"
-                f" is even in time ({best['even_in_time']})",
-                f"modelled: {best['modelled_by']}",
-            )
-        )
-    return claims
+    return Claim(
+        "search_energy",
+        f"{COMMAND} {name}",
+        f"{name}: at equal time, against Aceso's plan with its slack used by our clocks, our"
+        f" sizes by stage save {saved(DIVIDED)} of modelled energy, Megatron's space"
+        f" {saved(MEGATRON)}, with the distributed optimizer {saved(SHARED)}; Aceso's plan at"
+        f" full clock saves {saved(FULL)}",
+        f"modelled: {', '.join(dict.fromkeys(row['modelled_by'] for row in rows))}",
+        paper="Aceso knows no energy",
+        agrees=least >= 0,
+    )
 
 
 @click.command()
@@ -285,8 +213,7 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
     if missing:
         console.print(f"Skipped: {missing[0]} is not there", highlight=False)
         return
-    output.mkdir(parents=True, exist_ok=True)
-    all_rows, all_cuts, claims = [], [], []
+    all_rows, claims = [], []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         unpack(folder)
@@ -299,18 +226,10 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
             )
             presets = [load_preset(preset) for preset in PRESETS]
             rows = [row for preset in presets for row in rows_of(found, setting, preset)]
-            cuts = uneven(found, setting, presets[0])
             console.print(make_table("Modelled energy of an iteration at equal time", rows))
-            shown = [cut for cut in cuts if cut["saved_percent"] > 0]
-            columns = ("shape", "time_s", "even_in_time", "cheapest", "saved_percent")
-            title = f"Even and cheapest cuts at equal time, {len(cuts)} shapes, where they differ"
-            console.print(make_table(title, shown, columns))
-            claims += claims_of(rows, cuts, name)
+            claims.append(claim_of(rows, name))
             all_rows += rows
-            all_cuts += cuts
-    write_csv(output / "energy.csv", all_rows)
-    write_csv(output / "cuts.csv", all_cuts)
-    write_claims(output / CLAIMS_FILE, claims)
+    leave(output, {"energy": all_rows}, claims)
 
 
 if __name__ == "__main__":

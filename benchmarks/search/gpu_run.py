@@ -3,13 +3,12 @@
     RUN="python -m benchmarks.search.gpu_run --checkout Megatron-LM --output out --gpus 2"
     $RUN profile
     $RUN ranked
-    $RUN train pp2 pp2mb2 tp2 dp2full best/configuration.json
 
-`profile` leaves MODEL.layers.json in the output, `train` a line of MODEL.runs.jsonl for each
-configuration: iteration times and each stage's peak of allocated memory, predicted and measured.
-`ranked` trains the best three and the worst two of all shapes, each in its best cut.
-A configuration is a name as in `layout_of`, or a file of `envpipe search`. Clocks are left alone.
-With --cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
+`profile` leaves MODEL.layers.json in the output. `ranked` trains the best three and the worst two
+of all shapes, each in its best cut, and leaves a line of MODEL.runs.jsonl for each: iteration times
+and each stage's peak of allocated memory, predicted and measured. (`envpipe search --train` trains
+the best one.) Clocks are left alone. With --cpu, tiny models run on gloo, to rehearse; a CPU counts
+no memory.
 
 Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
 its 32: two GPUs hold that many with their optimizer. Output weights are the embedding's in neither.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -42,10 +40,8 @@ from benchmarks.megatron_lm.models import (
 )
 from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.megatron.candidates import Candidate
 from envpipe_megatron.search.megatron.flags import megatron_flags
 from envpipe_megatron.search.megatron.space import MegatronSpace, Space
@@ -175,34 +171,10 @@ def profile(place: Place, microbatch_size: str | None, tensor_parallel: str | No
 
 @main.command()
 @click.option("--limit-s", default=90, show_default=True, help="For each run.")
-@click.argument("configurations", nargs=-1, required=True)
-@click.pass_obj
-def train(place: Place, limit_s: int, configurations: Sequence[str]) -> None:
-    """Train CONFIGURATIONS, names or files of `envpipe search`, one after another."""
-    for name in configurations:
-        predicted = _predicted(place, name)
-        log = place.output / f"{place.model}.{predicted['name']}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
-        command += [] if place.cpu else ["--log-memory-interval", "10"]
-        code, wall_s = _run(
-            place, [*command, *shlex.split(" ".join(predicted["flags"]))], log, limit_s
-        )
-        row = {**predicted, "exit": code, "wall_s": wall_s, **asdict(read_log(log.read_text()))}
-        with (place.output / f"{place.model}.runs.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        click.echo(_words(row))
-        if code:
-            click.echo(_end(log, 15))
-
-
-@main.command()
-@click.option("--limit-s", default=90, show_default=True, help="For each run.")
 @click.option("--memory-gib", default=75.0, show_default=True, help="Of a GPU, for all but CUDA's.")
-@click.pass_context
-def ranked(context: click.Context, limit_s: int, memory_gib: float) -> None:
+@click.pass_obj
+def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
     """Search, and train the best three and the worst two, as unmodified Megatron-LM can."""
-    place: Place = context.obj
     profile = read_layers(place.profile)
     job = replace(place.job, memory_bytes=memory_gib * 2**30)
     megatron = MegatronSpace(profile, job, Space(max_chunks=2, same_recomputation=True))
@@ -210,70 +182,29 @@ def ranked(context: click.Context, limit_s: int, memory_gib: float) -> None:
     candidates = [Candidate(cut.configuration, profile, job) for cut in cuts]
     candidates.sort(key=lambda each: each.iteration_time_s)
     chosen = dict.fromkeys([*range(min(3, len(candidates))), *range(len(candidates))[-2:]])
-    files = []
     for number in chosen:
+        name = f"{number + 1}-of-{len(candidates)}"
         candidate = candidates[number]
-        predicted = {
-            "own_order_iteration_time_s": candidate.iteration_time_s,
-            "peak_bytes": candidate.peak_bytes.tolist(),
-        }
         flags = megatron_flags(profile, candidate.configuration, job)
-        files.append(place.output / f"{place.model}.{number + 1}-of-{len(candidates)}.json")
-        files[-1].write_text(
-            configuration_text(
-                profile, candidate.configuration, job, flags=flags, predicted=predicted
-            )
-        )
-        click.echo(f"{files[-1].stem}: {' '.join(flags)}")
-    context.invoke(train, limit_s=limit_s, configurations=list(map(str, files)))
-
-
-def _predicted(place: Place, name: str) -> dict[str, Any]:
-    """A configuration's flags, and what is predicted for it in Megatron's own order."""
-    if Path(name).is_file():
-        data = json.loads(Path(name).read_text())
-        of_file = data["predicted"]
-        return {
-            "name": Path(name).stem,
-            "flags": data["megatron_flags"],
-            "predicted_s": of_file["own_order_iteration_time_s"],
-            "predicted_bytes": of_file["peak_bytes"],
+        log = place.output / f"{place.model}.{name}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
+        command += [] if place.cpu else ["--log-memory-interval", "10"]
+        code, wall_s = _run(place, [*command, *shlex.split(" ".join(flags))], log, limit_s)
+        row = {
+            "name": name,
+            "flags": flags,
+            "predicted_s": candidate.iteration_time_s,
+            "predicted_bytes": candidate.peak_bytes.tolist(),
+            "exit": code,
+            "wall_s": wall_s,
+            **asdict(read_log(log.read_text())),
         }
-    profile = read_layers(place.profile)
-    configuration = layout_of(name, profile, place.job)
-    candidate = Candidate(configuration, profile, place.job)
-    return {
-        "name": name,
-        "flags": megatron_flags(profile, configuration, place.job),
-        "predicted_s": candidate.iteration_time_s,
-        "predicted_bytes": candidate.peak_bytes.tolist(),
-    }
-
-
-def layout_of(name: str, profile: LayerProfile, job: Job) -> Configuration:
-    """Equal parts of a model, as in `pp2vp3tp2mb4full`; the rest of the GPUs is data parallel.
-
-    Pipeline and virtual stages, tensor parallel and microbatch size are 1 if they are not named;
-    `full` or `selective` recomputes every layer.
-    """
-    size = {key: int(number) for key, number in re.findall(r"(pp|vp|tp|mb)(\d+)", name)}
-    stages, chunks = size.get("pp", 1), size.get("vp", 1)
-    sizes = Sizes(size.get("tp", 1), size.get("mb", 1))
-    way = next((way for way in ("full", "selective") if name.endswith(way)), None)
-    last = len(profile.pieces) - 1
-    layers = (last - 1) // (stages * chunks)
-    edges = [0, *(1 + layers * part for part in range(1, stages * chunks)), last + 1]
-    data = job.num_gpus // (stages * sizes.gpus)
-    layouts = []
-    for stage in range(stages):
-        parts = tuple(
-            (edges[part], edges[part + 1]) for part in range(stage, len(edges) - 1, stages)
-        )
-        pieces = [piece for first, end in parts for piece in range(first, end)]
-        ways = tuple(None if piece in (0, last) else way for piece in pieces)
-        layouts.append(StageLayout(parts, sizes, data, ways))
-    microbatches = job.global_batch // (data * sizes.microbatch_size)
-    return Configuration(tuple(layouts), microbatches, distributed_optimizer=data > 1)
+        with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
+            runs.write(json.dumps(row) + "\n")
+        click.echo(f"{_words(row)}; {' '.join(flags)}")
+        if code:
+            click.echo(_end(log, 15))
 
 
 def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:

@@ -4,16 +4,14 @@ Run from the checkout:
 
     python -m benchmarks.search.sailor
 
-Five predictions of each run, from the fp32 op profile of OPT-350M:
+Three predictions of each run, from the fp32 op profile of OPT-350M:
 
 - `within node`: Aceso's formula, (m - 1) max t + sum t, all messages as within a node, as the
   authors of Sailor run it;
-- `formula`: the same with messages across nodes, where each stage has nodes of its own;
 - `simulated`: 1F1B by our simulator, then the measured all-reduces and optimizer, which neither the
   profile nor the formula has;
 - `corrected`: the same with forwards and backwards longer by what a model's compute took beside the
-  sum of its operators: the median of the *other* runs' timers, so no run has a part in its own;
-- `own compute`: the same with the run's own compute: what is left is the simulator's error.
+  sum of its operators: the median of the *other* runs' timers, so no run has a part in its own.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders.builders import one_f_one_b
@@ -46,7 +43,7 @@ _ROOT = Path("sailor/Planner/baselines/Aceso")
 _RUNS = _ROOT / "aceso_validation_clariden"
 _PROFILE = _ROOT / "profiler/GH-96/profiled-data-fp32"
 _NUM_LAYERS, _GPUS_PER_NODE = 24, 4
-PREDICTIONS = ("within node", "formula", "simulated", "corrected", "own compute")
+PREDICTIONS = ("within node", "simulated", "corrected")
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,9 @@ class Pipeline:
     message_s: FloatArray
     message_within_s: FloatArray
 
-    def formula_s(self, num_microbatches: int, message_s: FloatArray) -> float:
+    def formula_s(self, num_microbatches: int) -> float:
         """Aceso's formula: each stage takes the messages at both of its ends."""
-        ends_s = np.pad(message_s, 1)
+        ends_s = np.pad(self.message_within_s, 1)
         stage_s = self.forward_s + self.backward_s + ends_s[:-1] + ends_s[1:]
         return float((num_microbatches - 1) * stage_s.max() + stage_s.sum())
 
@@ -162,12 +159,8 @@ def predict(runs: Sequence[tuple[Measured, Pipeline]]) -> list[dict[str, Any]]:
         units_s = {
             "simulated": (pipe.forward_s, pipe.backward_s),
             "corrected": (pipe.forward_s * others, pipe.backward_s * others),
-            "own compute": (run.forward_s, run.backward_s),
         }
-        messages_s = {"within node": pipe.message_within_s, "formula": pipe.message_s}
-        predicted_s = {
-            name: pipe.formula_s(run.num_microbatches, each) for name, each in messages_s.items()
-        } | {
+        predicted_s = {"within node": pipe.formula_s(run.num_microbatches)} | {
             name: pipe.simulated_s(run.num_microbatches, *units) + run.reduction_s
             for name, units in units_s.items()
         }
@@ -191,20 +184,17 @@ def main(output: Path) -> None:
     mean_s = statistics.mean(row["measured_s"] for row in rows)
     rows.append({"run": "mean of absolute errors", "measured_s": mean_s, **means})
     console.print(make_table("Errors of predicted iteration times, in percent", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "sailor.csv", rows)
     claim = Claim(
         "search_sailor",
         COMMAND,
         f"Iteration times of 15 runs on 4 to 128 GH200 are predicted with a mean error of"
-        f" {means['corrected']:.1f} % (each run's correction is from the others), of"
-        f" {means['simulated']:.1f} % without correction, and of {means['own compute']:.1f} % from"
-        f" the runs' own compute times",
+        f" {means['corrected']:.1f} % (each run's correction is from the others), and of"
+        f" {means['simulated']:.1f} % without correction",
         "op profile and runs of OPT-350M, SOSP'25",
         paper=f"Aceso's formula as the authors run it: {means['within node']:.1f} %",
         agrees=means["corrected"] <= 6,
     )
-    write_claims(output / CLAIMS_FILE, [claim])
+    leave(output, {"sailor": rows}, [claim])
 
 
 if __name__ == "__main__":

@@ -10,36 +10,57 @@ Energies are modelled, so that the second objective has any.
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import make_console, make_table, output_option, write_csv
-from benchmarks.search.aceso_runs import ARCHIVE, spend, unpack
-from benchmarks.search.scale_alone import PRESET, SCALES
+from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
+from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, Setting, unpack
+from benchmarks.search.searches import PRESET, alone, search_at_scale
+from envpipe_megatron.policies.objectives.objective import Goal
+from envpipe_megatron.search.configuration import Job
 
 COMMAND = "python -m benchmarks.search.scale"
+_MOST_MIB = 4096
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A search, and what it may take at most."""
+
+    setting: Setting
+    job: Job
+    goal: Goal
+    most_s: float
+
+
+_LAYERS = SETTINGS["1024-layers"]
+_DEEP = replace(SETTINGS["gpt-2.6B"], num_layers=96)
+SCALES = {
+    f"{name}-{goal}": Scale(setting, job, goal, most_s)
+    for name, setting, job, most_s in (
+        ("1024-layers", _LAYERS, _LAYERS.job, 10),
+        ("1024-gpus", _DEEP, Job(1024, 8, 4096, _DEEP.job.memory_bytes), 30),
+    )
+    for goal in (Goal.TIME, Goal.ENERGY)
+}
 
 
 def measure(folder: Path, name: str) -> dict[str, Any]:
-    """The row of a search in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.search.scale_alone", str(folder), name]
-    spent = spend(command, Path.cwd())
-    found = json.loads(spent.output)
+    """Make the row of a search in a process of its own."""
     scale = SCALES[name]
-    within = spent.wall_s <= scale.most_s and found["process_MiB"] <= scale.most_mib
+    ran = alone(search_at_scale, folder, scale.setting, scale.job, scale.goal)
     return {
         "search": name,
-        **found,
-        "wall_s": spent.wall_s,
-        "cpu_s": spent.cpu_s,
+        **ran.found,
+        "process_MiB": ran.memory_mib,
+        "wall_s": ran.wall_s,
+        "cpu_s": ran.cpu_s,
         "at_most_s": scale.most_s,
-        "within": within,
+        "within": ran.wall_s <= scale.most_s and ran.memory_mib <= _MOST_MIB,
     }
 
 
@@ -70,9 +91,7 @@ def main(names: tuple[str, ...], output: Path) -> None:
         unpack(Path(temporary))
         rows = [measure(Path(temporary), name) for name in names or SCALES]
     console.print(make_table("Searches of Megatron's space", rows))
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "scale.csv", rows)
-    write_claims(output / CLAIMS_FILE, [claim_of(row) for row in rows])
+    leave(output, {"scale": rows}, map(claim_of, rows))
 
 
 if __name__ == "__main__":

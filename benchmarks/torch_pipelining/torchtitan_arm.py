@@ -17,16 +17,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.megatron_lm.running.entry import Turns, die_with_parent
 from benchmarks.megatron_lm.running.rest import let_torchtitan_rest, rests_in
 from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
-from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.execution import executor
-from envpipe_megatron.runtime.job import session
 from envpipe_megatron.torchtitan import divided
 
 _VOCABULARY = 32000
@@ -45,7 +41,6 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     turns = Turns(job["socket"], job["run"], rank, job["turns"], job["iterations"])
     losses = _take_turns(command.Trainer, turns)
-    _leave_out(job["without"])
     if job["rests"]:
         let_torchtitan_rest(lambda: rests_in(turns.turn))
     if settings:
@@ -55,15 +50,6 @@ def main() -> None:
     finally:
         kept = [float(loss).hex() for loss in losses]
         (Path(job["folder"]) / f"losses-{rank}.json").write_text(json.dumps(kept))
-
-
-def _leave_out(part: str) -> None:
-    """Let EnvPipe run without a part of it, to see what that costs."""
-    if part == "meter":
-        seldom = functools.partial(EnergyMeter, poll_s=1e6)
-        patch.object(session, "EnergyMeter", seldom).start()
-    elif part == "interrupts":
-        executor.BLOCKING_EVENTS = False
 
 
 def _add_flavors() -> None:

@@ -9,38 +9,35 @@ EnvPipe's order. They are started together and take short turns, as in benchmark
 --resting, `units` has all turns, and EnvPipe rests in half of them, which tells what it does from
 how a job happens to lie. No clock is ever changed.
 
-To find what costs: `again`, torchtitan alone once more, started last; `observe`, which measures and
-has no clocks; and `units` without a part of it, reads of the energy counter (`no-meter`), or events
-that wake threads by an interrupt (`no-interrupts`).
+To find what costs: `again`, torchtitan alone once more, started last; and `observe`, which measures
+and has no clocks.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from benchmarks.megatron_lm.models import ROOT, STOCK
+from benchmarks.megatron_lm.models import STOCK
 from benchmarks.megatron_lm.ratio import PART, Keeper, Rounds, ratio_rows
-from benchmarks.megatron_lm.running.jobs import Launch, State, check_harmless, free_port
+from benchmarks.megatron_lm.running.jobs import State, at_free_port, launch_ranks
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.turns import Referee
 from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.policies.frequencies import envelope
 
+_ARM = Path(__file__).with_name("torchtitan_arm.py")
 _WARMUP = 3  # of EnvPipe's own, within the first turn
 #: Torchtitan's own, by how many stages a rank has.
 _SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 _ARMS = ("units", "order")
-_PARTS = ("no-meter", "no-interrupts", "observe", "again")
+_PARTS = ("observe", "again")
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -122,7 +119,6 @@ def main(
                 "folder": str(folder),
                 "cpu_shim": cpu_shim,
                 "rests": resting,
-                "without": arm.removeprefix("no-") if arm.startswith("no-") else "",
             }
             (folder / "job.json").write_text(json.dumps(job))
             training = [
@@ -136,7 +132,12 @@ def main(
                 f"--parallelism.pipeline_parallel_microbatch_size={microbatch}",
             ]
             own = _of_envpipe(arm, (ranks, microbatches, chunks), folder, control)
-            launch = _launch(ranks, folder, [*own, *training, *arguments])
+            launch = launch_ranks(
+                ranks,
+                at_free_port(),
+                (str(_ARM), str(folder / "job.json"), *own, *training, *arguments),
+                {"ENVPIPE_EMULATED_ROOT": str(folder / "gpus")},
+            )
             running.append(launch.start(Path.cwd(), folder / "log.txt"))
             referee.expect(run, ranks)
         while any(process.poll() is None for process in running):
@@ -183,25 +184,6 @@ def _of_envpipe(
         control,
         output,
     )
-
-
-def _launch(ranks: int, folder: Path, arguments: Sequence[str]) -> Launch:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command += [str(Path(__file__).with_name("torchtitan_arm.py")), str(folder / "job.json")]
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith("ENVPIPE_FORBID")
-    }
-    environment = {
-        **inherited,
-        FORBID_VARIABLE: "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
-        "OMP_NUM_THREADS": "1",
-    }
-    launch = Launch((*command, *arguments), environment)
-    check_harmless(launch)
-    return launch
 
 
 def _statuses(running: Sequence[subprocess.Popen[bytes]]) -> str:

@@ -5,7 +5,6 @@ import csv
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 from benchmarks.gpu import energy_readers
 

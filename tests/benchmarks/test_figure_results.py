@@ -15,11 +15,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
 from benchmarks import all as everything
-from benchmarks.claims import CLAIMS_FILE, read_claims
 from benchmarks.figures import figure as command
-from benchmarks.figures import training
+from benchmarks.figures import requests
 from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
@@ -31,10 +29,10 @@ from benchmarks.figures.experiments import (
     Job,
 )
 from benchmarks.figures.findings import claims_of, why_few_save_less
-from benchmarks.figures.outcome import Outcome, PlanFacts
 from benchmarks.figures.requests import PROFILE_FILE, Place
-from benchmarks.figures.rows import saving_difference
+from benchmarks.figures.rows import Outcome, PlanFacts, saving_difference
 from benchmarks.figures.unit_times import EmulatedTime
+from benchmarks.outputs import read_claims
 
 REDUCED = Place("reduced")
 
@@ -70,7 +68,9 @@ def asked(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(command, "make_rows", make_rows)
-    monkeypatch.setattr(command, "leave", lambda _, rows, again, *more: seen.update(again=again))
+    monkeypatch.setattr(
+        command, "leave_figure", lambda _, rows, again, *more: seen.update(again=again)
+    )
     return seen
 
 
@@ -132,7 +132,7 @@ def rows_of(name, tmp_path, outcomes):
         run = tmp_path / REDUCED.request(job, setting).key
         run.mkdir(parents=True, exist_ok=True)
         outcome = outcomes(job, setting) if callable(outcomes) else outcomes[setting]
-        outcome.write(run / training.RESULT_FILE)
+        outcome.write(run / requests.RESULT_FILE)
     return command.make_rows(EXPERIMENTS[name], REDUCED, tmp_path, Console(quiet=True))
 
 
@@ -143,12 +143,12 @@ def saving(percent, slowdown_percent=0.0):
 
 
 def test_what_was_run_before_is_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_train_batch", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(requests, "_train_batch", lambda *_: pytest.fail("trained again"))
     rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: saving(20)})
     assert [round(row.saving_percent, 6) for row in rows] == [0, 20] * 4
     # All of these runs but greedy's are fig9_a's.
     fig11 = [REDUCED.request(*run) for run in EXPERIMENTS["fig11"].runs()]
-    missing = [asked for asked in fig11 if training.read_result(tmp_path, asked) is None]
+    missing = [asked for asked in fig11 if requests.read_result(tmp_path, asked) is None]
     assert {asked.setting for asked in missing} == {GREEDY}
 
 
@@ -322,7 +322,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     profiled = tmp_path / "runs" / profiling.key
     profiled.mkdir(parents=True)
     v100_profile(SOME_TIME.factor, 2).write(profiled / "profile.csv")
-    ended().write(profiled / training.RESULT_FILE)
+    ended().write(profiled / requests.RESULT_FILE)
     done = CliRunner().invoke(
         command.figure_command("fig9_a"), ["--stages", "2", "--output", str(tmp_path)]
     )
@@ -335,7 +335,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     assert abs(float(balanced["Slowdown (%)"])) < 1
     assert balanced["Losses equal baseline's"] == "yes"
     assert {path.suffix for path in folder.iterdir()} == {".csv", ".png", ".svg", ".json"}
-    assert [claim.agrees for claim in read_claims(folder / CLAIMS_FILE)] == [True, None, True]
+    assert [claim.agrees for claim in read_claims(folder)] == [True, None, True]
 
 
 # --- all of them ---------------------------------------------------------------------------------

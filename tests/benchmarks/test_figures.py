@@ -8,7 +8,6 @@ from on_request import on_request
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
 import torch
 
 from benchmarks.figures.experiments import (
@@ -29,8 +28,7 @@ from benchmarks.figures.layers import (
     split,
     targets_of,
 )
-from benchmarks.figures.requests import RunRequest
-from benchmarks.figures.training import batches
+from benchmarks.figures.requests import RunRequest, batches
 from benchmarks.figures.unit_times import (
     EmulatedTime,
     stage_operations,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.megatron_lm.profiles.measured_jobs import at_its_clock
+from benchmarks.megatron_lm.profiles.measure_profile import at_its_clock
 from benchmarks.planner.h200_validation import MEASURED, peaks, predict
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import make_profile, read_profile

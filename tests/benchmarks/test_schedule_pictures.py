@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from on_request import on_request
 
-pytest.importorskip("matplotlib")
 from benchmarks import outputs
 from benchmarks.planner.workloads import read_workloads
 from benchmarks.schedules import families

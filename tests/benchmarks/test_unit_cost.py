@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 from benchmarks.gpu import unit_cost
 from envpipe_megatron.gpu.clock.controller import ClockController

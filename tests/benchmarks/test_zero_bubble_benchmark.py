@@ -6,7 +6,6 @@ import os
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("matplotlib")
 from benchmarks.schedules import zero_bubble
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from on_request import on_request
 
-from benchmarks.online import long
+from benchmarks.online import online
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Faults, Pipelines
 from benchmarks.online.runs import (
@@ -179,8 +179,8 @@ def test_units_that_scatter_as_on_real_gpus_raise_no_alarm(calm, scatter):
 
 @on_request("CONTROL")
 def test_a_long_job_holds_no_more_than_a_shorter_one(monkeypatch):
-    monkeypatch.setattr(long, "_CHANGES_EVERY", 100)
-    _, middle, last = long.footprints(360, every=120)
+    monkeypatch.setattr(online, "_CHANGES_EVERY", 100)
+    _, middle, last = online.footprints(360, every=120)
     assert last["changes that were answered"] >= 1  # plans were made and kept meanwhile
     assert last["objects"] < middle["objects"] + 1000
     for name in ("open files", "threads", "files in the folder"):

@@ -14,17 +14,17 @@ and `measured.json` with what each job took. `--cpu` tries the command on emulat
 from __future__ import annotations
 
 import json
-import os
+import math
 import platform
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 
 from benchmarks.megatron_lm.models import (
@@ -38,13 +38,16 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
-from benchmarks.megatron_lm.profiles.measured_jobs import as_lines, at_its_clock, runs_of
 from benchmarks.megatron_lm.running import checkouts
-from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
+from benchmarks.megatron_lm.running.jobs import emulated_gpus, launch_ranks
 from benchmarks.unmeasured import stepped_order
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile import Profile, make_profile, read_profile
+from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.formats.energy import EnergyWindow, read_energy_logs
+from envpipe_megatron.formats.timeline import RankIteration, read_timelines
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.patching.checkout import look_at
 
@@ -124,8 +127,15 @@ class Site:
         """Run one job to its end; the folder that EnvPipe left."""
         folder = self.scratch / name
         folder.mkdir(parents=True)
-        launch = Launch(tuple(self._command(folder, arguments)), self._environment(folder))
-        check_harmless(launch)
+        launch = launch_ranks(
+            self.num_stages,
+            ("--standalone",),
+            self._script(folder, arguments),
+            {
+                "CUDA_DEVICE_MAX_CONNECTIONS": None,
+                **(emulated_gpus(folder, 0.02) if self.cpu else {}),
+            },
+        )
         log = folder / "log.txt"
         with log.open("wb") as file:
             code = subprocess.run(
@@ -140,30 +150,16 @@ class Site:
             raise click.ClickException(f"{name} ended with code {code}; the end of {log}:\n{tail}")
         return folder / "envpipe"
 
-    def _command(self, folder: Path, arguments: Sequence[str]) -> list[str]:
+    def _script(self, folder: Path, arguments: Sequence[str]) -> list[str]:
         entry = [str(CPU_RUN)] if self.cpu else []
         control = "emulated" if self.cpu else "dry_run"
         return [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(self.num_stages),
             *entry, str(self.patched.resolve() / "pretrain_gpt.py"),
             *base_arguments(self.cpu), *arguments,
             "--envpipe", "--envpipe-type", "envelope", "--envpipe-scheduling", "ours",
             "--envpipe-reconfigure", "default", "--envpipe-baseline-steps", str(_EACH),
             "--envpipe-gpu-control", control, "--envpipe-output", str(folder / "envpipe"),
         ]  # fmt: skip
-
-    def _environment(self, folder: Path) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        if self.cpu:
-            environment |= {
-                "ENVPIPE_EMULATED_GPU": "h200",
-                "ENVPIPE_EMULATED_FORWARD_S": "0.02",
-                "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
-            }
-        return environment
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    ENV", "\n\n\b\n    ENV"))
@@ -268,6 +264,125 @@ def _machine(site: Site) -> dict[str, Any]:
         "checkout": f"{look_at(site.patched).patch.name}, patched",
         "clocks": "emulated" if site.cpu else "left alone",
     }
+
+
+def at_its_clock(profile: Profile, *, every_row: bool) -> Profile:
+    """The profile at its highest clock alone; with `every_row`, made of all rows.
+
+    A dry run asks for clocks and changes none, so each row is one more measurement at the clock
+    there is: times and the energy of a pair are their means, and the pair's energy is split as if
+    both kinds drew the same power.
+    """
+    rows = []
+    for stage, kinds in enumerate(profile.rows):
+        taken = {kind: kinds[kind] if every_row else kinds[kind][:1] for kind in WHOLE}
+        time_s = {kind: float(np.mean([r.time_s for r in taken[kind]])) for kind in WHOLE}
+        pairs = list(zip(*taken.values(), strict=True))
+        pairs_j = [forward.energy_j + backward.energy_j for forward, backward in pairs]
+        metering_j = [row.energy_uncertainty_j or 0.0 for pair in pairs for row in pair]
+        error_j = math.hypot(_scatter(pairs_j), math.hypot(*metering_j) / len(pairs))
+        for kind in WHOLE:
+            share = time_s[kind] / sum(time_s.values())
+            row = ProfileRow(
+                kinds[kind][0].frequency_mhz,
+                time_s[kind],
+                float(np.mean(pairs_j)) * share,
+                error_j * share,
+            )
+            rows.append((stage, kind, row))
+    sidecar = replace(profile.sidecar, frequency_change_s=None, frequency_change_j=None)
+    return make_profile(rows, source="measured at one clock", sidecar=sidecar)
+
+
+def _scatter(values: Sequence[float]) -> float:
+    """Standard uncertainty of a mean, by how the values scatter; 0 for a single one."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def runs_of(folder: Path, num_microbatches: int) -> list[dict[str, Any]]:
+    """What a job took: its warm-up in Megatron's order, and its steady phase in EnvPipe's.
+
+    Times and energies are medians over iterations: some are held up by what happens once.
+    """
+    summary = json.loads((folder / "summary.json").read_text())
+    windows = read_energy_logs(sorted(folder.glob("energy*.jsonl"))).windows
+    recorded = read_timelines(sorted(folder.glob("timeline*.jsonl"))).iterations
+    runs = []
+    for phase, order in (("warm-up", "1f1b"), ("steady", "envpipe")):
+        gpus = [rank["gpu"]["phases"][phase] for rank in summary["ranks"]]
+        memory = summary["memory"] or [{}] * len(gpus)
+        steps = [one for one in recorded if one.phase == phase]
+        known = "baseline_in_flight", "baseline_peak_bytes"
+        if phase == "steady":
+            known = "in_flight", "measured_peak_bytes"
+        runs.append(
+            {
+                "order": order,
+                "num_microbatches": num_microbatches,
+                "iterations": gpus[0]["iterations"],
+                "iteration_time_s": _median_step_s(steps),
+                "mean_iteration_time_s": max(gpu["time_s"] for gpu in gpus),
+                "energy_j": _median_energy_j([one for one in windows if one.phase == phase]),
+                "mean_energy_j": sum(gpu["energy_j"] for gpu in gpus),
+                "in_flight": [stage.get(known[0]) for stage in memory],
+                "peak_bytes": [stage.get(known[1]) for stage in memory],
+                "timeline": _median_timeline(steps),
+            }
+        )
+    return runs
+
+
+def _median_step_s(iterations: Sequence[RankIteration]) -> float:
+    """From the begin of an iteration to the next one's, on the first stage."""
+    begun_s = {one.iteration: one.begin_s for one in iterations if one.labels.stage == 0}
+    steps_s = [begun_s[i + 1] - begun_s[i] for i in begun_s if i + 1 in begun_s]
+    return float(np.median(steps_s))
+
+
+def _median_energy_j(windows: Sequence[EnergyWindow]) -> float:
+    by_rank: dict[int | None, list[float]] = {}
+    for one in windows:
+        steps = 1 + (one.last_iteration or 0) - (one.first_iteration or 0)
+        by_rank.setdefault(one.rank, []).append(one.energy_j / steps)
+    return sum(float(np.median(energies_j)) for energies_j in by_rank.values())
+
+
+def _median_timeline(iterations: Sequence[RankIteration]) -> list[dict[str, Any]]:
+    """For each stage, its units with median starts and ends after the iteration's first unit.
+
+    The first iteration of a phase is left out: what is used for the first time takes longer.
+    """
+    by_number: dict[int, list[RankIteration]] = {}
+    for one in iterations:
+        by_number.setdefault(one.iteration, []).append(one)
+    whole = [
+        sorted(ranks, key=lambda one: one.labels.stage)
+        for number, ranks in sorted(by_number.items())[1:]
+        if len(ranks) == len(by_number[min(by_number)])
+    ]
+    starts, ends = [], []
+    for ranks in whole:
+        first_s = min(one.begin_s + 1e-6 * one.start_us[0] for one in ranks)
+        starts.append([one.begin_s - first_s + 1e-6 * one.start_us for one in ranks])
+        ends.append([one.begin_s - first_s + 1e-6 * one.end_us for one in ranks])
+    start_s, end_s = np.median(starts, axis=0), np.median(ends, axis=0)
+    return [
+        {
+            "units": one.order,
+            "start_s": np.round(start_s[stage], 6).tolist(),
+            "end_s": np.round(end_s[stage], 6).tolist(),
+        }
+        for stage, one in enumerate(whole[0])
+    ]
+
+
+def as_lines(measured: Mapping[str, Any]) -> str:
+    """JSON with a line for each field and run."""
+    runs = ",\n".join(f"  {json.dumps(run)}" for run in measured["runs"])
+    rest = [
+        f" {json.dumps(k)}: {json.dumps(value)}" for k, value in measured.items() if k != "runs"
+    ]
+    return "{\n" + ",\n".join([*rest, f' "runs": [\n{runs}\n ]']) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -195,12 +195,10 @@ def main() -> None:
     def prepare() -> None:
         stacks = (folder / f"stacks-{rank}.txt").open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        if job["hide_package"]:
-            sys.meta_path.insert(0, _Hidden())
         if job["mark_norms"] is not None:
             runpy.run_path(job["mark_norms"])["let_torch_norm_be_sequence_parallel"]()
         wrap_train_step(turns, recorder)
-        if "--envpipe" in sys.argv and not job["hide_package"]:
+        if "--envpipe" in sys.argv:
             # The first turn is the warm-up.
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
@@ -336,14 +334,6 @@ def _hex(value: Any) -> Any:
     if isinstance(value, list):
         return [_hex(part) for part in value]
     return value.hex() if isinstance(value, float) else value
-
-
-class _Hidden:
-    """Makes this process one in which EnvPipe is not installed."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.split(".")[0] == "envpipe_megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def die_with_parent() -> None:

@@ -137,7 +137,7 @@ class Pool:
         log = "\n".join(logs.values())
         (folder / "log.txt").write_text(log)
         code = running.process.returncode
-        status = why or _judge(job, code, log)
+        status = why or ("ok" if code == 0 else f"exit {code}")
         summary = _read_json(folder / "envpipe" / "summary.json")
         if summary:
             del summary["ranks"]
@@ -168,8 +168,6 @@ class Pool:
                     for path in sorted(folder.glob("stacks-*.txt"))
                 },
             }
-        elif job.refused is not None:
-            found["log"] = _ends(logs)
         self._state.keep(job, **found)
         click.echo(f"{job.name}: {status} ({running.age_s:.0f} s)")
 
@@ -196,14 +194,6 @@ def _lives(pid: int) -> bool:
 def _told(stacks: Path) -> bool:
     """Whether a dump is there to its end: the thread that trains is the last in it."""
     return stacks.exists() and "in <module>" in stacks.read_text(errors="replace")[-200:]
-
-
-def _judge(job: Job, code: int, log: str) -> str:
-    if job.refused is None:
-        return "ok" if code == 0 else f"exit {code}"
-    if code == 0:
-        return "was not refused"
-    return "ok" if job.refused in log else f"refused without {job.refused!r}"
 
 
 def _logs(folder: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Op profiles in the files of Aceso (EuroSys'24) and Sailor (SOSP'25), as layer profiles.
 
-Enter at `read_aceso_profile`. A folder holds `{model}_mbs{samples}_tp{size}_algo{number}.csv`: for
+Enter at `read_aceso_profile`; `fold_blocks` makes whole blocks of operators, between which Megatron
+cuts a model. A folder holds `{model}_mbs{samples}_tp{size}_algo{number}.csv`: for
 each operator microseconds of a forward and a backward on one tensor parallel rank, all-reduces
 inside, and MiB of messages, weights, activations and workspace. `algo0` is Megatron's way to split
 operators, `algo1` another. Beside them lie `p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`,
@@ -15,19 +16,22 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.search.aceso_space.choices import Run
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
+    FULL,
     LAYER,
     LOSS,
     OPERATOR,
+    SELECTIVE,
     Block,
     BytesPerParameter,
     Curve,
@@ -61,6 +65,8 @@ _IN_PLACE = re.compile(r"enc-attention-softmax|bn1|.*-bn3|block-(?!0-0).*-downsa
 _KEPT = ("conv1", "dec-post-MLP-dropout")
 _KEPT_BLOCKS = (EMBEDDING, "decoder_embedding", "encoder_norm", LOSS)
 _UNKNOWN_MHZ = np.array([1])
+#: From the scores of an attention to its context: what Megatron recomputes if it is selective.
+_SCORE, _CONTEXT = re.compile(r".*-attention-score.*"), re.compile(r".*-attention-context.*")
 
 Row = tuple[float, ...]
 #: Of each operator: its row, and the number of the split that it is of.
@@ -73,12 +79,8 @@ def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerPr
     Args:
         model: as files' names begin: `gpt_1_3B`, `t5_3B`, `resnet_2B`, `OPT-350`.
         num_layers: of encoder and of decoder; a ResNet's blocks are all in the files.
-
-    Raises EnvPipeError if the folder has no file of the model, or one that is not as described.
     """
     tables = dict(_read_tables(folder, model))
-    if not tables:
-        raise EnvPipeError(f"{folder} has no profile of this model", value=model)
     memory = _SINGLE if _is_resnet(model) or "fp32" in folder.name else _HALF
     blocks = _blocks(next(iter(tables.values())), num_layers)
     return check_profile(
@@ -165,13 +167,7 @@ def _read_operators(path: Path) -> dict[str, Row]:
     with path.open(newline="") as file:
         reader = csv.reader(file)
         next(reader, None)
-        try:
-            rows = {row[0]: tuple(map(float, row[1:9])) for row in reader if row}
-        except ValueError as error:
-            raise EnvPipeError(f"{path} holds no number where one must be", value=error) from error
-    if not rows or any(len(row) != 8 for row in rows.values()):
-        raise EnvPipeError(f"{path} must have nine columns, from op_name to bwd_reserved")
-    return rows
+        return {row[0]: tuple(map(float, row[1:9])) for row in reader if row}
 
 
 def _blocks(operators: Iterable[str], num_layers: int) -> tuple[Block, ...]:
@@ -242,3 +238,80 @@ def _steps(exponents: IntArray) -> tuple[FloatArray, FloatArray]:
     begin = np.where(exponents > 0, 2.0**exponents, np.nextafter(2.0 ** (exponents - 1), np.inf))
     end = np.where(exponents < 0, 2.0**exponents, np.nextafter(2.0 ** (exponents + 1), 0.0))
     return begin, end
+
+
+def fold_blocks(profile: LayerProfile) -> LayerProfile:
+    """One piece for each block, of the block's name, with Megatron's recomputations.
+
+    `selective` computes the inside of attentions again, `full` every operator of the block that can
+    be; what is kept and held besides is counted as in a run of operators.
+    """
+    names = [block_name(block.pieces[0]) for block in profile.blocks]
+    return replace(
+        profile,
+        blocks=tuple(
+            Block((name,), block.repeat) for name, block in zip(names, profile.blocks, strict=True)
+        ),
+        measures={
+            sizes: {
+                name: _fold(block.pieces, by_piece)
+                for name, block in zip(names, profile.blocks, strict=True)
+            }
+            for sizes, by_piece in profile.measures.items()
+        },
+    )
+
+
+def _fold(pieces: Sequence[str], measures: Mapping[str, Measure]) -> Measure:
+    parts = [measures[piece] for piece in pieces]
+    activation_bytes = np.array([part.activation_bytes for part in parts])
+    ways = ((SELECTIVE, _attention_runs(pieces)), (FULL, _longest_runs(parts)))
+    return Measure(
+        forward_s=_sum([part.forward_s for part in parts]),
+        backward_s=_sum([part.backward_s for part in parts]),
+        parameters=sum(part.parameters for part in parts),
+        input_bytes=parts[0].input_bytes,
+        output_bytes=parts[-1].output_bytes,
+        activation_bytes=float(activation_bytes.sum()),
+        forward_workspace_bytes=max(part.forward_workspace_bytes for part in parts),
+        backward_workspace_bytes=max(part.backward_workspace_bytes for part in parts),
+        recomputation=tuple(
+            _recomputation(name, runs, parts, activation_bytes) for name, runs in ways if runs
+        ),
+    )
+
+
+def _recomputation(
+    name: str, runs: Sequence[Run], parts: Sequence[Measure], activation_bytes: FloatArray
+) -> Recomputation:
+    again = [part for run in runs for part in parts[run.first : run.end]]
+    return Recomputation(
+        name,
+        time_s=_sum([part.forward_s for part in again]),
+        energy_j=None,
+        activation_bytes=float(
+            activation_bytes.sum() - sum(run.saved(activation_bytes) for run in runs)
+        ),
+        working_bytes=max(run.working(activation_bytes) for run in runs),
+    )
+
+
+def _attention_runs(pieces: Sequence[str]) -> list[Run]:
+    begins = [index for index, piece in enumerate(pieces) if _SCORE.fullmatch(piece)]
+    ends = [index + 1 for index, piece in enumerate(pieces) if _CONTEXT.fullmatch(piece)]
+    return [Run(first, end) for first, end in zip(begins, ends, strict=True)]
+
+
+def _longest_runs(parts: Sequence[Measure]) -> list[Run]:
+    """Runs between operators that are always kept."""
+    kept = [index for index, part in enumerate(parts) if part.way(OPERATOR) is None]
+    return [
+        Run(before + 1, after)
+        for before, after in pairwise([-1, *kept, len(parts)])
+        if after - before > 2
+    ]
+
+
+def _sum(arrays: Sequence[FloatArray]) -> FloatArray:
+    total: FloatArray = np.sum(arrays, axis=0)
+    return total

@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import OPERATOR, Measure
 
 #: Amounts that differ by less are equal.
@@ -106,21 +105,10 @@ class Choices:
     """Recomputations of one block at some sizes."""
 
     def __init__(self, pieces: Sequence[Measure]) -> None:
-        most_ways = max(len(piece.recomputation) for piece in pieces)
-        if len(pieces) > _MOST_PIECES or most_ways > _WAY:
-            raise EnvPipeError(
-                f"A block has too many pieces (of {_MOST_PIECES}) or recomputations (of {_WAY})",
-                value=(len(pieces), most_ways),
-                remedy="Divide the block in two.",
-            )
-        self._pieces = pieces
+        assert len(pieces) <= _MOST_PIECES
+        self._pieces, self.num_pieces = pieces, len(pieces)
         self._steps = list(_steps(pieces))
         self._fronts: dict[tuple[int, float], list[Front]] = {}
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the block."""
-        return len(self._pieces)
 
     @property
     def working_bytes(self) -> set[float]:

@@ -3,31 +3,29 @@
 Enter at `divide`. Searched are the cuts, between any pieces; tensor and data parallel sizes of each
 stage; the samples of a microbatch; and what is computed again (`recomputation`). The cost is
 Aceso's: (m - 1) max t + sum t for m microbatches and stages of times t, each stage within memory
-(`costs`). It leaves out all-reduces, the optimizer and waits of 1F1B (Aceso, EuroSys'24). There are
-sixteen stages at most, each with a sixteenth of the GPUs or more. Where times of changing sizes are
-given, a stage can also run its last pieces at other sizes, on as many GPUs, if it recomputes
-nothing.
+(`stages`). It leaves out all-reduces, the optimizer and waits of 1F1B (Aceso, EuroSys'24), and all
+GPUs are of one node. There are sixteen stages at most, each with a sixteenth of the GPUs or more.
+Where times of changing sizes are given, a stage can also run its last pieces at other sizes, on as
+many GPUs, if it recomputes nothing.
 
-Stages are the edges of a graph (`graph`). They get a lower bound on their time first; edges that no
-path can use that beats the best division known are dropped; the rest is solved exactly where the
-best path needs it. A first division comes from coarse cuts. The result is exact in the space to a
-part of 1e-9.
+Stages are the edges of a graph. They get a lower bound on their time first; edges that no path can
+use that beats the best division known are dropped; the rest is solved exactly where the best path
+needs it. A first division comes from coarse cuts. The result is exact in the space to a part of
+1e-9.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from heapq import heappop, heappush
+from itertools import pairwise, permutations
 
 import numpy as np
 
-from benchmarks.search.aceso_space.costs import StageCosts
-from benchmarks.search.aceso_space.edges import Stage, stage_edges
-from benchmarks.search.aceso_space.graph import TOLERANCE, StageGraph
-from benchmarks.search.aceso_space.options import StageOption, Switched
 from benchmarks.search.aceso_space.recomputation import Recomputed
-from envpipe_megatron.core.arrays import FloatArray, IntArray
+from benchmarks.search.aceso_space.stages import Edges, StageCosts, StageOption, stage_edges
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
@@ -35,6 +33,8 @@ from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 _COARSE_CUTS, _FINER = 48, 4
 #: Stages that a job is divided into at most, as in Aceso, and so no stage is a smaller part of it.
 _MOST_STAGES = 16
+#: A path that is better by less than this part is not looked for.
+_TOLERANCE = 1e-9
 
 #: Seconds of changing from sizes to others before each piece, [num_pieces]; infinite if impossible.
 SwitchTimes = Callable[[Sizes, Sizes], FloatArray]
@@ -66,21 +66,18 @@ def divide(
     job: Job,
     batches: Sequence[int],
     *,
-    cuts: Sequence[int] | None = None,
     same_size: bool = False,
     switch_s: SwitchTimes | None = None,
 ) -> Division | None:
-    """The division with the least cost; None if none fits.
+    """Find the division with the least cost; None if none fits.
 
     Args:
         batches: samples of a microbatch over all data parallel ranks of a stage, to choose from.
-        cuts: where stages may begin, as piece numbers; everywhere by default.
         same_size: whether all stages have the same sizes.
         switch_s: if given, a stage that recomputes nothing can change its sizes once.
     """
     search = _Search(profile, job)
-    allowed = np.array(sorted({0, *(cuts or range(len(profile.pieces))), len(profile.pieces)}))
-    levels = list(_coarse_to_fine(allowed, np.array(profile.block_edges)))
+    levels = list(_coarse_to_fine(len(profile.pieces), np.array(profile.block_edges)))
     # A first bound comes from stages of one size, which are few.
     steps = [(levels[0], True), *((level, same_size) for level in levels)]
     for level, one_size in steps:
@@ -98,23 +95,20 @@ def divide(
 def _switching(options: Sequence[StageOption], switch_s: SwitchTimes) -> Iterator[StageOption]:
     for one, other in permutations(options, 2):
         if one.num_gpus == other.num_gpus:
-            times_s = switch_s(one.sizes, other.sizes)
-            behind = Switched(other.sizes, other.data_parallel, other.costs, times_s)
-            yield replace(one, switched=behind)
+            yield replace(one, behind=other, switch_s=switch_s(one.sizes, other.sizes))
 
 
-def _coarse_to_fine(cuts: IntArray, edges: IntArray) -> Iterator[IntArray]:
+def _coarse_to_fine(num_pieces: int, edges: IntArray) -> Iterator[IntArray]:
     """Some of the cuts between blocks, then more, then all cuts."""
-    between = np.intersect1d(cuts, edges)
     step = 1
-    while len(between) > step * _COARSE_CUTS:
+    while len(edges) > step * _COARSE_CUTS:
         step *= _FINER
     while step > 1:
-        yield np.union1d(between[::step], cuts[-1:])
+        yield np.union1d(edges[::step], [num_pieces])
         step //= _FINER
-    if len(between) < len(cuts):
-        yield between
-    yield cuts
+    if len(edges) <= num_pieces:
+        yield edges
+    yield np.arange(num_pieces + 1)
 
 
 #: Of a stage: its sizes, its first piece, the one behind its last, microbatches in flight.
@@ -141,8 +135,7 @@ class _Search:
         job, options = self._job, []
         for sizes in sorted(self._profile.measures):
             data_parallel, rest = divmod(batch, sizes.microbatch_size)
-            num_gpus = sizes.gpus * data_parallel
-            fits = job.num_gpus / _MOST_STAGES <= num_gpus <= job.num_gpus
+            fits = job.num_gpus / _MOST_STAGES <= sizes.gpus * data_parallel <= job.num_gpus
             if not rest and fits and sizes.gpus <= job.gpus_per_node:
                 options.append(StageOption(sizes, data_parallel, self._costs_at(sizes)))
         return options
@@ -158,43 +151,27 @@ class _Search:
         limit_s = self._best_s / num_microbatches
         if weight:
             limit_s = min(limit_s, (self._best_s - float(least_sum_s)) / weight)
-        edges = stage_edges(self._job, cuts, options, limit_s)
-        if edges is None:
+        found = stage_edges(self._job.num_gpus, cuts, options, limit_s)
+        if found is None:
             return
-        graph = StageGraph(
-            edges.tail,
-            edges.head,
-            edges.level,
-            edges.outside_s + edges.again_s,
-            edges.starts,
-            weight,
-        )
-        # Numbers of the edges that are left, and which of them have their true time.
-        left, exact = np.arange(len(edges.tail)), edges.over_bytes <= 0
-        kept = graph.time_s < graph.most_s(self._least_gain_s)
-        graph, left, exact = graph.kept(kept), left[kept], exact[kept]
-        inexact = np.flatnonzero(~exact)
-        graph.time_s[inexact] = edges.bounds_s(left[inexact], options)
+        edges, starts = found
+        graph = _StageGraph(edges, edges.outside_s + edges.again_s, starts, weight)
         while True:
             most_s = graph.most_s(self._least_gain_s)
             kept = graph.time_s < most_s
-            graph, left, exact, most_s = graph.kept(kept), left[kept], exact[kept], most_s[kept]
-            path = graph.best_path()
-            if path is None or path.cost_s >= self._least_gain_s:
+            graph, most_s = graph.kept(kept), most_s[kept]
+            path, cost_s = graph.best_path()
+            if cost_s >= self._least_gain_s:
                 return
-            on_path = np.array(path.edges)
-            stages = [edges.stage(edge) for edge in left[on_path]]
-            agains = []
-            for edge, stage in zip(on_path, stages, strict=True):
-                again = self._recompute(stage, options, most_s[edge] - stage.outside_s)
-                if again is None:
-                    graph.time_s[edge] = np.inf
-                else:
-                    graph.time_s[edge] = stage.outside_s + again.time_s
+            edges, agains = graph.edges, []
+            for edge in path:
+                outside_s = float(edges.outside_s[edge])
+                again = self._recompute(edges, edge, options, most_s[edge] - outside_s)
+                graph.time_s[edge] = np.inf if again is None else outside_s + again.time_s
+                if again is not None:
                     agains.append(again)
-            exact[on_path] = True
-            if len(agains) == len(stages):
-                self._offer(batch, stages, [options[stage.option] for stage in stages], agains)
+            if len(agains) == len(path):
+                self._offer(num_microbatches, batch, edges.at(path), options, agains)
 
     @property
     def _best_s(self) -> float:
@@ -203,7 +180,7 @@ class _Search:
     @property
     def _least_gain_s(self) -> float:
         """Below which a division is better than the best."""
-        return self._best_s * (1 - TOLERANCE)
+        return self._best_s * (1 - _TOLERANCE)
 
     def _costs_at(self, sizes: Sizes) -> StageCosts:
         if sizes not in self._costs:
@@ -213,15 +190,16 @@ class _Search:
         return self._costs[sizes]
 
     def _recompute(
-        self, stage: Stage, options: Sequence[StageOption], below_s: float
+        self, edges: Edges, edge: int, options: Sequence[StageOption], below_s: float
     ) -> Recomputed | None:
-        """What the stage recomputes; None if that takes as much as some s, or cannot fit."""
-        option = options[stage.option]
-        if option.switched is not None:
-            return Recomputed(0.0, (None,) * (stage.end - stage.first))
-        key = (option.sizes, stage.first, stage.end, stage.level)
+        """What a stage recomputes; None if that takes as much as some s, or cannot fit."""
+        option = options[edges.option[edge]]
+        first, end, level = (int(a[edge]) for a in (edges.first, edges.end, edges.level))
+        if option.behind is not None:
+            return Recomputed(0.0, (None,) * (end - first))
+        key = (option.sizes, first, end, level)
         if key not in self._solved and below_s > self._at_least_s.get(key, 0.0):
-            again = option.costs.recompute(stage.first, stage.end, stage.level, below_s)
+            again = option.costs.recompute(first, end, level, below_s)
             if again is None:
                 self._at_least_s[key] = below_s
             else:
@@ -230,24 +208,140 @@ class _Search:
 
     def _offer(
         self,
+        num_microbatches: int,
         batch: int,
-        stages: Sequence[Stage],
+        stages: Edges,
         options: Sequence[StageOption],
         agains: Sequence[Recomputed],
     ) -> None:
-        """Take a division, with the option and the recomputation of each stage, if it is best."""
-        num_microbatches = self._job.global_batch // batch
-        stage_s = [s.outside_s + again.time_s for s, again in zip(stages, agains, strict=True)]
-        time_s = (num_microbatches - 1) * max(stage_s) + sum(stage_s)
+        """Take a division, with the recomputation of each stage, if it is best."""
+        stage_s = stages.outside_s + [again.time_s for again in agains]
+        time_s = float((num_microbatches - 1) * stage_s.max() + stage_s.sum())
         self._found_s[batch] = min(self.promise_s(batch), time_s)
         if time_s >= self._best_s:
             return
-        layouts = tuple(
-            StageLayout(((stage.first, stage.end),), option.sizes, option.data_parallel, again.ways)
-            for stage, option, again in zip(stages, options, agains, strict=True)
+        layouts, switches = [], list[Switch | None]()
+        for number, again in enumerate(agains):
+            option = options[stages.option[number]]
+            chunks = ((int(stages.first[number]), int(stages.end[number])),)
+            layouts.append(StageLayout(chunks, option.sizes, option.data_parallel, again.ways))
+            behind, piece = option.behind, int(stages.switch[number])
+            switches.append(behind and Switch(piece, behind.sizes, behind.data_parallel))
+        configuration = Configuration(tuple(layouts), num_microbatches)
+        self.best = Division(configuration, tuple(switches), time_s)
+
+
+class _StageGraph:
+    """Stages as edges: every path from a start to the end is a way to divide a model.
+
+    A node is a cut with the stages and GPUs behind it. A path costs the sum of its edges' times and
+    some times the largest. Levels count the stages from an edge to the end, so sums and maxima over
+    paths are found in one pass over levels.
+
+    Args:
+        edges: sorted by tail. Heads are below tails: nodes are numbered from the end of the
+            pipeline, which is node 0.
+        time_s: [num_edges]; a caller may change it.
+        starts: nodes at which a path may begin.
+        weight: how often the largest time counts besides the sum: m - 1 for m microbatches.
+    """
+
+    def __init__(self, edges: Edges, time_s: FloatArray, starts: IntArray, weight: float) -> None:
+        self.edges, self.time_s = edges, time_s
+        self._starts, self._weight = starts, weight
+        self._behind = _Pass(edges.level, edges.tail, edges.head)
+        self._before = _Pass(-edges.level, edges.head, edges.tail)
+        self._num_nodes = int(max(edges.tail.max(initial=0), starts.max(initial=0))) + 1
+
+    def kept(self, kept: BoolArray) -> _StageGraph:
+        """The graph of some of the edges."""
+        return _StageGraph(self.edges.at(kept), self.time_s[kept], self._starts, self._weight)
+
+    def most_s(self, cost_s: float) -> FloatArray:
+        """[num_edges] the time that an edge may take at most on a path that costs no more."""
+        others_s, largest_s = (
+            combine(
+                self._values(combine, self._behind, _AT_END, self.time_s)[self.edges.head],
+                self._values(combine, self._before, self._starts, self.time_s)[self.edges.tail],
+            )
+            for combine in (np.add, np.maximum)
         )
-        switches = tuple(
-            None if other is None else Switch(stage.switch, other.sizes, other.data_parallel)
-            for stage, other in zip(stages, (each.switched for each in options), strict=True)
+        connected = np.isfinite(others_s)
+        most_s = np.full(len(others_s), -np.inf)
+        left_s = cost_s - others_s[connected]
+        # Where another is the largest, and where the edge itself is.
+        most_s[connected] = np.minimum(
+            left_s - self._weight * largest_s[connected], left_s / (self._weight + 1)
         )
-        self.best = Division(Configuration(layouts, num_microbatches), switches, time_s)
+        return most_s
+
+    def best_path(self) -> tuple[IntArray, float]:
+        """The edges of the path that costs least, to a part of `_TOLERANCE`, and its cost, in s.
+
+        Paths of which the largest time lies in an interval cost no less than its lower end and the
+        least sum of paths below its upper end. The interval that promises most is solved for that
+        sum, which yields a path, and divided, until none promises less than the best path costs.
+        """
+        largest_s = self._values(np.maximum, self._behind, _AT_END, self.time_s)
+        best, best_s = np.empty(0, dtype=np.int64), np.inf
+        intervals = [(0.0, float(largest_s[self._starts].min(initial=np.inf)), np.inf)]
+        while intervals:
+            promise_s, low_s, high_s = heappop(intervals)
+            if promise_s >= best_s * (1 - _TOLERANCE):
+                break
+            times_s = np.where(self.time_s <= high_s, self.time_s, np.inf)
+            sums_s = self._values(np.add, self._behind, _AT_END, times_s)
+            sum_s = float(sums_s[self._starts].min(initial=np.inf))
+            if sum_s == np.inf:
+                continue
+            path = self._walk(times_s, sums_s)
+            longest_s = float(self.time_s[path].max())
+            if self._weight * longest_s + sum_s < best_s:
+                best, best_s = path, self._weight * longest_s + sum_s
+            high_s = float(np.nextafter(longest_s, 0.0))
+            middle_s = (low_s + high_s) / 2
+            for below_s, above_s in ((low_s, middle_s), (middle_s, high_s)):
+                if below_s <= above_s:
+                    heappush(intervals, (self._weight * below_s + sum_s, below_s, above_s))
+        return best, best_s
+
+    def _values(
+        self, combine: np.ufunc, passed: _Pass, zeros: IntArray, time_s: FloatArray
+    ) -> FloatArray:
+        """[num_nodes] the least sum or maximum of paths between each node and those at zero."""
+        values = np.full(self._num_nodes, np.inf)
+        values[zeros] = 0.0
+        times_s = time_s[passed.order]
+        for begin, end, segments, targets in passed.levels:
+            reached = combine(times_s[begin:end], values[passed.source[begin:end]])
+            found = np.minimum.reduceat(reached, segments)
+            values[targets] = np.minimum(values[targets], found)
+        return values
+
+    def _walk(self, time_s: FloatArray, sums_s: FloatArray) -> IntArray:
+        node, path = int(self._starts[np.argmin(sums_s[self._starts])]), []
+        while node:
+            begin, end = np.searchsorted(self.edges.tail, [node, node + 1])
+            reached = time_s[begin:end] + sums_s[self.edges.head[begin:end]]
+            path.append(int(begin + np.argmin(reached)))
+            node = int(self.edges.head[path[-1]])
+        return np.array(path)
+
+
+_AT_END = np.zeros(1, dtype=np.int64)
+
+
+class _Pass:
+    """Edges in the order in which a pass over levels reads them, by target and level."""
+
+    def __init__(self, rank: IntArray, target: IntArray, source: IntArray) -> None:
+        self.order = np.lexsort((target, rank))
+        self.source = source[self.order]
+        rank, target = rank[self.order], target[self.order]
+        changes = np.flatnonzero(np.diff(target, prepend=-1))
+        self.levels = []
+        inner = (np.flatnonzero(np.diff(rank)) + 1).tolist()
+        for begin, end in pairwise([0, *inner, len(rank)] if len(rank) else []):
+            segments = changes[(changes >= begin) & (changes < end)]
+            segments = np.union1d(segments, [begin])
+            self.levels.append((begin, end, segments - begin, target[segments]))

@@ -10,8 +10,9 @@ Zemel, 1980). Blocks that have the same choices are one class with a count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,41 +23,37 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 _TINY_S = 1e-12
 
 
-@dataclass(frozen=True)
-class Alike:
+class Alike(NamedTuple):
     """Blocks that have the same choices."""
 
     front: Front
-    count: int
+    num_blocks: int
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The least time, in s, and for each class how often each of its choices is taken."""
 
     time_s: float
     counts: tuple[IntArray, ...]
 
 
-@dataclass(frozen=True)
-class _Relaxed:
+class _Relaxed(NamedTuple):
     """The relaxed problem's solution.
 
     Args:
-        time_s: a lower bound on the time.
         rounded_s: the time of a true solution, in which no block is divided.
         price: of the last byte, in s.
-        divided: number of the class with the divided block.
+        divided: number of the class with the divided block, and the choices between which it is.
     """
 
     time_s: float
     rounded_s: float
     price: float
     divided: int
+    between: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _States:
+class _States(NamedTuple):
     """Selections of some classes: [num_states], and [num_states, num_choices] for each class.
 
     `spent_s` are their reduced times, less those of the best.
@@ -68,18 +65,16 @@ class _States:
     counts: tuple[IntArray, ...]
 
     def at(self, index: IntArray) -> _States:
-        return _States(
-            self.saved_bytes[index],
-            self.time_s[index],
-            self.spent_s[index],
-            tuple(each[index] for each in self.counts),
-        )
+        """Some of them."""
+        saved_bytes, time_s, spent_s = self.saved_bytes, self.time_s, self.spent_s
+        counts = tuple(each[index] for each in self.counts)
+        return _States(saved_bytes[index], time_s[index], spent_s[index], counts)
 
 
 def solve(
     classes: Sequence[Alike], bytes_to_save: float, cap_bytes: float, below_s: float
 ) -> Selection | None:
-    """The selection with the least time; None if none saves enough in less than some s.
+    """Find the selection with the least time; None if none saves enough in less than some s.
 
     No choice holds more than `cap_bytes` besides, and selections of which none holds as much may be
     left out: they are found under a smaller cap.
@@ -88,37 +83,24 @@ def solve(
     if relaxed is None or relaxed.time_s >= below_s:
         return None
     spare_s = min(relaxed.rounded_s, below_s) - relaxed.time_s + _TINY_S
-    extra_s = [_extra_s(alike.front, relaxed.price) for alike in classes]
     to_cap_s = min(
-        extra[alike.front.working_bytes >= cap_bytes].min(initial=np.inf)
-        for extra, alike in zip(extra_s, classes, strict=True)
+        _extra_s(front, relaxed.price)[front.working_bytes >= cap_bytes].min(initial=np.inf)
+        for front, _ in classes
     )
     if to_cap_s > spare_s:
         return None
+    states = _States(np.zeros(1), np.zeros(1), np.zeros(1), ())
     # The class of which a block is divided comes last, to fill up what is missing.
     order = sorted(range(len(classes)), key=lambda number: number == relaxed.divided)
-    states = _States(np.zeros(1), np.zeros(1), np.zeros(1), ())
-    for number in order[:-1]:
-        best = int(np.argmin(extra_s[number]))
-        states = _joined(_with_class(states, classes[number], extra_s[number], spare_s, best))
-    last, extra = classes[order[-1]], extra_s[order[-1]]
-    step = int(np.searchsorted(last.front.slopes, relaxed.price))
-    base, fill = (int(choice) for choice in last.front.hull[step : step + 2])
-    layers = _with_class(states, last, extra, spare_s, base, left_out=fill)
-    states = _joined(
-        [
-            _filled(layer, last.front, extra, base, fill, last.count - used, bytes_to_save)
-            for used, layer in enumerate(layers)
-        ]
-    )
+    for number in order:
+        fills = (relaxed.between, bytes_to_save) if number == relaxed.divided else None
+        states = _with_class(states, classes[number], relaxed.price, spare_s, fills)
     enough = np.flatnonzero(states.saved_bytes + TINY_BYTES >= bytes_to_save)
     if not len(enough):
         return None
     best = enough[np.argmin(states.time_s[enough])]
     chosen = dict(zip(order, (counts[best] for counts in states.counts), strict=True))
-    return Selection(
-        float(states.time_s[best]), tuple(chosen[number] for number in range(len(classes)))
-    )
+    return Selection(float(states.time_s[best]), tuple(chosen[n] for n in range(len(classes))))
 
 
 def _relax(classes: Sequence[Alike], bytes_to_save: float) -> _Relaxed | None:
@@ -129,7 +111,7 @@ def _relax(classes: Sequence[Alike], bytes_to_save: float) -> _Relaxed | None:
     order = np.argsort(slopes, kind="stable")
     slopes, number = slopes[order], number[order]
     each = np.concatenate([front.steps_bytes for front in fronts])[order]
-    total = np.cumsum(each * np.array([alike.count for alike in classes])[number])
+    total = np.cumsum(each * np.array([alike.num_blocks for alike in classes])[number])
     if not len(total) or total[-1] + TINY_BYTES < bytes_to_save:
         return None
     last = min(int(np.searchsorted(total, bytes_to_save)), len(total) - 1)
@@ -137,7 +119,7 @@ def _relax(classes: Sequence[Alike], bytes_to_save: float) -> _Relaxed | None:
     time_s = float((amounts * slopes[:last]).sum())
     rest = bytes_to_save - float(amounts.sum())
     # A true solution: as many whole steps as fit, and one block that makes any other choice.
-    whole = min(int(rest / each[last]), classes[number[last]].count - 1)
+    whole = min(int(rest / each[last]), classes[number[last]].num_blocks - 1)
     taken = np.bincount(number[:last], minlength=len(classes))
     odd_s = min(
         _odd_s(front, int(front.hull[corner]), rest - whole * each[last])
@@ -148,6 +130,7 @@ def _relax(classes: Sequence[Alike], bytes_to_save: float) -> _Relaxed | None:
         rounded_s=time_s + float(whole * each[last] * slopes[last]) + odd_s,
         price=float(slopes[last]),
         divided=int(number[last]),
+        between=tuple(fronts[number[last]].hull[taken[number[last]] :][:2].tolist()),
     )
 
 
@@ -155,7 +138,7 @@ def _odd_s(front: Front, now: int, bytes_to_save: float) -> float:
     """Least time that a block adds if it changes from a choice to one that saves so much more."""
     enough = np.searchsorted(front.saved_bytes - front.saved_bytes[now], bytes_to_save - TINY_BYTES)
     return (
-        np.inf if enough == len(front.time_s) else float(front.time_s[enough] - front.time_s[now])
+        math.inf if enough == len(front.time_s) else float(front.time_s[enough] - front.time_s[now])
     )
 
 
@@ -169,52 +152,52 @@ def _extra_s(front: Front, price: float) -> FloatArray:
 def _with_class(
     states: _States,
     alike: Alike,
-    extra_s: FloatArray,
+    price: float,
     spare_s: float,
-    base: int,
-    left_out: int = -1,
-) -> list[_States]:
-    """Selections with one class more, by how many of its blocks do not make the base choice.
+    fills: tuple[tuple[int, int], float] | None,
+) -> _States:
+    """Selections with one class more whose reduced times add up to what can be spared at most.
 
-    All of which the reduced times add up to what can be spared; one choice can be left out.
+    With `fills`, two choices and bytes to save, as many blocks as are needed change from the first
+    to the second.
     """
-    front = alike.front
+    front, count = alike
+    extra_s = _extra_s(front, price)
+    base, fill = fills[0] if fills else (int(np.argmin(extra_s)), -1)
     moves = np.flatnonzero(extra_s <= spare_s)
-    moves = moves[(moves != base) & (moves != left_out)]
+    moves = moves[(moves != base) & (moves != fill)]
     counts = np.zeros((len(states.time_s), len(extra_s)), dtype=np.int64)
-    counts[:, base] = alike.count
-    layer = _States(
-        states.saved_bytes + alike.count * front.saved_bytes[base],
-        states.time_s + alike.count * front.time_s[base],
-        states.spent_s,
-        (*states.counts, counts),
-    )
-    layers = [layer]
-    for _ in range(alike.count if len(moves) else 0):
-        fits = layer.spent_s[:, None] + extra_s[moves] <= spare_s
-        state, move = np.nonzero(fits)
+    counts[:, base] = count
+    layers = [
+        _States(
+            states.saved_bytes + count * front.saved_bytes[base],
+            states.time_s + count * front.time_s[base],
+            states.spent_s,
+            (*states.counts, counts),
+        )
+    ]
+    # In each layer, one block more makes another choice than most.
+    while len(moves) and len(layers) <= count:
+        state, move = np.nonzero(layers[-1].spent_s[:, None] + extra_s[moves] <= spare_s)
         if not len(state):
             break
-        layer = _moved(layer.at(state), front, extra_s, base, moves[move], np.ones(len(state), int))
-        layer = layer.at(unbeaten(layer.time_s, layer.saved_bytes))
-        layers.append(layer)
-    return layers
-
-
-def _filled(
-    states: _States,
-    front: Front,
-    extra_s: FloatArray,
-    base: int,
-    fill: int,
-    left: int,
-    bytes_to_save: float,
-) -> _States:
-    """As many blocks as needed, of those that are left, move from the base to another choice."""
-    missing = bytes_to_save - TINY_BYTES - states.saved_bytes
-    blocks = np.ceil(missing / (front.saved_bytes[fill] - front.saved_bytes[base]))
-    blocks = np.clip(blocks, 0, left).astype(np.int64)
-    return _moved(states, front, extra_s, base, np.full(len(blocks), fill), blocks)
+        ones = np.ones(len(state), dtype=np.int64)
+        layer = _moved(layers[-1].at(state), front, extra_s, base, moves[move], ones)
+        layers.append(layer.at(unbeaten(layer.time_s, layer.saved_bytes)))
+    if fills:
+        for number, layer in enumerate(layers):
+            missing = fills[1] - TINY_BYTES - layer.saved_bytes
+            blocks = np.ceil(missing / (front.saved_bytes[fill] - front.saved_bytes[base]))
+            blocks = blocks.clip(0, count - number).astype(np.int64)
+            fill_all = np.full(len(blocks), fill)
+            layers[number] = _moved(layer, front, extra_s, base, fill_all, blocks)
+    joined = _States(
+        np.concatenate([layer.saved_bytes for layer in layers]),
+        np.concatenate([layer.time_s for layer in layers]),
+        np.concatenate([layer.spent_s for layer in layers]),
+        tuple(map(np.concatenate, zip(*(layer.counts for layer in layers), strict=True))),
+    )
+    return joined.at(unbeaten(joined.time_s, joined.saved_bytes))
 
 
 def _moved(
@@ -235,14 +218,3 @@ def _moved(
         states.spent_s + blocks * extra_s[choice],
         (*states.counts[:-1], counts),
     )
-
-
-def _joined(layers: Sequence[_States]) -> _States:
-    """All states that no other beats."""
-    states = _States(
-        np.concatenate([layer.saved_bytes for layer in layers]),
-        np.concatenate([layer.time_s for layer in layers]),
-        np.concatenate([layer.spent_s for layer in layers]),
-        tuple(map(np.concatenate, zip(*(layer.counts for layer in layers), strict=True))),
-    )
-    return states.at(unbeaten(states.time_s, states.saved_bytes))

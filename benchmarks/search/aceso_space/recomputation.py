@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from benchmarks.search.aceso_space.knapsack import Alike, solve
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
-#: Prices of a byte at which bounds are taken, and groups of caps in which many stages' bound is.
-_MOST_PRICES, _MOST_GROUPS = 12, 8
+#: Prices of a byte at which bounds are taken, and caps under which hulls are looked at for them.
+_MOST_PRICES, _LOOKED_AT = 12, 8
 #: How much dearer than any step of a hull the price is that tells what cannot fit.
 _DEAR = 1000.0
 #: Stages whose bounds are taken at once, so that they stay in the cache.
@@ -36,8 +37,7 @@ class Recomputed:
     ways: tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Pieces `first` to `end - 1` of a block of some kind."""
 
     kind: int
@@ -62,27 +62,25 @@ class StageRecompute:
         self._prices = self._good_prices()
         # Of each kind [num_pieces + 1, num_caps, num_prices]: its first pieces, and its last.
         self._priced = [kind.priced(self._prices, self._caps) for kind in self._kinds]
-        self._group_ends = self._best_groups(np.array(repeats))
-        self._all_at_cuts = self._price_cuts(len(self._caps) - 1)
+        self._priced_at_cuts = self._price_cuts()
 
     def bound_s(
-        self, first: IntArray, end: IntArray, over_bytes: FloatArray, in_flight: IntArray
-    ) -> FloatArray:
-        """[num_stages] a lower bound on the time for stages that hold too much by some bytes."""
-        least_s = np.full(len(first), np.inf)
-        begins = [0, *(self._group_ends[:-1] + 1)]
-        for cap_bytes, priced in zip(self._caps[begins], self._priced_at_cuts, strict=True):
-            to_save = (over_bytes + cap_bytes) / in_flight
-            least_s = np.minimum(least_s, self._best_price_s(priced, first, end, to_save))
-        bound_s: FloatArray = np.where(over_bytes > 0, least_s, 0.0)
-        return bound_s
-
-    def rough_bound_s(
         self, first: IntArray, end: IntArray, over_bytes: FloatArray, in_flight: int
     ) -> FloatArray:
-        """A looser bound in less time: with the smallest cap, all choices."""
+        """[num_stages] a lower bound on the time for stages that hold too much by some bytes.
+
+        The price is taken at which it is highest. All choices are open, with the smallest cap.
+        """
         to_save = (over_bytes + self._caps[0]) / in_flight
-        bound_s = self._best_price_s(self._all_at_cuts, first, end, to_save)
+        in_one_block = self._block_behind[first] > self._block_before[end]
+        from_first, to_end, of_head = self._priced_at_cuts
+        bound_s = np.empty(len(first))
+        for begin in range(0, len(first), _CHUNK):
+            part = slice(begin, begin + _CHUNK)
+            rest_s = from_first[:, first[part]] + to_end[:, end[part]]
+            rest_s = np.where(in_one_block[part], of_head[:, end[part]], rest_s)
+            rest_s += self._prices[:, None] * to_save[part]
+            bound_s[part] = rest_s.max(axis=0, initial=0.0)
         return np.where(over_bytes > 0, bound_s, 0.0)
 
     def solve(
@@ -111,11 +109,8 @@ class StageRecompute:
                 }
         if best is None:
             return None
-        ways = (
-            way
-            for part in parts
-            for way in self._kinds[part.kind].names(int(next(best[part])), part.first, part.end)
-        )
+        name = cache(lambda part, choice: self._kinds[part.kind].names(choice, *part[1:]))
+        ways = (way for part in parts for way in name(part, int(next(best[part]))))
         return Recomputed(float(best_s), tuple(ways))
 
     def _parts(self, first: int, end: int) -> list[_Part]:
@@ -141,7 +136,7 @@ class StageRecompute:
         fronts = [
             kind.front(0, kind.num_pieces, cap)
             for kind in self._kinds
-            for cap in self._caps[:: len(self._caps) // _MOST_GROUPS + 1]
+            for cap in self._caps[:: len(self._caps) // _LOOKED_AT + 1]
         ]
         steps = np.unique(np.concatenate([np.ones(0), *(front.slopes for front in fronts)]))
         if not len(steps):
@@ -149,41 +144,13 @@ class StageRecompute:
         chosen = np.linspace(0, len(steps) - 1, min(_MOST_PRICES, len(steps))).round().astype(int)
         return np.append(steps[chosen], _DEAR * steps[-1])
 
-    def _best_groups(self, repeats: IntArray) -> IntArray:
-        """The last cap of each group: caps lie in one if choices under them are as good."""
-        values = sum(n * heads[-1] for n, (heads, _) in zip(repeats, self._priced, strict=True))
-        gains = (values[:-1] - values[1:]) / np.maximum(
-            np.ptp(values, axis=0), np.finfo(float).tiny
-        )
-        largest = np.argsort(-gains.sum(axis=1), kind="stable")[: _MOST_GROUPS - 1]
-        return np.append(np.sort(largest), len(self._caps) - 1)
-
-    def _best_price_s(
-        self, priced: FloatArray, first: IntArray, end: IntArray, to_save: FloatArray
-    ) -> FloatArray:
-        """[num_stages] the bound at the price at which it is highest."""
-        in_one_block = self._block_behind[first] > self._block_before[end]
-        best_s = np.empty(len(first))
-        for begin in range(0, len(first), _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            from_first, to_end, of_head = priced
-            rest_s = from_first[:, first[part]] + to_end[:, end[part]]
-            rest_s = np.where(in_one_block[part], of_head[:, end[part]], rest_s)
-            rest_s += self._prices[:, None] * to_save[part]
-            best_s[part] = rest_s.max(axis=0, initial=0.0)
-        return best_s
-
-    @cached_property
-    def _priced_at_cuts(self) -> FloatArray:
-        return np.stack([self._price_cuts(cap) for cap in self._group_ends])
-
-    def _price_cuts(self, cap: int) -> FloatArray:
-        """[3, num_prices, num_cuts] what is best before and behind cuts, under a cap.
+    def _price_cuts(self) -> FloatArray:
+        """[3, num_prices, num_cuts] what is best before and behind cuts.
 
         The best from a cut `first` to a cut `end` in another block is the first row at `first` and
         the second at `end`. The third is from the begin of the block in which `end` lies.
         """
-        of_kind = [(heads[:, cap].T, tails[:, cap].T) for heads, tails in self._priced]
+        of_kind = [(heads[:, -1].T, tails[:, -1].T) for heads, tails in self._priced]
         whole = np.stack([of_kind[kind][0][:, -1] for kind in self._kind_of_block], axis=-1)
         before = np.cumsum(np.insert(whole, 0, 0.0, axis=-1), axis=-1)
         # Of the block that a cut lies in; at an edge nothing is before it and nothing behind.

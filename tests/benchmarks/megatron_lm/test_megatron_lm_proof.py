@@ -21,7 +21,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 
 pytest.importorskip("torch")
-from benchmarks.megatron_lm import equality, logged_energy, lost, prove, ratio, stress
+from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
 from benchmarks.megatron_lm.models import (
     APEX,
     ENVPIPE,
@@ -233,7 +233,7 @@ def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch)
         *stress.jobs(machine, 1000, 0.002),
         *ratio.jobs(machine, state, ratio.setting(machine), rounds),
         *ratio.jobs(machine, state, ratio.setting(machine, like="te-fp8-pp2vp2"), rounds),
-        *logged_energy.jobs(machine, 60),
+        *prove.energy_jobs(machine, 60),
         *lost.jobs(machine),
     ]
     assert len({job.name for job in jobs}) == len(jobs)

@@ -16,7 +16,7 @@ from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
-from benchmarks.megatron_lm import logged_energy, ratio, unit_times
+from benchmarks.megatron_lm import prove, ratio, unit_times
 from benchmarks.megatron_lm.equality import settings
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, SERIAL, STOCK, UNITS
 from benchmarks.megatron_lm.running import entry, rest
@@ -367,8 +367,8 @@ def test_energies_of_whole_intervals_are_compared(state):
         {"iteration": n, "megatron_j": m, "envpipe_j": e, "iteration_ms": 600.0}
         for n, m, e in ((1, 900.0, 1.0), (10, 500.0, 1.0), (20, 100.0, 100.5), (30, 102.0, 102.5))
     ]
-    state.runs[logged_energy.RUN] = {"status": "ok", "energies": lines}
-    (found,) = logged_energy.rows(state)
+    state.runs[prove.ENERGY_RUN] = {"status": "ok", "energies": lines}
+    (found,) = prove.energy_rows(state)
     assert found["difference (%)"] == pytest.approx(100 / 202)
     assert found["duration (s)"] == pytest.approx(12.0)
     assert found["iterations"] == 20

@@ -15,7 +15,7 @@ from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("lowtime", reason="the rival is installed with the extra 'rivals'")
 from benchmarks.planner import lowtime_rival
-from benchmarks.planner.lowtime_rival import RECIPES, run_lowtime
+from benchmarks.planner.lowtime_rival import run_lowtime
 
 POWER_W = 80.0
 CLOCKS = range(1400, 700, -100)
@@ -44,10 +44,9 @@ def run_small(tmp_path):
     return profile, run
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_plans_are_priced_as_ours_and_near_the_time_that_lowtime_states(run_small, recipe):
+def test_plans_are_priced_as_ours_and_near_the_time_that_lowtime_states(run_small):
     profile, run = run_small
-    found = run(recipe=recipe)
+    found = run()
     assert found.finished
     assert len(found.plans) == len(found.stated_energy_j) > 10
     stated_s = [time_s for time_s, _ in found.plans]
@@ -75,9 +74,8 @@ def test_a_stored_run_is_read_and_another_question_is_not_taken_for_it(run_small
         a[0] == b[0] and np.array_equal(a[1], b[1])
         for a, b in zip(first.plans, again.plans, strict=True)
     )
-    for other in ({"unit_time_s": 0.002}, {"recipe": "sosp24"}):
-        with pytest.raises(AssertionError, match="run again"):
-            run(**other)
+    with pytest.raises(AssertionError, match="run again"):
+        run(unit_time_s=0.002)
 
 
 def test_a_run_that_ends_at_its_limit_keeps_its_plans_and_is_repeated_with_more_time(tmp_path):

@@ -68,7 +68,7 @@ def least_cost_s(profile: LayerProfile, job: Job, batches: tuple[int, ...]) -> f
         options = [
             (sizes, batch // sizes.microbatch_size)
             for sizes in profile.measures
-            if batch % sizes.microbatch_size == 0 and sizes.gpus <= job.gpus_per_node
+            if batch % sizes.microbatch_size == 0
         ]
         tables: dict[tuple[object, ...], float] = {}
         for edges in _cuts(len(profile.pieces), job.num_gpus):
@@ -78,12 +78,7 @@ def least_cost_s(profile: LayerProfile, job: Job, batches: tuple[int, ...]) -> f
                     continue
                 stage_s = []
                 for number, (each, _) in enumerate(sizes):
-                    before = sum(gpus[:number])
-                    crosses = (
-                        before > 0 and before % job.gpus_per_node == 0,
-                        (before + gpus[number]) % job.gpus_per_node == 0,
-                    )
-                    stage = (each, *edges[number : number + 2], len(sizes) - number, crosses)
+                    stage = (each, *edges[number : number + 2], len(sizes) - number)
                     if stage not in tables:
                         memory_bytes = job.memory_bytes or np.inf
                         tables[stage] = _stage_s(profile, memory_bytes, *stage)
@@ -99,13 +94,7 @@ def _cuts(num_pieces: int, most_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def _stage_s(
-    profile: LayerProfile,
-    memory_bytes: float,
-    sizes: Sizes,
-    first: int,
-    end: int,
-    in_flight: int,
-    crosses: tuple[bool, bool],
+    profile: LayerProfile, memory_bytes: float, sizes: Sizes, first: int, end: int, in_flight: int
 ) -> float:
     """Time of a stage with the cheapest recomputation that fits, of all subsets of its pieces."""
     measures = [profile.at(sizes)[piece] for piece in profile.pieces[first:end]]
@@ -129,8 +118,9 @@ def _stage_s(
             chosen = [m.forward_s[0] for flag, m in zip(flags, measures, strict=True) if flag]
             again_s = min(again_s, sum(chosen))
     run_s = sum(float(m.forward_s[0] + m.backward_s[0]) for m in measures)
-    messages_s = profile.links.message_s(measures[0].input_bytes, crosses[0])
-    messages_s = messages_s + profile.links.message_s(measures[-1].output_bytes, crosses[1])
+    messages_s = profile.links.message_s(measures[0].input_bytes, crosses=False)
+    is_last = end == len(profile.pieces)  # Aceso has it send as well, out of the node
+    messages_s = messages_s + profile.links.message_s(measures[-1].output_bytes, crosses=is_last)
     return run_s + float(messages_s) + again_s
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
-from benchmarks.search.aceso_space.folding import fold_blocks
+from benchmarks.search.aceso_space.aceso_files import fold_blocks, read_aceso_profile
 from envpipe_megatron.search.layer_profile import Measure, Sizes
 
 MIB = 2**20

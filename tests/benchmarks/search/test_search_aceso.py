@@ -6,15 +6,8 @@ import pytest
 from on_request import on_request
 
 from benchmarks.search import sailor
-from benchmarks.search.aceso_runs import (
-    ARCHIVE,
-    SETTINGS,
-    divide_setting,
-    judge,
-    read_plan,
-    unpack,
-    write_plan,
-)
+from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, judge, read_plan, unpack, write_plan
+from benchmarks.search.searches import divide_operators
 
 needs_data = pytest.mark.skipif(not ARCHIVE.exists(), reason=f"{ARCHIVE} is not there")
 
@@ -28,12 +21,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _judged(folder: Path, name: str) -> float:
     setting = SETTINGS[name]
-    division = divide_setting(folder, setting)
+    division = divide_operators(folder, setting)
     assert division is not None
     plan = write_plan(folder, setting, division)
     judged = judge(folder, setting, plan)
     assert judged.time_ms == pytest.approx(division.time_s * 1e3, abs=0.006)
-    assert judged.memory_mib is not None
     assert judged.memory_mib <= setting.memory_mib
     if not any(division.switches):
         assert read_plan(plan) == division.configuration
@@ -48,10 +40,19 @@ def test_their_model_judges_as_ours(folder: Path) -> None:
 
 @needs_data
 @on_request("FIGURES")
-@pytest.mark.parametrize("name", [name for name in SETTINGS if SETTINGS[name].is_theirs])
-def test_their_model_judges_all_settings_as_ours(folder: Path, name: str) -> None:
-    time_ms = _judged(folder, name)
-    assert time_ms <= (SETTINGS[name].authors_ms or time_ms)
+@pytest.mark.parametrize(
+    ("name", "time_ms"),
+    [
+        ("gpt-1.3B", 99_690.7),  # Aceso's authors found 101,180 ms
+        ("gpt-2.6B", 86_228.9),  # 87,360
+        ("t5-3B", 158_658.8),
+        ("resnet-2B", 49_285.4),  # 49,330
+        ("64-layers", 24_092.8),
+        ("1024-layers", 448_726.6),
+    ],
+)
+def test_their_model_judges_all_settings_as_ours(folder: Path, name: str, time_ms: float) -> None:
+    assert _judged(folder, name) <= time_ms
 
 
 @needs_data

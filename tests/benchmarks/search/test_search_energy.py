@@ -1,5 +1,6 @@
 """Rows of modelled energy at equal time, and of searches at their largest."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from on_request import on_request
 from whole_layers import whole_layers
 
-from benchmarks.search import energy, sailor, scale, scale_alone
+from benchmarks.search import energy, sailor, scale, searches
 from benchmarks.search.aceso_runs import ARCHIVE, Setting, unpack
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal
@@ -65,24 +66,27 @@ def test_claims_say_what_is_late_and_whether_the_rival_is_beaten() -> None:
         _row(energy.MEGATRON, -1, 1.2),
         _row(energy.SHARED, 0.5),
     ]
-    (claim,) = energy.claims_of(rows, [], "gpt")
+    claim = energy.claim_of(rows, "gpt")
     assert "1.5 to 2.5 % of modelled" in claim.claim
     assert "-1.0 % (1.2 % later), with the distributed optimizer 0.5 %;" in claim.claim
     assert claim.agrees
-    (claim,) = energy.claims_of([*rows, _row(energy.DIVIDED, -0.1)], [], "gpt")
-    assert claim.agrees is False
+    assert energy.claim_of([*rows, _row(energy.DIVIDED, -0.1)], "gpt").agrees is False
 
 
-def test_a_search_in_its_own_process_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_at_scale_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = whole_layers(3)
-    monkeypatch.setattr(scale_alone, "read_setting", lambda *_: layers)
-    monkeypatch.setattr(scale_alone, "fold_blocks", lambda profile: profile)
+    monkeypatch.setattr(searches, "read_setting", lambda *_: layers)
+    monkeypatch.setattr(searches, "fold_blocks", lambda profile: profile)
     setting = Setting("small", "", "gpt", "", 4, 2, 8)
-    found = scale_alone.search_alone(Path(), scale_alone.Scale(setting, Goal.TIME, 1.0, 1.0))
-    assert found["best"].startswith("PP")
-    assert found["process_MiB"] > 1
-    row = {"search": "small", "wall_s": 0.5, "at_most_s": 10.0, "within": True, **found}
-    assert "best PP" in scale.claim_of(row).claim
+    found = searches.search_at_scale(Path(), setting, setting.job, Goal.TIME)
+    row = {"search": "small", "wall_s": 0.5, "at_most_s": 10.0, "within": True, "process_MiB": 9}
+    assert "best PP" in scale.claim_of(row | found).claim
+
+
+def test_a_call_in_a_process_of_its_own_says_what_it_took() -> None:
+    ran = searches.alone(os.path.join, "a", "b")
+    assert ran.found == "a/b"
+    assert min(ran.wall_s, ran.cpu_s, ran.memory_mib) > 0
 
 
 @on_request("FIGURES")
