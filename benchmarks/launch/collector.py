@@ -31,10 +31,8 @@ import click
 import numpy as np
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
-from envpipe_megatron.launch.agent import uplink
-from envpipe_megatron.launch.agent.collector import Collector
+from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.node_log import NodeLog
-from envpipe_megatron.launch.agent.uplink import Uplink
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
@@ -128,7 +126,7 @@ async def _serve(pipe: Connection, folder: Path) -> None:
 def send(pipe: Connection, endpoint: Any, folder: Path, load: Load, names: Sequence[int]) -> None:
     """Be some agents, from the word of the pipe on; answer with what was sent."""
     _allow_many_files()
-    logging.getLogger(uplink.__name__).addHandler(_Counter())
+    logging.getLogger(Uplink.__module__).addHandler(_Counter())
     pipe.send(asyncio.run(_send(pipe, endpoint, folder, load, names)))
 
 

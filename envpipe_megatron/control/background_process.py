@@ -6,7 +6,6 @@ ends with the rank, which may also kill it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -15,9 +14,9 @@ import signal
 import sys
 from typing import Any
 
+from envpipe_megatron.child import end_with_parent
 from envpipe_megatron.errors import EnvPipeError
 
-_PR_SET_PDEATHSIG = 1
 _NICE = 10
 #: It ends so long after the rank should have ended it, s.
 _LATER_S = 60
@@ -30,9 +29,7 @@ def main() -> None:
     # Batch systems send these to all of a job's processes, and mean its ranks.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != order["parent"]:  # it died before this asked
-        return
+    end_with_parent(order["parent"], signal.SIGKILL)
     signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")

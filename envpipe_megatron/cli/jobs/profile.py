@@ -16,9 +16,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import read
-from envpipe_megatron.launch.torchrun.looking import look
-from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.launch.torchrun import look, read, run_torchrun
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

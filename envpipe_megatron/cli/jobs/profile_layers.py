@@ -19,9 +19,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.visible_devices import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
-from envpipe_megatron.launch.torchrun.looking import look
-from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.launch.torchrun import look, ranks_of_node, read, run_torchrun, split
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
@@ -24,7 +25,6 @@ from envpipe_megatron.formats.energy import (
 from envpipe_megatron.launch.agent.node_log import log_path
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.tables import Tariff, bill_csv, bill_facts, show_bill
-from envpipe_megatron.launch.saying import say
 from envpipe_megatron.runtime.energy.steps import percent
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class BillReport:
 
     def _write(self, line: str, bill: Bill) -> None:
         try:
-            say(line)
+            say_as_launcher(line)
             facts = bill_facts(bill, self._tariff, over=False)
             append_line(self._folder / f"{self._stem}.jsonl", facts)
         except OSError as error:  # a full disk or a closed terminal: the sums go on
@@ -129,7 +129,7 @@ class BillReport:
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
         files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
-        say(f"the bill is in {self._folder}: {files}")
+        say_as_launcher(f"the bill is in {self._folder}: {files}")
 
     def _try(self, name: str, write: Callable[[Path], object]) -> None:
         try:

@@ -10,7 +10,7 @@ import pytest
 from energy_lines import job, note, parsed, window
 from locked_file import locked_file
 
-from envpipe_megatron.launch import saying
+from envpipe_megatron import console
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
 from envpipe_megatron.launch.bill.report import BillReport
@@ -87,7 +87,7 @@ def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch
         goes_on.wait(LONG_S)
         told.append(text)
 
-    monkeypatch.setattr(bill_report, "say", say)
+    monkeypatch.setattr(bill_report, "say_as_launcher", say)
     report = BillReport(tmp_path, Tariff())
     for number in range(1000):
         report.tell(str(number), bill)
@@ -101,7 +101,7 @@ def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch
 
 def test_what_is_told_is_of_the_time_of_its_line(tmp_path, bill, monkeypatch):
     goes_on = threading.Event()
-    monkeypatch.setattr(bill_report, "say", lambda text: goes_on.wait(LONG_S))
+    monkeypatch.setattr(bill_report, "say_as_launcher", lambda text: goes_on.wait(LONG_S))
     report = BillReport(tmp_path, Tariff())
     before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
     report.tell("5 iterations", bill)
@@ -117,7 +117,7 @@ def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch, cap
     def say(text: str) -> None:
         raise BrokenPipeError("closed")
 
-    monkeypatch.setattr(bill_report, "say", say)
+    monkeypatch.setattr(bill_report, "say_as_launcher", say)
     report = BillReport(tmp_path, Tariff())
     report.tell("5 iterations", bill)
     report._writer.shutdown()
@@ -137,5 +137,5 @@ def test_nothing_is_said_where_nobody_listens(monkeypatch):
     def echo(*arguments: object, **options: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(saying.click, "echo", echo)
-    saying.say("the job has ended")
+    monkeypatch.setattr(console.click, "echo", echo)
+    console.say_as_launcher("the job has ended")

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from envpipe_megatron import child
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
-from envpipe_megatron.launch.torchrun import child
 
 LONG_S = 20.0
 
@@ -27,7 +27,8 @@ while True:
 """
 PARENT = f"""
 import os, subprocess, sys
-command = [sys.executable, {child.__file__!r}, str(os.getpid()), sys.executable, "-c", {COMMAND!r}]
+program = [sys.executable, "-P", {child.__file__!r}, str(os.getpid())]
+command = [*program, sys.executable, "-c", {COMMAND!r}]
 subprocess.Popen(command).wait()
 """
 
@@ -58,7 +59,7 @@ def test_a_command_is_told_to_end_when_its_parent_dies(number):
 
 def run(parent: int, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, child.__file__, str(parent), *command],
+        [sys.executable, "-P", child.__file__, str(parent), *command],
         capture_output=True,
         text=True,
         timeout=LONG_S,

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
+from envpipe_megatron import child
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch import torchrun
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import child
-from envpipe_megatron.launch.torchrun import run as torchrun
-from envpipe_megatron.launch.torchrun.command_line import handled_signals
+from envpipe_megatron.launch.torchrun import handled_signals
 
 DEAF = """
 import signal
@@ -73,7 +73,7 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
     told, (command, how), ended = run(Process(status), Signals(until_stdin_ends=stdin))
     assert told == code
     assert command == [
-        sys.executable, child.__file__, str(os.getpid()), sys.executable,
+        sys.executable, "-P", child.__file__, str(os.getpid()), sys.executable,
         "-P", "-m", "torch.distributed.run", "--nnodes", "1", "a.py",
     ]  # fmt: skip
     mark = how["env"].pop("ENVPIPE_TORCHRUN")
