@@ -14,8 +14,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from envpipe_megatron import __version__
-from envpipe_megatron.patching.catalog import Patch, load_catalog, read_patch, sha256
-from envpipe_megatron.patching.diff import FilePatch, PatchError
+from envpipe_megatron.patching.catalog import (
+    FilePatch,
+    Patch,
+    PatchError,
+    load_catalog,
+    read_patch,
+    sha256,
+)
 
 RECORD_NAME = ".envpipe-patch.json"
 _RECORD_FORMAT = "envpipe-patch-record/1"

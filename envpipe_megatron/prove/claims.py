@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.core.uncertainty import NORMAL_95
-from envpipe_megatron.prove.arms import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
+from envpipe_megatron.prove.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 from envpipe_megatron.runtime.energy.steps import RunningMean
 
 #: An arm that is slower by less is as fast.

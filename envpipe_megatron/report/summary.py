@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from matplotlib.figure import Figure
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
-from envpipe_megatron.report.bubbles import Bubbles
-from envpipe_megatron.report.facts import ReportFacts, StepFacts
-from envpipe_megatron.report.pictures import Picture
+from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.trace import TraceFacts
 
@@ -21,6 +21,15 @@ LEVELS = "What each level would save: a prediction"
 _EVEN = 5e-4
 #: Letters of a cell that goes over several lines if it has more.
 _LONGEST_LINE = 40
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that can be drawn; its files have its name."""
+
+    name: str
+    caption: str
+    draw: Callable[[], Figure]
 
 
 @dataclass(frozen=True)

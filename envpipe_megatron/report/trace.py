@@ -29,7 +29,7 @@ from envpipe_megatron.formats.timeline import (
     TimelineLogs,
     parse_order,
 )
-from envpipe_megatron.report.alignment import node_offsets_s
+from envpipe_megatron.report.pipelines import node_offsets_s
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
 MAX_UNITS = 1_000_000

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from on_request import examples
 from patch_project import maker
 
-from envpipe_megatron.patching.diff import PatchError, parse_patch
+from envpipe_megatron.patching.catalog import PatchError, parse_patch
 
 make = maker()
 # Few different lines, so that the same stretch stands in many places.

@@ -6,8 +6,7 @@ import pytest
 from patch_project import REPOSITORY, edited_files, maker, stock_files, write_tree
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.patching.catalog import load_catalog, read_patch
-from envpipe_megatron.patching.diff import PatchError
+from envpipe_megatron.patching.catalog import PatchError, load_catalog, read_patch
 
 make = maker()
 

@@ -26,10 +26,9 @@ from envpipe_megatron.gpu.activity import GpuActivity
 from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
 from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
-from envpipe_megatron.prove.arms import ARMS
 from envpipe_megatron.prove.machine import emulated_machine, newcomers, real_machine
 from envpipe_megatron.prove.run import run_prove
-from envpipe_megatron.prove.settings import ProveSettings
+from envpipe_megatron.prove.settings import ARMS, ProveSettings
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -178,7 +177,7 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
-    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.prove"], "all_checks", list)
+    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.trials"], "all_checks", list)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []

@@ -8,7 +8,7 @@ from page_made import MICROBATCHES, STAGES, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations
 
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.report.bubbles import find_bubbles
+from envpipe_megatron.report.facts import find_bubbles
 
 BOTH_S = FORWARD_S + BACKWARD_S
 #: 1F1B of equal stages.

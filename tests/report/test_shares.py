@@ -7,7 +7,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.report.shares import gpu_shares
+from envpipe_megatron.report.facts import gpu_shares
 
 
 def plan(conditions):

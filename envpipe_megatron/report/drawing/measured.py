@@ -14,9 +14,9 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.plots import order_figure
 from envpipe_megatron.report.drawing.style import scale_range
+from envpipe_megatron.report.pipelines import node_offsets_s
 
 
 @dataclass(frozen=True)

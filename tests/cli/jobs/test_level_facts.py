@@ -3,11 +3,11 @@
 import pytest
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
-from envpipe_megatron.cli.jobs import level_facts
-from envpipe_megatron.cli.jobs.level_facts import predict
+from envpipe_megatron.cli.jobs import report_facts
+from envpipe_megatron.cli.jobs.report_facts import predict
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.report.bubbles import find_bubbles
+from envpipe_megatron.report.facts import find_bubbles
 
 STAGES, MICROBATCHES = 3, 6
 ROWS = [(1410, FORWARD_S, 3.0), (1200, 1.1 * FORWARD_S, 2.4), (900, 1.4 * FORWARD_S, 2.1)]
@@ -59,7 +59,7 @@ def test_a_level_without_a_plan_is_named_and_others_stay(bubbles, monkeypatch):
             raise EnvPipeError("no such order")
         return make_plan(own, request)
 
-    monkeypatch.setattr(level_facts, "make_plan", refusing)
+    monkeypatch.setattr(report_facts, "make_plan", refusing)
     predicted = predict(bubbles, None, "NVIDIA A40")
     assert list(saved(predicted)) == ["uniform", "units"]
     assert predicted.lacking == ("order: no such order",)

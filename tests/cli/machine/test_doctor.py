@@ -7,7 +7,7 @@ import pytest
 from cli_helpers import run_well
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.cli.machine.checks import Check, looked
+from envpipe_megatron.cli.machine.hardware import Check, looked
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress

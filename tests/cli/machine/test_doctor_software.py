@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from envpipe_megatron.cli.machine import software
+from envpipe_megatron.cli.machine import doctor
 
 LOOK = """
 import json, sys
 from dataclasses import asdict
-from envpipe_megatron.cli.machine.software import software_checks
+from envpipe_megatron.cli.machine.doctor import software_checks
 checks = software_checks(json.loads(sys.argv[1]))
 print(json.dumps({check.name: asdict(check) for check in checks}))
 loaded = {"torch", "megatron", "apex", "transformer_engine", "deepspeed", "zeus"} & set(sys.modules)
@@ -150,6 +150,6 @@ def test_a_torch_without_cuda_and_a_pynvml_of_unknown_version(packages):
     ],
 )
 def test_versions_of_deepspeed(monkeypatch, version, ok):
-    monkeypatch.setattr(software, "version_of", lambda name: version)
+    monkeypatch.setattr(doctor, "version_of", lambda name: version)
     remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
-    assert software._deepspeed() == (ok, version, remedy)
+    assert doctor._deepspeed() == (ok, version, remedy)
