@@ -32,10 +32,9 @@ import numpy as np
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
-from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import BillReport, Tariff
 
 SWEPT_AGENTS = (64, 128, 256, 512, 1024)
 #: Part of the time after which the collector has seen all GPUs and phases, and should not grow.

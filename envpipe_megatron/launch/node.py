@@ -25,8 +25,7 @@ from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import BillReport, Tariff
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import handled_signals, run_torchrun
 

@@ -12,7 +12,6 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.prove.claims import Claim, Turns, claims_of, difference
-from envpipe_megatron.prove.machine import Machine, newcomers
 from envpipe_megatron.prove.settings import (
     ARMS,
     CONSTANT,
@@ -20,7 +19,9 @@ from envpipe_megatron.prove.settings import (
     OPTIMAL,
     RELOCK,
     STOCK,
+    Machine,
     ProveSettings,
+    newcomers,
 )
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import Section, to_markdown

@@ -14,9 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from envpipe_megatron.console import say
 from envpipe_megatron.files import clear_own_folder
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.prove.machine import Machine
 from envpipe_megatron.prove.results import EMULATED, FILES, FOLDERS, Proof, line_to_paste
-from envpipe_megatron.prove.settings import ARMS, ProveError, ProveSettings
+from envpipe_megatron.prove.settings import ARMS, Machine, ProveError, ProveSettings
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
     events_of,

@@ -1,16 +1,29 @@
-"""What is proved: arms that train in turns, sizes, files. Free of torch: the command imports it."""
+"""What is proved: arms that train in turns, sizes and files; and on which machine.
+
+Free of torch: the command imports it. The machine must be quiet, and its clocks controllable.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pynvml
 
+from envpipe_megatron import __version__
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.gpu.activity import GpuActivity, read_activity, read_processes
+from envpipe_megatron.gpu.backends.nvml_library import call_library
+from envpipe_megatron.gpu.control import choose_control
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.gpu.visible_devices import visible_gpus
+from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.quickstart.settings import Settings
 
 #: How long the measured part of a turn lasts, at least, unless its iterations are given, s.
@@ -19,6 +32,8 @@ TURN_S = 15.0
 WARMUP_ITERATIONS = 2
 #: Iterations behind these in which clocks settle; not measured.
 SETTLE_ITERATIONS = 2
+
+_PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
 
 
 @dataclass(frozen=True)
@@ -173,3 +188,104 @@ def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:
         num_microbatches=4 * num_stages,
         learning_rate=1e-4,
     )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on.
+
+    Args:
+        emulated: whether GPUs follow a model.
+        gpu_names: one for each pipeline rank.
+        activity: of each real GPU, before anything ran.
+        load: of the host, as the mean number of processes that would run; None if it is no matter.
+        missing: why no clock is changed; empty if clocks are.
+        versions: of all that figures rest on.
+    """
+
+    emulated: bool
+    gpu_names: tuple[str, ...]
+    activity: tuple[GpuActivity, ...]
+    load: float | None
+    missing: str
+    versions: dict[str, str]
+
+
+_DRY_RUN = "a dry run was asked for"
+
+
+def emulated_machine(preset: str, num_stages: int, *, dry_run: bool) -> Machine:
+    """A machine of emulated GPUs, whose time does not depend on how busy the host is.
+
+    Raises GpuError if there is no such preset.
+    """
+    name = f"{load_preset(preset).gpu} (emulated)"
+    missing = _DRY_RUN if dry_run else ""
+    return Machine(True, (name,) * num_stages, (), None, missing, _versions())
+
+
+def real_machine(*, dry_run: bool) -> Machine:
+    """This machine's GPUs, as CUDA shows them to this process.
+
+    Raises ProveError: fewer than two GPUs, no right to change their clocks and no dry run, or the
+    machine is not quiet. GpuError: NVML cannot be read.
+    """
+    chosen = choose_control("auto", read_site())
+    missing = "" if chosen.backend else f"{chosen.why}. {' '.join(chosen.remedies)}".strip()
+    if missing and not dry_run:
+        raise ProveError(
+            f"Clocks may not be changed here: {chosen.why}",
+            remedy=" ".join(
+                [*chosen.remedies, "Or add --dry-run, which reads all and changes no clock."]
+            ),
+        )
+    devices = visible_gpus().devices
+    if len(devices) < 2:
+        raise ProveError(
+            "A pipeline needs two GPUs or more; CUDA shows fewer to this process",
+            value=len(devices),
+            remedy="Give it more, or try --gpu a100-sxm, which emulates them.",
+        )
+    activity = tuple(read_activity(device.uid) for device in devices)
+    load = os.getloadavg()[0]
+    check_quiet(activity, load)
+    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
+    return Machine(
+        False,
+        tuple(one.name for one in activity),
+        activity,
+        load,
+        missing or (_DRY_RUN if dry_run else ""),
+        {**_versions(), "driver": driver},
+    )
+
+
+def check_quiet(activity: tuple[GpuActivity, ...], load: float) -> None:
+    """Refuse by a ProveError a machine on which something else runs.
+
+    Args:
+        activity: of each GPU.
+        load: the host's mean number of processes that would run, over the last minute.
+    """
+    found = [text for one in activity for text in one.unrest()]
+    cores = os.cpu_count() or 1
+    if load >= cores:
+        found.append(f"the host's load is {load:.1f}, on {cores} cores")
+    if found:
+        raise ProveError(
+            "The machine is not quiet, so what is measured would not be EnvPipe's",
+            value=found,
+            remedy="End what runs there, or wait until it has ended; a GPU that is held back while "
+            "idle needs cooling, or another power limit.",
+        )
+
+
+def newcomers(machine: Machine) -> list[str]:
+    """In words, the real GPUs that more computes on than the one rank of the proof."""
+    now = {before.index: len(read_processes(before.uid)) for before in machine.activity}
+    return [f"{count} processes on GPU {index}" for index, count in now.items() if count > 1]
+
+
+def _versions() -> dict[str, str]:
+    installed = {package: found for package in _PACKAGES if (found := version_of(package))}
+    return {"envpipe-megatron": __version__, **installed}

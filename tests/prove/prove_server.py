@@ -46,8 +46,7 @@ def run_command(path: Path) -> None:
     from rich.console import Console
 
     from envpipe_megatron.prove import run
-    from envpipe_megatron.prove.machine import Machine
-    from envpipe_megatron.prove.settings import ProveSettings
+    from envpipe_megatron.prove.settings import Machine, ProveSettings
 
     run.torchrun_command = lambda count, program: [
         sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],

@@ -24,11 +24,16 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import activity, control
 from envpipe_megatron.gpu.activity import GpuActivity
 from envpipe_megatron.gpu.backends.nvml_errors import NvmlError
-from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
-from envpipe_megatron.prove.machine import emulated_machine, newcomers, real_machine
+from envpipe_megatron.prove import settings as prove_settings
 from envpipe_megatron.prove.run import run_prove
-from envpipe_megatron.prove.settings import ARMS, ProveSettings
+from envpipe_megatron.prove.settings import (
+    ARMS,
+    ProveSettings,
+    emulated_machine,
+    newcomers,
+    real_machine,
+)
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -174,7 +179,7 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     monkeypatch.setattr(control, "has_sys_admin", lambda: True)
     monkeypatch.setattr(control, "in_user_namespace", lambda: False)
-    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
     monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.trials"], "all_checks", list)
@@ -219,7 +224,7 @@ def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
 
 def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
     cores = os.cpu_count()
-    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
+    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
     assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
 
 
@@ -284,7 +289,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     monkeypatch.setattr(prove_run, "_train", train)
     quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
     # The rank, and another one that came later.
-    monkeypatch.setattr(prove_machine, "read_processes", lambda uid: (11, 4711))
+    monkeypatch.setattr(prove_settings, "read_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ import logging
 from envpipe_megatron.cli.common import EXISTING_FILE, Finite
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.launch.bill.tables import Tariff, bill_facts, show_bill
+from envpipe_megatron.launch.bill.report import Tariff, bill_facts, show_bill
 
 logger = logging.getLogger(__name__)
 

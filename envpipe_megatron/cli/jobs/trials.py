@@ -79,9 +79,13 @@ def prove(
 
       envpipe prove --gpu a100-sxm --rounds 2 --iterations 3
     """
-    from envpipe_megatron.prove.machine import emulated_machine, real_machine
     from envpipe_megatron.prove.run import run_prove
-    from envpipe_megatron.prove.settings import ProveSettings, gpt_for_gpus
+    from envpipe_megatron.prove.settings import (
+        ProveSettings,
+        emulated_machine,
+        gpt_for_gpus,
+        real_machine,
+    )
     from envpipe_megatron.quickstart.settings import Settings
 
     folder, source = str(output.resolve()), str(text.resolve())

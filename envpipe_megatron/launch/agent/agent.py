@@ -27,8 +27,7 @@ from envpipe_megatron.gpu.guard.messages import GuardError, receive, send
 from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.launch.agent.collector import Collector, Uplink, holds_within
-from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading
-from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog, Reading
 from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from envpipe_megatron.formats.energy import parse_entry, parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
-from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from agent_ranks import LONG_S, Nodes, Rank
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import Tariff
 
 FOLDER = Path(__file__).parents[3] / "configs/dashboards"
 DASHBOARD = json.loads((FOLDER / "envpipe.json").read_text())

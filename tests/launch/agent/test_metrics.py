@@ -23,7 +23,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0

@@ -16,7 +16,7 @@ from on_request import examples
 from rich.console import Console
 
 from envpipe_megatron.launch.bill.bill import Bill, NodeBill, Ranges, bill_of
-from envpipe_megatron.launch.bill.tables import (
+from envpipe_megatron.launch.bill.report import (
     Tariff,
     bill_csv,
     bill_facts,

@@ -13,8 +13,7 @@ from locked_file import locked_file
 from envpipe_megatron import console
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff, bill_facts
+from envpipe_megatron.launch.bill.report import BillReport, Tariff, bill_facts
 
 LONG_S = 20.0
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from energy_lines import job, parsed, window
 
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import BillReport, Tariff
 
 
 class Live:
