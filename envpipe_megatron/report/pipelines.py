@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -78,6 +80,22 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
         key = name_of_run(read.labels.run), read.phase, read.iteration
         found.setdefault(key, {})[read.labels.rank] = read
     return {key: list(reads.values()) for key, reads in found.items()}
+
+
+def thinned(
+    iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
+) -> list[IterationKey]:
+    """Every n-th iteration of each phase, the last among them, with at most about so many units.
+
+    The same ones of all GPUs, in their order.
+    """
+    units = sum(len(read.start_us) for reads in iterations.values() for read in reads)
+    stride = max(1, math.ceil(units / most_units))
+    return [
+        key
+        for _, phase in groupby(iterations, key=lambda key: key[:2])
+        for key in list(phase)[::-1][::stride][::-1]
+    ]
 
 
 def whole_pipelines(

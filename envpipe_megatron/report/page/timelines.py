@@ -5,11 +5,9 @@ Of more units than a page can hold, those of every n-th iteration are left out, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -43,10 +41,10 @@ from envpipe_megatron.report.drawing.style import BLUE, ORANGE, SKY, VERMILION
 from envpipe_megatron.report.page.plots import gpu_rows_plot
 from envpipe_megatron.report.pipelines import (
     Gpu,
-    IterationKey,
     by_iteration,
     gpus_of,
     node_offsets_s,
+    thinned,
     whole_pipelines,
 )
 
@@ -103,7 +101,7 @@ def unit_table(
     iterations = by_iteration(recorded)
     gpus = gpus_of(read.labels for read in recorded)
     offsets_s = node_offsets_s(recorded)
-    kept = _thinned(iterations, most_units)
+    kept = thinned(iterations, most_units)
     several = len({key[0] for key in kept}) > 1
     parts = [
         _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
@@ -116,19 +114,6 @@ def unit_table(
         len(iterations),
         {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
     )
-
-
-def _thinned(
-    iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
-) -> list[IterationKey]:
-    """The iterations to show, in the order they ran; of each phase the last is among them."""
-    units = sum(len(read.start_us) for reads in iterations.values() for read in reads)
-    stride = max(1, math.ceil(units / most_units))
-    return [
-        key
-        for _, phase in groupby(iterations, key=lambda key: key[:2])
-        for key in list(phase)[::-1][::stride][::-1]
-    ]
 
 
 def _columns(

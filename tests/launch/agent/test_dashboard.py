@@ -186,15 +186,15 @@ FACTS = {
     "model": "GPT, 2 layers", "level": "units", "type": "optimal", "scheduling": "1f1b",
     "reconfigure": "default", "num_gpus": 2, "tokens_per_iteration": 1024,
     "predicted": {"saving_percent": 20.0, "slowdown_percent": 0.1},
-    "baseline": {
-        "iterations": 9, "time_s": 0.5, "time_uncertainty_s": 0.001, "energy_j": 400.0,
-        "metering_uncertainty_j": 0.1,
-    },
+}  # fmt: skip
+BASELINE = {
+    "iterations": 9, "time_s": 0.5, "time_uncertainty_s": 0.001, "energy_j": 400.0,
+    "metering_uncertainty_j": 0.1,
 }  # fmt: skip
 
 
 def _train(rank: Rank, iteration: int) -> None:
-    rank.train(iteration)
+    rank.train(iteration, baseline=BASELINE)
     seen = {"requested_mhz": 1200, "observed_mhz": 1185, "power_limit_w": 400.0}
     send(rank.connection, {"op": "clock", "throttle_reasons": ["power cap"], **seen})
 

@@ -116,7 +116,7 @@ def test_the_saving_is_told_once_it_is_known():
     }
     live = Live(1)
     live.add(window(0, 0))
-    live.add(job(baseline=baseline), window(0, 1))
+    live.add(window(0, 1, baseline=baseline))
     assert "saved" not in live.told[0]
     assert live.told[1].endswith("; saved 20.00 %, slower -20.00 %")
 
