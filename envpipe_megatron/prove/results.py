@@ -196,8 +196,6 @@ class Proof:
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
     #: Of the ranks' own.
     versions: dict[str, str] = field(default_factory=dict)
-    #: The process of each rank, which leads its own session.
-    rank_pids: list[int] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -207,8 +205,6 @@ class Proof:
     def take(self, event: Mapping[str, Any]) -> None:
         """Note what a rank told, and write it down."""
         match event["event"]:
-            case "rank":
-                self.rank_pids.append(event["pid"])
             case "versions":
                 self.versions = {"torch": event["torch"], "CUDA": event["cuda"]}
             case "latency":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,13 +21,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
-from envpipe_megatron.quickstart.ranks import (
-    ended_like_ctrl_c,
-    events_of,
-    rank_environment,
-    started_ranks,
-    torchrun_command,
-)
+from envpipe_megatron.quickstart.ranks import rank_environment, running_ranks
 from envpipe_megatron.quickstart.settings import (
     RUNS,
     QuickstartError,
@@ -228,8 +221,6 @@ class Progressed:
     iterations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     #: For each finished run, its result.
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: The process of each rank, which leads its own session.
-    rank_pids: list[int] = field(default_factory=list)
 
 
 def run_quickstart(settings: Settings, console: Console) -> None:
@@ -256,8 +247,7 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     settings.text_copy.write_bytes(content)
     progressed = Progressed()
     try:
-        with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
-            _train(settings, output, progressed, console)
+        _train(settings, output, progressed, console)
     except BaseException as error:
         write_results(settings, output, progressed.iterations, progressed.results, console)
         if isinstance(error, KeyboardInterrupt):
@@ -280,37 +270,24 @@ def run_quickstart(settings: Settings, console: Console) -> None:
 
 def _train(settings: Settings, output: Path, progressed: Progressed, console: Console) -> None:
     emulated = output / _EMULATED
-    log_path = output / "log.txt"
-    module = "envpipe_megatron.quickstart.worker"
-    command = torchrun_command(
-        settings.num_stages, ["--module", module, str(output / "settings.json")]
-    )
+    program = ["--module", "envpipe_megatron.quickstart.worker", str(output / _FILES[0])]
     with (
-        log_path.open("w") as log,
         _show_progress(settings, console) as show,
-        started_ranks(
-            command, rank_environment(emulated), log, emulated, progressed.rank_pids
-        ) as ranks,
+        running_ranks(
+            settings.num_stages, program, rank_environment(emulated), output / "log.txt", emulated
+        ) as told,
     ):
         try:
-            for event in events_of(ranks, log):
+            for event in told:
                 _take(event, progressed, show)
         except KeyboardInterrupt:
             show.stopping()
             raise
-        code = ranks.wait()
-    if code != 0:
-        raise QuickstartError(
-            f"A rank failed (exit code {code}); clocks are reset",
-            remedy=f"The first error stands in {log_path}.",
-        )
 
 
 def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
     run = event["run"]
     match event["event"]:
-        case "rank":
-            progressed.rank_pids.append(event["pid"])
         case "iteration":
             progressed.iterations.setdefault(run, []).append(event)
             show.iteration(event)

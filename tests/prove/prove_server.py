@@ -47,8 +47,9 @@ def run_command(path: Path) -> None:
 
     from envpipe_megatron.prove import run
     from envpipe_megatron.prove.settings import Machine, ProveSettings
+    from envpipe_megatron.quickstart import ranks
 
-    run.torchrun_command = lambda count, program: [
+    ranks.torchrun_command = lambda count, program: [
         sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],
     ]  # fmt: skip
     settings = ProveSettings.read(path)
