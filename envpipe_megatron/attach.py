@@ -45,13 +45,12 @@ def attach(
     return found
 
 
-def imported_checkout(script: Path, catalog: Sequence[Patch] | None = None) -> Path:
+def _imported_checkout(script: Path) -> Path:
     """Return the root of the checkout or installation that a script would import.
 
     It is the script's own folder where nothing supported can be imported.
     """
-    catalog = load_catalog() if catalog is None else catalog
-    files = {patch.recognition.file for patch in catalog}
+    files = {patch.recognition.file for patch in load_catalog()}
     for package in sorted({PurePosixPath(file).parts[0] for file in files}):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -132,7 +131,7 @@ def main() -> None:
     sys.argv = [str(options.script), *options.arguments]
     where = ""
     try:
-        checkout = imported_checkout(options.script)
+        checkout = _imported_checkout(options.script)
         where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
     except EnvPipeError as error:

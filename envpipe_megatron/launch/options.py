@@ -20,9 +20,9 @@ _FIRST_PORT, _NUM_PORTS = 12000, 20000
 _PORTS_PER_JOB = 10
 _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpipe launch ..."
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
-HOSTFILE = "hostfile"
+_COMMAND_LINE = "command line"
+_DEFAULT = "default"
+_HOSTFILE = "hostfile"
 #: EnvPipe's names of torchrun's options, in the order in which they are shown.
 VARIABLES = {
     "--nnodes": "NNODES",
@@ -177,7 +177,7 @@ def options_here(line: CommandLine, environ: Mapping[str, str]) -> TorchrunOptio
         "--nproc-per-node",
         known.variable,
         slurm.find,
-        lambda _: ("gpu" if _cuda_gpus() else "1", DEFAULT),
+        lambda _: ("gpu" if _cuda_gpus() else "1", _DEFAULT),
     )
     if not known.standalone:
         known.settle("--nnodes", known.variable, slurm.find)
@@ -230,8 +230,8 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
             f"--nnodes is {num_nodes}, and the hostfile names {len(hosts)} hosts",
             remedy="Leave it out, or name the hosts you want in the file.",
         )
-    known.settle("--nnodes", lambda _: (str(len(hosts)), HOSTFILE))
-    slots = None if host.slots is None else (str(host.slots), HOSTFILE)
+    known.settle("--nnodes", lambda _: (str(len(hosts)), _HOSTFILE))
+    slots = None if host.slots is None else (str(host.slots), _HOSTFILE)
     known.settle("--nproc-per-node", known.variable if slots is None else lambda _: slots)
     if "--nproc-per-node" not in known.settings:
         raise EnvPipeError(
@@ -240,10 +240,10 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
             remedy="Write host slots=N, or give --nproc-per-node.",
         )
     if known.static:
-        known.settle("--node-rank", lambda _: (str(rank), HOSTFILE))
+        known.settle("--node-rank", lambda _: (str(rank), _HOSTFILE))
         if not known.has_endpoint:
-            known.settle("--master-addr", known.variable, lambda _: (hosts[0].name, HOSTFILE))
-            known.settle("--master-port", known.variable, lambda _: (MASTER_PORT, DEFAULT))
+            known.settle("--master-addr", known.variable, lambda _: (hosts[0].name, _HOSTFILE))
+            known.settle("--master-port", known.variable, lambda _: (MASTER_PORT, _DEFAULT))
     return known.complete()
 
 
@@ -278,7 +278,7 @@ class _Known:
     def settle(self, option: str, *sources: _Source) -> None:
         """Settle an option by the command line or the first source that has it; check it."""
         given = self.given(option)
-        found = None if given is None else (given, COMMAND_LINE)
+        found = None if given is None else (given, _COMMAND_LINE)
         for source in sources:
             found = found or source(option)
         if found is not None:
@@ -309,7 +309,7 @@ class _Known:
         added = [
             f"{setting.option}={setting.value}"
             for setting in settings
-            if setting.origin not in (COMMAND_LINE, _pet(setting.option))
+            if setting.origin not in (_COMMAND_LINE, _pet(setting.option))
         ]
         # The dashes keep torchrun from looking for its own abbreviated options in the script's.
         return TorchrunOptions((*self._line.options, *added, "--", *self._line.script), settings)
@@ -341,7 +341,7 @@ def _check(setting: Setting, most_nodes: int) -> None:
         good = 1 <= int(value) <= 65535
     if not good:
         raise EnvPipeError(
-            f"{option if origin == COMMAND_LINE else origin} is not "
+            f"{option if origin == _COMMAND_LINE else origin} is not "
             f"{meaning.format(last_node=most_nodes - 1)}",
             value=value,
             remedy="Correct it, or leave it out.",

@@ -36,7 +36,6 @@ from envpipe_megatron.launch.signals import Signals
 
 logger = logging.getLogger(__name__)
 
-
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 #: torchrun's own default.

@@ -90,7 +90,7 @@ def parse_patch(text: bytes) -> tuple[FilePatch, ...]:
     return tuple(map(_file_patch, parts))
 
 
-def check_inside(path: str) -> str:
+def _check_inside(path: str) -> str:
     """Return a path of a patch or record; PatchError unless it stays inside the checkout."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or ".git" in parts:
@@ -103,7 +103,7 @@ def _file_patch(text: bytes) -> FilePatch:
     match = _HEAD.fullmatch(head)
     if match is None or not hunks:
         raise PatchError("A patch may only change text and make files", value=head)
-    return FilePatch(check_inside(match[2].decode()), bool(match[1]), tuple(map(_hunk, hunks)))
+    return FilePatch(_check_inside(match[2].decode()), bool(match[1]), tuple(map(_hunk, hunks)))
 
 
 def _hunk(text: bytes) -> Hunk:
@@ -239,7 +239,7 @@ def read_patch(description: str, text: bytes) -> Patch:
         }
         hashes |= {file["path"]: ("", file["sha256"]) for file in document.get("new_files", [])}
         recognition = Recognition(**document["recognition"])
-        check_inside(recognition.file)
+        _check_inside(recognition.file)
         hooks = tuple(Hook(**table) for table in document["hooks"])
         changes = parse_patch(text)
         names = {key: str(document[key]) for key in ("project", "title", "tag", "commit")}

@@ -130,7 +130,7 @@ def look_at(
     """
     catalog = load_catalog() if catalog is None else catalog
     root = directory.resolve()
-    record = read_record(root / RECORD_NAME)
+    record = _read_record(root / RECORD_NAME)
 
     def seen(patch: Patch) -> Checkout:
         known = patch.sha256 in {known.sha256 for known in catalog}
@@ -153,7 +153,7 @@ def look_at(
     return min(map(seen, chosen), key=lambda found: (len(found.foreign), len(found.forked)))
 
 
-def read_record(file: Path) -> Patch | None:
+def _read_record(file: Path) -> Patch | None:
     """Return the patch that a record holds, None without a record; PatchError if damaged."""
     try:
         content = file.read_bytes()

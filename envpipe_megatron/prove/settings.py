@@ -248,7 +248,7 @@ def real_machine(*, dry_run: bool) -> Machine:
         )
     activity = tuple(read_activity(device.uid) for device in devices)
     load = os.getloadavg()[0]
-    check_quiet(activity, load)
+    _check_quiet(activity, load)
     driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
     return Machine(
         False,
@@ -260,7 +260,7 @@ def real_machine(*, dry_run: bool) -> Machine:
     )
 
 
-def check_quiet(activity: tuple[GpuActivity, ...], load: float) -> None:
+def _check_quiet(activity: tuple[GpuActivity, ...], load: float) -> None:
     """Refuse by a ProveError a machine on which something else runs.
 
     Args:

@@ -32,7 +32,7 @@ from envpipe_megatron.quickstart.settings import (
 from envpipe_megatron.report.facts import gpu_shares
 
 #: EnvPipe's columns, then ours.
-RESULT_COLUMNS = (
+_RESULT_COLUMNS = (
     "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
     "Throughput (sample/s)", "Energy (mJ)",
     "Iterations", "Iteration time (s)", "Energy per iteration (J)", "Average power (W)",
@@ -134,7 +134,7 @@ def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[st
 def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(RESULT_COLUMNS)
+        writer.writerow(_RESULT_COLUMNS)
         for run, policy, scheduling, reconfigure in RUNS:
             if run not in runs:
                 continue

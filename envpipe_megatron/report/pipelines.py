@@ -82,7 +82,7 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
     return {key: list(reads.values()) for key, reads in found.items()}
 
 
-def thinned(
+def kept_iterations(
     iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
 ) -> list[IterationKey]:
     """Every n-th iteration of each phase, the last among them, with at most about so many units.

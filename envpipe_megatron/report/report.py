@@ -46,7 +46,7 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
 
     Returns what the summary says. EnvPipeError: the folder holds such files, and no report.
     """
-    pictures = list(pictures_of(folder, facts))
+    pictures = list(_pictures_of(folder, facts))
     files = [f"{picture.name}.{kind}" for picture in pictures for kind in ("png", "svg")]
     refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *files], TRACE_FILE)
     output.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     return sections
 
 
-def pictures_of(folder: RunFolder, facts: ReportFacts) -> Iterator[Picture]:
+def _pictures_of(folder: RunFolder, facts: ReportFacts) -> Iterator[Picture]:
     """The pictures of a run, the most telling first."""
     mark = " (emulated)" if folder.emulated else ""
     if folder.dry_run:

@@ -29,7 +29,7 @@ from envpipe_megatron.formats.timeline import (
     TimelineLogs,
     parse_order,
 )
-from envpipe_megatron.report.pipelines import IterationKey, node_offsets_s, thinned
+from envpipe_megatron.report.pipelines import IterationKey, kept_iterations, node_offsets_s
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
 MAX_UNITS = 1_000_000
@@ -73,7 +73,7 @@ def write_trace(
     by_key: dict[IterationKey, list[RankIteration]] = {}
     for read in sorted(timelines.iterations, key=_iteration_of):
         by_key.setdefault(_iteration_of(read), []).append(read)
-    kept = set(thinned(by_key, max_units))
+    kept = set(kept_iterations(by_key, max_units))
     gpus = _gpus(timelines, windows)
     axis = _Axis(timelines, windows)
     units = 0

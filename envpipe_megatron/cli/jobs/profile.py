@@ -46,7 +46,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class LayerSizes:
+class _LayerSizes:
     """The sizes that are measured, each with each; no tensor sizes for all that the GPUs allow."""
 
     tensor: tuple[int, ...] | None
@@ -55,8 +55,8 @@ class LayerSizes:
     microbatch: tuple[int, ...]
 
 
-def profile_layers(
-    output: Path, command: Sequence[str], sizes: LayerSizes, clocks_mhz: tuple[int, ...]
+def _profile_layers(
+    output: Path, command: Sequence[str], sizes: _LayerSizes, clocks_mhz: tuple[int, ...]
 ) -> None:
     """Measure what the output does not have yet, and print what it has then.
 
@@ -256,14 +256,14 @@ def profile(
       envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
-        of_layers = LayerSizes(
+        of_layers = _LayerSizes(
             sizes["tensor_parallel"],
             sizes["context_parallel"] or (1,),
             sizes["expert_parallel"] or (1,),
             sizes["microbatch_size"] or (1, 2, 4),
         )
         clocks_mhz = tuple(sorted(set(sizes["clocks"] or ()), reverse=True))
-        profile_layers(output.resolve(), command, of_layers, clocks_mhz)
+        _profile_layers(output.resolve(), command, of_layers, clocks_mhz)
         return
     if any(sizes.values()):
         raise click.UsageError("Sizes and clocks are chosen for --layers alone.")

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import OUTPUT_FOLDER
+from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.console import say, say_working, show_tables, table_of
-
-if TYPE_CHECKING:
-    from envpipe_megatron.report.run_folder import RunFolder
-    from envpipe_megatron.report.summary import Section
-import json
-import logging
-
-from envpipe_megatron.cli.common import EXISTING_FILE, Finite
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, show_bill
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from envpipe_megatron.report.run_folder import RunFolder
+    from envpipe_megatron.report.summary import Section
 
+logger = logging.getLogger(__name__)
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 

@@ -165,7 +165,7 @@ def _spread(values: dict[str, Any], scale: float) -> str:
 
 
 @dataclass(frozen=True)
-class ListedGpu:
+class _ListedGpu:
     """A GPU of this node; the index is NVML's, or that of an emulated GPU."""
 
     index: int
@@ -173,7 +173,7 @@ class ListedGpu:
     is_emulated: bool = False
 
 
-def listed_gpus() -> list[ListedGpu]:
+def _listed_gpus() -> list[_ListedGpu]:
     """Return all GPUs of this node: real ones, or emulated ones if there is no NVML."""
     try:
         devices = list_nvml_gpus()
@@ -182,13 +182,13 @@ def listed_gpus() -> list[ListedGpu]:
             raise
         root = default_root().absolute()
         return [
-            ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"), is_emulated=True)
+            _ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"), is_emulated=True)
             for index in list_emulated(root)
         ]
-    return [ListedGpu(device.index, GpuAddress("nvml", device.uid)) for device in devices]
+    return [_ListedGpu(device.index, GpuAddress("nvml", device.uid)) for device in devices]
 
 
-def _selected(wanted: Sequence[str], gpus: Sequence[ListedGpu]) -> list[ListedGpu]:
+def _selected(wanted: Sequence[str], gpus: Sequence[_ListedGpu]) -> list[_ListedGpu]:
     """The GPUs that were named by index or UUID, in the order of the node."""
     for name in wanted:
         if not any(name in (str(gpu.index), gpu.address.uid) for gpu in gpus):
@@ -232,7 +232,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
       envpipe clocks show --gpu 0
     """
     console = Console()
-    gpus = listed_gpus()
+    gpus = _listed_gpus()
     if not gpus:
         raise EnvPipeError("There is no GPU here", remedy="See `envpipe doctor`.")
     failed = False
@@ -246,7 +246,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
         raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
 
 
-def _table(listed: ListedGpu, all_clocks: bool) -> Table:
+def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
     gpu = open_reader(listed.address)
     supported = gpu.supported_frequencies_mhz
     state = gpu.clock_state()
@@ -266,7 +266,7 @@ def _table(listed: ListedGpu, all_clocks: bool) -> Table:
     return table
 
 
-def _visible(gpus: Sequence[ListedGpu]) -> Sequence[ListedGpu]:
+def _visible(gpus: Sequence[_ListedGpu]) -> Sequence[_ListedGpu]:
     """Those that CUDA_VISIBLE_DEVICES shows, in NVML's order; all, if it is not set."""
     if VISIBLE_VARIABLE not in os.environ or all(gpu.is_emulated for gpu in gpus):
         return gpus
@@ -314,7 +314,7 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     if dead_jobs and wanted:
         raise click.UsageError("--dead-jobs is of all GPUs: leave out --gpu")
     site = read_site()
-    gpus = listed_gpus()
+    gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     resetter = Resetter(site)
     addresses = [gpu.address for gpu in chosen]

@@ -50,7 +50,7 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
     return looked("software", looks)
 
 
-def folder_of(module: str) -> Path | None:
+def _folder_of(module: str) -> Path | None:
     """Return the folder of a top-level package, found and not imported; None if there is none."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
@@ -59,7 +59,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def _torch(driver_cuda: tuple[int, int] | None) -> Answer:
-    folder = folder_of("torch")
+    folder = _folder_of("torch")
     if folder is None:
         return False, "not installed", "pip install 'torch>=2.11'"
     built = read_constants(folder / "version.py", ("__version__", "cuda"))
@@ -82,7 +82,7 @@ def _torch(driver_cuda: tuple[int, int] | None) -> Answer:
 def _megatron_core() -> Answer:
     catalog = load_catalog()
     wanted = f"Supported: {', '.join(patch.name for patch in catalog)}"
-    folder = folder_of("megatron")
+    folder = _folder_of("megatron")
     package_info = folder / "core" / "package_info.py" if folder else None
     if package_info is None or not package_info.is_file():
         return False, "not installed", wanted
@@ -125,7 +125,7 @@ def _apex() -> Answer:
         "Not needed. Megatron uses it where Transformer Engine is missing; build it from "
         "https://github.com/NVIDIA/apex, never from PyPI, whose `apex` is something else"
     )
-    folder = folder_of("apex")
+    folder = _folder_of("apex")
     if folder is None:
         return False, "not installed", remedy
     if not all((folder / part).is_dir() for part in ("multi_tensor_apply", "normalization")):
@@ -148,7 +148,7 @@ def _extensions(built: Mapping[str, str]) -> str:
 
 def _transformer_engine() -> Answer:
     version = version_of("transformer-engine")
-    if version is None or folder_of("transformer_engine") is None:
+    if version is None or _folder_of("transformer_engine") is None:
         remedy = (
             "Not needed. Megatron's default layers use it: pip install transformer-engine[pytorch]"
         )

@@ -56,7 +56,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     say_working(f"Simulating {plan_path}")
     profile = read_profile(profile_path)
     simulated = read_plan(plan_path, profile)
-    facts = simulation_facts(simulated)
+    facts = _simulation_facts(simulated)
     if output is not None:
         say_working("Drawing")
         from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
@@ -79,7 +79,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
         say(console, f"Pictures written to {output}")
 
 
-def simulation_facts(plan: Plan) -> dict[str, Any]:
+def _simulation_facts(plan: Plan) -> dict[str, Any]:
     """What `simulate` says of a plan, for machines."""
     baseline = plan.baseline.cost
     return {

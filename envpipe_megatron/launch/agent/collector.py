@@ -32,11 +32,10 @@ from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
-
 #: Size limit of a line, and of what an agent sends at once.
 MAX_BYTES = 256 * 1024
 #: A message in place of lines begins with it.
-EARLIER = b'{"earlier": '
+_EARLIER = b'{"earlier": '
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
 _REPORT_EACH_S = 1.0
@@ -170,7 +169,7 @@ class Collector:
     def _take(self, log: tuple[str, str], lines: Iterable[bytes]) -> None:
         """Add whole lines of a log to the bill, or what comes in their place."""
         for line in lines:
-            if line.startswith(EARLIER):
+            if line.startswith(_EARLIER):
                 said = json.loads(line)["earlier"]
                 for read in list(map(parse_entry, said["lines"])):
                     self.bill.add(read)
@@ -332,4 +331,4 @@ def _added_up(data: bytes) -> bytes:
             unreadable += 1
     sums.flush()
     said = {"bytes": len(data), "unreadable": unreadable, "lines": made}
-    return EARLIER + json.dumps(said).encode() + b"}\n"
+    return _EARLIER + json.dumps(said).encode() + b"}\n"

@@ -42,7 +42,6 @@ from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 
-
 #: Without a window for this long, and for some steps, the counter is read: an evaluation, say. A
 #: step's window is written when the next step ends, and a rank may be a step behind.
 _LONGEST_GAP_S, _STEPS_OF_A_GAP = 300.0, 5

@@ -36,7 +36,6 @@ from envpipe_megatron.runtime.energy.steps import percent
 
 logger = logging.getLogger(__name__)
 
-
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
 
@@ -74,7 +73,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         names: tuple[str, ...], key: Callable[[EnergyWindow], tuple[Any, ...]]
     ) -> list[dict[str, Any]]:
         return [
-            {**dict(zip(names, values, strict=True)), **total_facts(total)}
+            {**dict(zip(names, values, strict=True)), **_total_facts(total)}
             for values, total in bill.total_by(key).items()
         ]
 
@@ -82,7 +81,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
     by_node = bill.total_by(lambda w: w.node)
     return {
         "job": {
-            **total_facts(job),
+            **_total_facts(job),
             "iterations": bill.num_iterations,
             **{f"energy_per_{unit}_j": value for unit, value in bill.per_unit().items()},
             **tariff.facts(job.energy_j),
@@ -92,7 +91,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {"node": name, **total_facts(by_node.get(name, total_of([]))), **asdict(node)}
+            {"node": name, **_total_facts(by_node.get(name, total_of([]))), **asdict(node)}
             for name, node in sorted(bill.nodes.items())
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
@@ -106,17 +105,17 @@ def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
     gpus = {
         gpu_key: {
             **{name: getattr(named[gpu_key], name) for name in _GPU_NAMES},
-            **total_facts(total),
+            **_total_facts(total),
             "phases": {},
         }
         for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
     }
     for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
-        gpus[gpu_key]["phases"][phase] = total_facts(total)
+        gpus[gpu_key]["phases"][phase] = _total_facts(total)
     return list(gpus.values())
 
 
-def total_facts(total: EnergyTotal) -> dict[str, Any]:
+def _total_facts(total: EnergyTotal) -> dict[str, Any]:
     """A sum as JSON."""
     shares = total.shares_s
     return {

@@ -52,7 +52,7 @@ def plot_configurations(frontiers: Mapping[str, Sequence[Point]], path: Path) ->
     title = "Configurations, each with its best orders and clocks"
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
     dress(axes, "iteration time (s)", "energy of all GPUs in an iteration (J)", grid="both")
-    best = joint_frontier([point for points in frontiers.values() for point in points])
+    best = _joint_frontier([point for points in frontiers.values() for point in points])
     axes.plot(*zip(*best, strict=True), color=INK, linewidth=5, alpha=0.15, label="best of all")
     for number, (name, points) in enumerate(frontiers.items()):
         colour = SERIES[number % len(SERIES)]
@@ -61,7 +61,7 @@ def plot_configurations(frontiers: Mapping[str, Sequence[Point]], path: Path) ->
     save_picture(figure, path)
 
 
-def joint_frontier(points: Sequence[Point]) -> list[Point]:
+def _joint_frontier(points: Sequence[Point]) -> list[Point]:
     """The points of which no other is both faster and cheaper, the fastest first."""
     best: list[Point] = []
     for point in sorted(points):

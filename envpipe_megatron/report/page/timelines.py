@@ -43,8 +43,8 @@ from envpipe_megatron.report.pipelines import (
     Gpu,
     by_iteration,
     gpus_of,
+    kept_iterations,
     node_offsets_s,
-    thinned,
     whole_pipelines,
 )
 
@@ -97,11 +97,11 @@ def unit_table(
     profile: Profile | None,
     most_units: int = MOST_UNITS,
 ) -> UnitTable:
-    """The units of a job's recorded iterations, thinned to at most about `most_units`."""
+    """The units of a job's recorded iterations, kept_iterations to at most about `most_units`."""
     iterations = by_iteration(recorded)
     gpus = gpus_of(read.labels for read in recorded)
     offsets_s = node_offsets_s(recorded)
-    kept = thinned(iterations, most_units)
+    kept = kept_iterations(iterations, most_units)
     several = len({key[0] for key in kept}) > 1
     parts = [
         _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
@@ -209,7 +209,7 @@ def _joules(
 
 
 @dataclass(frozen=True)
-class Colouring:
+class _Colouring:
     """A way to colour units: by a column, through a mapper; with names of some values."""
 
     title: str
@@ -219,7 +219,7 @@ class Colouring:
     names: list[str]
 
 
-def timeline_figures(table: UnitTable, ways: list[Colouring]) -> dict[str, figure]:
+def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figure]:
     """The plots before and after; each shows an iteration, coloured in the first of the ways."""
     height = np.array([_HEIGHTS.get(kind, _TALL) for kind in KINDS], dtype=np.float32)
     source = ColumnDataSource({**table.columns, "height": height[table.columns["kind"]]})
@@ -244,11 +244,11 @@ def first_shown(table: UnitTable) -> tuple[int, int]:
     return (baseline or warmup or [0])[-1], len(phases) - 1
 
 
-def colourings(table: UnitTable) -> list[Colouring]:
+def colourings(table: UnitTable) -> list[_Colouring]:
     """All ways to colour these units, the most telling first: one clock for all tells nothing."""
     columns = table.columns
     known = [
-        Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
+        _Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
         for title, column, there in (
             ("clock (MHz)", "mhz", columns["mhz"] > 0),
             ("power (W)", "watts", np.isfinite(columns["watts"])),
@@ -259,7 +259,7 @@ def colourings(table: UnitTable) -> list[Colouring]:
     colours = [_KIND_COLOURS[kind] for kind in KINDS]
     steps = LinearColorMapper(palette=colours, low=-0.5, high=len(KINDS) - 0.5)
     ticker = FixedTicker(ticks=list(range(len(KINDS))))
-    by_kind = Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
+    by_kind = _Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
     one_clock = np.ptp(columns["mhz"]) == 0
     return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
 
@@ -276,7 +276,7 @@ def _figure(
     time: Range1d,
     name: str,
     shown: int,
-    ways: list[Colouring],
+    ways: list[_Colouring],
 ) -> figure:
     plot = gpu_rows_plot("ms after the first unit", table.gpus, 90, name=name, x_range=time)
     of_iteration = table.columns["iteration"] == shown
