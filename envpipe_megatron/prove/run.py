@@ -84,10 +84,10 @@ def _train(proof: Proof, console: Console) -> None:
     environment = _environment(settings, emulated)
     with (
         Progress(*columns, console=console) as progress,
-        running_ranks(settings.job.num_stages, program, environment, log_path, emulated) as told,
+        running_ranks(settings.job.num_stages, program, environment, log_path, emulated) as events,
     ):
         turns = progress.add_task("turns", total=settings.rounds * len(ARMS))
-        for event in told:
+        for event in events:
             proof.take(event)
             if event["event"] == "say":
                 progress.console.print(event["text"], highlight=False, markup=False, style="dim")

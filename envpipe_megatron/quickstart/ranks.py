@@ -64,7 +64,7 @@ def running_ranks(
     """
     rank_pids: list[int] = []
 
-    def told() -> Iterator[dict[str, Any]]:
+    def events() -> Iterator[dict[str, Any]]:
         for event in events_of(ranks, log):
             if event["event"] == "rank":
                 rank_pids.append(event["pid"])
@@ -78,7 +78,7 @@ def running_ranks(
             torchrun_command(num_ranks, program), environment, log, emulated, rank_pids
         ) as ranks,
     ):
-        yield told()
+        yield events()
         code = ranks.wait()
     if code != 0:
         raise QuickstartError(

@@ -275,10 +275,10 @@ def _train(settings: Settings, output: Path, progressed: Progressed, console: Co
         _show_progress(settings, console) as show,
         running_ranks(
             settings.num_stages, program, rank_environment(emulated), output / "log.txt", emulated
-        ) as told,
+        ) as events,
     ):
         try:
-            for event in told:
+            for event in events:
                 _take(event, progressed, show)
         except KeyboardInterrupt:
             show.stopping()
