@@ -131,6 +131,7 @@ def test_torn_lines_are_told_of(tmp_path, bill, caplog):
     assert "2 torn or foreign lines" in caplog.text
     assert "bill.csv is not written" in caplog.text
     assert (tmp_path / "bill.json").exists()
+    assert len(grown(tmp_path)) == 1
 
 
 def test_nothing_is_said_where_nobody_listens(monkeypatch):
