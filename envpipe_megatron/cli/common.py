@@ -1,4 +1,4 @@
-"""What the subcommands share: options' types, errors as messages, tables."""
+"""Shared by the subcommands: options' types, errors as messages, tables."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def ssh_command(
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """What runs a node: a command that ends it when its standard input ends."""
+    """A command that runs a node, and ends it when its standard input ends."""
 
     host: str
     command: tuple[str, ...]

@@ -248,7 +248,7 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
 
 
 class _Known:
-    """What is known of torchrun's options so far."""
+    """torchrun's options as far as they are known."""
 
     def __init__(
         self, line: CommandLine, environ: Mapping[str, str], parser: TorchrunParser

@@ -116,7 +116,7 @@ def ranks_of_node(options: argparse.Namespace) -> int:
 
 
 def handled_signals(arguments: Sequence[str]) -> set[signal.Signals]:
-    """What `--signals-to-handle` names: such a signal torchrun passes on to its ranks, and ends."""
+    """Return the signals of `--signals-to-handle`, which torchrun passes to its ranks, and ends."""
     names = {name.strip() for name in read(arguments).signals_to_handle.split(",")}
     never = {signal.SIGKILL, signal.SIGSTOP}
     return {number for number in signal.Signals if number.name in names} - never

@@ -30,7 +30,7 @@ _OUR_NAME = b"envpipe"
 
 
 class FileState(StrEnum):
-    """What a touched file holds."""
+    """State of a touched file."""
 
     STOCK = "stock"
     PATCHED = "patched"
@@ -44,7 +44,7 @@ class FileState(StrEnum):
 
 
 class TreeState(StrEnum):
-    """What all touched files are together."""
+    """State of all touched files together."""
 
     STOCK = "stock"
     PATCHED = "patched"

@@ -1,4 +1,4 @@
-"""What ranks told so far, and the page and files made of it: complete or not, after each turn."""
+"""Collects what ranks report, and writes page and files of it after each turn, complete or not."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Proof:
 
     @property
     def complete(self) -> bool:
-        """Whether all turns came to their end."""
+        """True if all turns came to their end."""
         return len(self.turns) == self.settings.rounds * len(ARMS)
 
     def take(self, event: Mapping[str, Any]) -> None:

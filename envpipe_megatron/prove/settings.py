@@ -1,4 +1,4 @@
-"""What is proved: arms that train in turns, sizes and files; and on which machine.
+"""Settings of a proof: arms that train in turns, sizes and files; and the machine.
 
 Free of torch: the command imports it. The machine must be quiet, and its clocks controllable.
 """
@@ -152,11 +152,11 @@ class ProveSettings:
 
     @property
     def profile_folder(self) -> Path:
-        """What the session leaves that profiles."""
+        """Folder of the session that profiles."""
         return self.output / "profile"
 
     def arm_folder(self, arm: str) -> Path:
-        """What the sessions of an arm leave."""
+        """Folder of an arm's sessions."""
         return self.output / "arms" / arm
 
     def plan_file(self, arm: str) -> Path:
@@ -192,7 +192,7 @@ def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured on.
+    """The machine that is measured on.
 
     Args:
         emulated: whether GPUs follow a model.

@@ -68,7 +68,7 @@ _LATENCY_REPEATS = 10
 
 
 class Trainer:
-    """What a rank keeps over all turns: the model, its first state, and the way to its neighbours.
+    """A rank's state over all turns: the model, its first weights, and the way to its neighbours.
 
     Args:
         settings: of the proof.
@@ -227,7 +227,7 @@ class Trainer:
 
 
 def _lap(session: Session) -> IntervalEnergy:
-    """What training took since the last lap; the counter has passed its end, and was read since."""
+    """Energy of training since the last lap; the counter has passed its end, and was read since."""
     session.executor.idle(METER_MARGIN_S)
     session.meter.catch_up()
     return session.lap()

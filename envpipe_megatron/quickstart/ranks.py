@@ -43,7 +43,7 @@ def rank_environment(emulated: Path) -> dict[str, str]:
 
 
 def torchrun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
-    """What starts ranks of a program: a script, or `--module` and a module, with its arguments."""
+    """Command that starts ranks of a script, or of `--module` and a module, with arguments."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", str(num_ranks), *program,
@@ -117,7 +117,7 @@ def started_ranks(
 
 
 def events_of(ranks: subprocess.Popen[str], log: IO[str]) -> Iterator[dict[str, Any]]:
-    """What the ranks tell, until all have ended; other lines of theirs go to the log."""
+    """Yield what the ranks report, until all have ended; other lines of theirs go to the log."""
     assert ranks.stdout is not None
     for line in ranks.stdout:
         if line.startswith(EVENT_MARK):

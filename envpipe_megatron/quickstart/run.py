@@ -215,7 +215,7 @@ def _emulation_note(preset: GpuPreset) -> str:
 
 @dataclass
 class Progressed:
-    """What the ranks have reported so far."""
+    """Reports of the ranks so far."""
 
     #: For each run, its iterations in order: phase, loss, times.
     iterations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 class QuickstartRank:
-    """What a rank keeps over both runs."""
+    """A rank's state over both runs."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

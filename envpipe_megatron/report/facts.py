@@ -102,7 +102,7 @@ class Bubbles:
 
     @property
     def share(self) -> float:
-        """Of the GPUs' time between the first unit and the last."""
+        """Share of bubbles in the GPUs' time between the first unit and the last."""
         bubbles_s = sum(each.bubbles_s for each in self.gpus)
         return bubbles_s / (bubbles_s + sum(each.units_s for each in self.gpus))
 
@@ -178,7 +178,7 @@ def find_bubbles(
 def _at_full_clock(
     recorded: Sequence[RankIteration], top_mhz: int | None
 ) -> list[list[RankIteration]]:
-    """What was recorded of each iteration that ran at the highest clock, or at none asked for."""
+    """Find the records of each iteration that ran at the highest clock, or at none asked for."""
     asked = [int(read.frequency_mhz.max()) for read in recorded if read.frequency_mhz is not None]
     highest_mhz = top_mhz or max(asked, default=0)
 
@@ -243,7 +243,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one stage took in a step of the steady phase, or of the baseline.
+    """Energy and time of one stage in a step of the steady phase, or of the baseline.
 
     Args:
         name: a name of the steps for people.
@@ -262,7 +262,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """What a level is predicted to save, against the job's own order at the highest clocks."""
+    """Predicted saving of a level, against the job's own order at the highest clocks."""
 
     level: str
     saving_percent: float
@@ -271,7 +271,7 @@ class LevelFacts:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the levels would save.
+    """Predicted savings of all levels.
 
     Args:
         waiting_power_w: of each stage's GPU in its bubbles; None if not known.
@@ -287,7 +287,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """What was added up of a run.
+    """All figures of a run.
 
     Args:
         phases: an average step of each run and phase.

@@ -23,7 +23,7 @@ IterationKey = tuple[str, str, int]
 
 
 def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, float]:
-    """What to take off each node's instants, so that they compare with those of all others.
+    """Find what to subtract from each node's instants, so that those of all nodes compare.
 
     The stages of a pipeline begin an iteration together, so the median difference between the
     begins of the iterations that two nodes recorded is taken to be 0. Each start of a job has its
@@ -71,7 +71,7 @@ def gpus_of(labels: Iterable[GpuLabels]) -> tuple[Gpu, ...]:
 
 
 def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[RankIteration]]:
-    """What all ranks recorded of each iteration, in the order they were recorded.
+    """Group ranks' records by iteration, in the order they were recorded.
 
     Of iterations that were repeated after a restart, the last start's.
     """

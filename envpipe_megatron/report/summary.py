@@ -44,7 +44,7 @@ class Section:
 
     @property
     def wordy(self) -> tuple[bool, ...]:
-        """Of each column, whether it holds sentences, which go over several lines."""
+        """For each column: does it hold sentences, which go over several lines?"""
         return tuple(
             max(map(len, column)) > _LONGEST_LINE for column in zip(*self.rows, strict=True)
         )
@@ -226,7 +226,7 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
 
 
 def marks_of(folder: RunFolder) -> Iterator[str]:
-    """What nobody may overlook."""
+    """Warnings that nobody must overlook."""
     if folder.emulated:
         yield "These joules are emulated: no GPU was used. Times are those of a model."
     if folder.dry_run:

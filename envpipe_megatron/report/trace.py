@@ -42,7 +42,7 @@ _NEXT = ",\n"  # every event follows another one
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a trace contains.
+    """Counts of a trace.
 
     Args:
         iterations: iterations of the job whose units are in the trace.
@@ -103,7 +103,7 @@ def write_trace(
 
 @dataclass
 class _Gpu:
-    """What is known of one GPU, in the order of time."""
+    """Records of one GPU, in the order of time."""
 
     name: str
     rank: float
@@ -161,7 +161,7 @@ def _iteration_of(read: RankIteration) -> IterationKey:
 
 
 def _one_after_another(own: list[RankIteration]) -> list[RankIteration]:
-    """Those iterations of a GPU that do not overlap earlier ones, in the order of time."""
+    """Keep the iterations of a GPU that do not overlap earlier ones, in the order of time."""
     kept: list[RankIteration] = []
     end_s = -math.inf
     for read in sorted(own, key=lambda read: read.begin_s):

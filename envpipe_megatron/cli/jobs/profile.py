@@ -301,6 +301,6 @@ def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
 
 
 def _of_several_nodes(command: tuple[str, ...]) -> bool:
-    """Whether torchrun was told of more nodes than this one."""
+    """Say whether the command names more nodes than this one."""
     names = {word.split("=")[0].replace("_", "-") for word in command}
     return bool(names & {"--nnodes", "--node-rank", "--rdzv-endpoint"})

@@ -58,7 +58,7 @@ _BASELINE_RUN = "baseline"
 
 
 def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
-    """What the levels would save; what cannot be said of them is named.
+    """Predict what each level would save, and name what cannot be predicted.
 
     Args:
         profile: the job's own, if it measured one.
@@ -97,7 +97,7 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
-    """Whether a profile has what the units of an order take."""
+    """Say whether a profile prices all units of an order."""
     try:
         profile.for_chunks(schedule.num_chunks).keys(schedule)
     except EnvPipeError:
@@ -193,7 +193,7 @@ def report_facts(folder: RunFolder) -> ReportFacts:
 
 
 def _metered_facts(folder: RunFolder) -> ReportFacts:
-    """What meters say of phases.
+    """Figures of phases, from meters.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
     force. Before it could tell one, its whole warm-up is taken. Of several runs in a folder, the

@@ -267,7 +267,7 @@ def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
 
 
 def _visible(gpus: Sequence[_ListedGpu]) -> Sequence[_ListedGpu]:
-    """Those that CUDA_VISIBLE_DEVICES shows, in NVML's order; all, if it is not set."""
+    """GPUs that CUDA_VISIBLE_DEVICES shows, in NVML's order; all, if it is not set."""
     if VISIBLE_VARIABLE not in os.environ or all(gpu.is_emulated for gpu in gpus):
         return gpus
     visible = {device.uid for device in visible_gpus().devices}

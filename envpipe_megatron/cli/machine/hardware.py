@@ -1,4 +1,4 @@
-"""What doctor says of GPUs, of the rights to control them, and of the environment. Reads only.
+"""Doctor's checks of GPUs, of the rights to control them, and of the environment. Reads only.
 
 One broken thing does not stop the other questions (`looked`).
 """
@@ -47,7 +47,7 @@ Answer = tuple[bool, str, str]
 
 
 def looked(area: str, looks: Mapping[str, Callable[[], Answer]]) -> list[Check]:
-    """What each look finds, by the name of its check; one that fails in any way is a no."""
+    """Make a check of each look, by its name; one that fails in any way is a no."""
     return [_looked(area, name, look) for name, look in looks.items()]
 
 
@@ -177,7 +177,7 @@ def _power_limits() -> Answer:
 
 
 def _alike(texts: Mapping[int, str]) -> str:
-    """What is so of which GPUs, by index."""
+    """Group GPUs, by index, by what is said of them."""
     indices = defaultdict[str, list[int]](list)
     for index, text in texts.items():
         indices[text].append(index)

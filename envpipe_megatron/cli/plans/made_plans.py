@@ -80,7 +80,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 
 
 def _simulation_facts(plan: Plan) -> dict[str, Any]:
-    """What `simulate` says of a plan, for machines."""
+    """Figures of a plan that `simulate` prints as JSON."""
     baseline = plan.baseline.cost
     return {
         "policy": plan.policy,

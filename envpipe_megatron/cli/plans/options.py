@@ -127,7 +127,7 @@ SCHEDULE_OPTION = click.option(
 def job_options(
     schedule: str | Path | None, num_microbatches: int | None, policy: str
 ) -> dict[str, Any]:
-    """What a `PlanRequest` takes of the options for order and microbatches; reads the file."""
+    """Fields of a `PlanRequest` from the options for order and microbatches; reads the file."""
     if isinstance(schedule, Path):
         group_size = None
         if schedule.suffix == ".json":

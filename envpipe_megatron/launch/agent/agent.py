@@ -127,7 +127,7 @@ class NodeAgent:
         self._loop.call_soon_threadsafe(self._loop.call_later, to_s, self._waited_enough.set)
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
-        """Whether all ranks of this node end within a time."""
+        """Wait until all ranks of this node have ended; False after a time."""
         none = holds_within(timeout_s, lambda: not self._ranks, self._changed)
         self._call(self._unless_shortened(none))
         return not self._ranks
@@ -218,7 +218,7 @@ class NodeAgent:
         self._guarded(ledger.bill_up_to, reading)
 
     async def _apart(self, call: Callable[[], T]) -> T:
-        """What a driver is asked, by a thread that nobody waits for as this process ends."""
+        """Ask a driver in a thread that nobody waits for as this process ends."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def ask() -> None:

@@ -55,7 +55,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 async def holds_within(
     timeout_s: float, condition: Callable[[], bool], changed: asyncio.Event
 ) -> bool:
-    """Whether a condition becomes true within a time; it is checked after each change."""
+    """Wait for a condition, at most for a time, and return it; it is checked after each change."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -114,7 +114,7 @@ class Collector:
         await asyncio.gather(*self._connections)
 
     async def all_ended(self, timeout_s: float) -> bool:
-        """Whether every node that ever sent something ends its bill, within a time."""
+        """Wait until every node that ever sent something ends its bill; False after a time."""
         return await holds_within(timeout_s, lambda: not self.bill.running(), self._complete)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -232,7 +232,7 @@ class Uplink:
         self._grown.set()
 
     async def all_known(self, timeout_s: float) -> bool:
-        """Whether the collector gets the whole log within a time."""
+        """Wait until the collector has the whole log; False after a time."""
         if self._task is None:
             return False
         return await holds_within(timeout_s, self._knows_all, self._known)

@@ -132,7 +132,7 @@ class NodeLog:
 
     @property
     def _file(self) -> Path:
-        """What was opened, whatever becomes of its name: the job's bill needs all of it."""
+        """The file that was opened, also under another name: the job's bill needs all of it."""
         return Path(f"/proc/self/fd/{self._lock}") if self._lock >= 0 else self.path
 
     def _earlier_identity(self) -> str | None:
@@ -290,7 +290,7 @@ class GpuLedger:
         self._last_iteration = whole.get("last_iteration")
 
     def is_behind(self) -> bool:
-        """Whether no window has come for so long that the counter should be read and billed."""
+        """Say whether no window has come for so long that the counter should be read and billed."""
         until = self._billed[0]
         if until is None or self._longest_step_s is None:
             return until is None

@@ -179,7 +179,7 @@ def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
 
 @dataclass
 class NodeBill:
-    """What agents wrote of a node; `lost` counts starts that had not ended before the next."""
+    """State of a node by its agents' notes; `lost` counts starts that ended without one."""
 
     agent: bool = False
     running: bool = False
@@ -390,7 +390,7 @@ class Bill:
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
     def _began_twice(self) -> bool:
-        """Whether the lowest iteration of a run is in two starts, or twice in one."""
+        """Say whether the lowest iteration of a run is in two starts, or twice in one."""
         lowest: dict[str, int] = {}
         for (_, run, _, _), phase in self.phases.items():
             if phase.first is not None:
@@ -407,7 +407,7 @@ class Bill:
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
-    """By what phases of GPUs are sorted."""
+    """Key to sort phases of GPUs by."""
     numbers = (-1 if number is None else number for number in (window.rank, window.stage))
     name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)

@@ -50,7 +50,7 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class Tariff:
-    """What a kWh costs, in any currency, and its g of CO2; None if it is not known."""
+    """Cost of a kWh, in any currency, and its g of CO2; None if not known."""
 
     price_per_kwh: float | None = None
     grid_g_per_kwh: float | None = None

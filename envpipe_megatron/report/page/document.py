@@ -58,7 +58,7 @@ class Part:
 
     @property
     def plot(self) -> str:
-        """What the script finds the plot by, and the page the place where it is drawn."""
+        """Name by which the script finds the plot, and the page the place where it is drawn."""
         return str(self.figure.name)
 
 

@@ -21,7 +21,7 @@ from envpipe_megatron.report.run_folder import RunFolder
 
 
 class Prediction(NamedTuple):
-    """Of an iteration on all GPUs, for those from `begin` up to `end`, not included, if it ended.
+    """Cost of an iteration on all GPUs, from `begin` up to `end`, not included, if it ended.
 
     `said` is what the job said when it began.
     """
@@ -34,7 +34,7 @@ class Prediction(NamedTuple):
 
 
 def predictions_of(folder: RunFolder, facts: ReportFacts) -> list[Prediction]:
-    """Of batches of full size, in their order; by the last plan where no closed loop told of any.
+    """Predictions for batches of full size, in order; by the last plan without a closed loop.
 
     While the loop is back in the framework's order nothing is predicted.
     """
