@@ -2,19 +2,117 @@
 
     torchrun --nproc-per-node 4 -m envpipe_megatron.attach pretrain_gpt.py ... --envpipe
 
-The script finds its arguments, its folder in the path and `__main__` as without this module.
+The modules that the patch touches are patched as they are imported, in memory: by the patch that
+`change.apply_patch` would put in, at the same places. The checkout stays as it is, and the script
+finds its arguments, its folder in the path and `__main__` as without this module.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import linecache
 import runpy
 import sys
 import traceback
-from pathlib import Path
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.patching.attach import attach, imported_checkout
+from envpipe_megatron.patching.catalog import Patch, PatchError, load_catalog
+from envpipe_megatron.patching.change import does_not_fit
+from envpipe_megatron.patching.checkout import Checkout, FileState, look_at
+
+
+def attach(
+    directory: Path, catalog: Sequence[Patch] | None = None, tag: str | None = None
+) -> Checkout:
+    """Let this process import the modules of a checkout as the patch makes them.
+
+    Call it before any of them is imported. What is patched already stays as it is. The arguments
+    and errors are those of `change.apply_patch`; PatchError too if more than modules is changed.
+
+    Returns:
+        The checkout, to which nothing is written.
+    """
+    found = look_at(directory, catalog, tag)
+    if found.foreign:
+        raise does_not_fit(found)
+    sys.meta_path.insert(0, _PatchedModules(found))
+    return found
+
+
+def _imported_checkout(script: Path) -> Path:
+    """Return the root of the checkout or installation that a script would import.
+
+    It is the script's own folder where nothing supported can be imported.
+    """
+    files = {patch.recognition.file for patch in load_catalog()}
+    for package in sorted({PurePosixPath(file).parts[0] for file in files}):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            root = Path(folder).parent
+            if any((root / file).is_file() for file in files):
+                return root
+    return script.resolve().parent
+
+
+class _PatchedModules(MetaPathFinder):
+    """Finds the modules that a checkout has unpatched, or lacks."""
+
+    def __init__(self, found: Checkout) -> None:
+        self._loaders = {
+            _module_name(file.change.path): _Patched(
+                str(found.root / file.change.path), file.change.apply(file.content or b"")
+            )
+            for file in found.files
+            if file.state is FileState.STOCK
+        }
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        loader = self._loaders.get(fullname)
+        if loader is None:
+            return None
+        return importlib.util.spec_from_file_location(
+            fullname, loader.get_filename(fullname), loader=loader
+        )
+
+
+class _Patched(SourceLoader):
+    """Loads one module; compiled files are neither read nor left, as they belong to the file."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self._file = file
+        self._source = source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._file
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._source
+
+    def exec_module(self, module: ModuleType) -> None:
+        lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
+        # For tracebacks; without a time, it is not held against the file.
+        linecache.cache[self._file] = (len(self._source), None, lines, self._file)
+        super().exec_module(module)
+
+
+def _module_name(path: str) -> str:
+    file = PurePosixPath(path)
+    if file.suffix != ".py":
+        raise PatchError(
+            "The patch changes more than Python modules, so it cannot be attached",
+            value=path,
+            remedy="Run `envpipe patch apply` on a copy of the checkout",
+        )
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def main() -> None:
@@ -33,7 +131,7 @@ def main() -> None:
     sys.argv = [str(options.script), *options.arguments]
     where = ""
     try:
-        checkout = imported_checkout(options.script)
+        checkout = _imported_checkout(options.script)
         where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
     except EnvPipeError as error:

@@ -1,17 +1,24 @@
-"""Python processes that a rank has beside it: its GPU's guard, its meter's reader, its planner."""
+"""Processes that end in order: what a rank has beside it, and commands that end with their parent.
+
+Run as a program, this becomes a command that gets SIGTERM when its parent dies, however it dies:
+
+    python -P child.py PARENT COMMAND ...
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import envpipe_megatron
-
+_PR_SET_PDEATHSIG = 1
 TORCHRUN_MARK = "ENVPIPE_TORCHRUN"
 """Set for every process that torchrun starts, except these; the launcher finds survivors by it."""
 
@@ -27,7 +34,7 @@ def start_child(
         streams: `stdin`, `stdout` and `stderr` of Popen.
     """
     # It finds this package where this process found it.
-    package = str(Path(envpipe_megatron.__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop(TORCHRUN_MARK, None)
@@ -38,3 +45,16 @@ def start_child(
         start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
         **streams,
     )
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Get a signal when the parent ends, or end now if it is gone; only Linux has the signal."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    os.execvp(sys.argv[2], sys.argv[2:])

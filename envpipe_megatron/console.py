@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import IO, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +32,12 @@ def show_tables(console: Console, *tables: Table) -> None:
             cells = (column.header, *column.cells)
             column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
         console.print(table, crop=False)
+
+
+def say_as_launcher(text: str) -> None:
+    """Print a line of `envpipe launch` on standard error, if that can still be written."""
+    with contextlib.suppress(OSError):
+        click.echo(f"[envpipe] {text}", err=True)
 
 
 def say_working(text: str) -> None:

@@ -28,11 +28,12 @@ from envpipe_megatron.patching.catalog import (
     DESCRIPTION_NAME,
     FORMAT,
     PATCH_NAME,
+    parse_patch,
+    places,
     read_constants,
     read_patch,
     sha256,
 )
-from envpipe_megatron.patching.diff import parse_patch, places
 
 HERE = Path(__file__).resolve().parent
 _PASSED_OVER_FOLDERS = {".git", "__pycache__"}

@@ -31,13 +31,10 @@ import click
 import numpy as np
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
-from envpipe_megatron.launch.agent import uplink
-from envpipe_megatron.launch.agent.collector import Collector
-from envpipe_megatron.launch.agent.node_log import NodeLog
-from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.agent.collector import Collector, Uplink
+from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import BillReport, Tariff
 
 SWEPT_AGENTS = (64, 128, 256, 512, 1024)
 #: Part of the time after which the collector has seen all GPUs and phases, and should not grow.
@@ -124,7 +121,7 @@ async def _serve(pipe: Connection, folder: Path) -> None:
 def send(pipe: Connection, endpoint: Any, folder: Path, load: Load, names: Sequence[int]) -> None:
     """Be some agents, from the word of the pipe on; answer with what was sent."""
     _allow_many_files()
-    logging.getLogger(uplink.__name__).addHandler(_Counter())
+    logging.getLogger(Uplink.__module__).addHandler(_Counter())
     pipe.send(asyncio.run(_send(pipe, endpoint, folder, load, names)))
 
 

@@ -10,23 +10,18 @@ from rich.logging import RichHandler
 
 from envpipe_megatron import __version__
 from envpipe_megatron.cli.common import ErrorsAsMessages
-from envpipe_megatron.cli.jobs.energy import energy
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.cli.jobs.patch import patch
 from envpipe_megatron.cli.jobs.profile import profile
-from envpipe_megatron.cli.jobs.prove import prove
-from envpipe_megatron.cli.jobs.quickstart import quickstart
-from envpipe_megatron.cli.jobs.report import report
+from envpipe_megatron.cli.jobs.results import energy, report
+from envpipe_megatron.cli.jobs.trials import prove, quickstart
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
-from envpipe_megatron.cli.plans.compare import compare
-from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
-from envpipe_megatron.cli.plans.orders import export_schedule
+from envpipe_megatron.cli.plans.interchange import export_freqs, export_schedule, import_freqs
+from envpipe_megatron.cli.plans.made_plans import compare, simulate, straggler
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
 from envpipe_megatron.cli.plans.search import search_command
-from envpipe_megatron.cli.plans.simulate import simulate
-from envpipe_megatron.cli.plans.straggler import straggler
 
 _FIRST_STEPS = """Three things to do next:
 

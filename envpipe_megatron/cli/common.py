@@ -1,4 +1,4 @@
-"""What the subcommands share: options' types, errors as messages, tables."""
+"""Shared by the subcommands: options' types, errors as messages, tables."""
 
 from __future__ import annotations
 
@@ -210,10 +210,9 @@ def numbers(values: Iterable[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-def _with_error(percent: float, error: float | None, decimals: int = 2) -> str:
+def _with_error(percent: float, error: float | None) -> str:
     """A figure with the half-width of its interval of 95 % from a standard error, if known."""
-    text = f"{percent:.{decimals}f}"
-    return text if error is None else f"{text} +- {NORMAL_95 * error:.{decimals}f}"
+    return f"{percent:.2f}" + ("" if error is None else f" +- {NORMAL_95 * error:.2f}")
 
 
 def summary_table(plan: Plan) -> Table:

@@ -5,7 +5,6 @@ A thread would take Python's interpreter lock from the training thread, and coul
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from envpipe_megatron.child import start_child
+from envpipe_megatron.child import end_with_parent, start_child
 from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
@@ -27,7 +26,6 @@ T = TypeVar("T")
 _PROCESS = ("-P", "-m", "envpipe_megatron.control.background")  # -P: not the working folder
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _NICE = 10
 #: It ends so long after the rank should have ended it, s.
 _LATER_S = 60
@@ -129,9 +127,7 @@ def main() -> None:
     # Batch systems send these to all of a job's processes, and mean its ranks.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != order["parent"]:  # it died before this asked
-        return
+    end_with_parent(order["parent"], signal.SIGKILL)
     signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")

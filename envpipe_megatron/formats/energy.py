@@ -74,7 +74,7 @@ STEP = ("iterations", "time_s", "time_uncertainty_s", "energy_j", "metering_unce
 
 
 class Phase(StrEnum):
-    """What an iteration is for; training goes on in all of them."""
+    """Purpose of an iteration; training goes on in all of them."""
 
     WARMUP = "warm-up"
     PROFILE = "profile"
@@ -158,7 +158,7 @@ class EnergyWindow:
 
 @dataclass(frozen=True, slots=True)
 class EnergyNote:
-    """What a node's agent noted: `BEGUN`, `JOB` or `ENDED`, with the whole object as `fields`."""
+    """A note of a node's agent: `BEGUN`, `JOB` or `ENDED`, with the whole object as `fields`."""
 
     node: str
     note: str
@@ -167,7 +167,7 @@ class EnergyNote:
 
 @dataclass(frozen=True)
 class EnergyLogs:
-    """What was read from energy logs.
+    """Contents of energy logs.
 
     Args:
         lines: windows and notes in the order in which they were read, each once.

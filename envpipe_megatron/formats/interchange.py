@@ -56,7 +56,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class FrequencyFile:
-    """What a plan file says: for each stage, its instructions in the order of execution."""
+    """Contents of a plan file: for each stage, its instructions in the order of execution."""
 
     stages: tuple[tuple[Instruction, ...], ...]
     source: str

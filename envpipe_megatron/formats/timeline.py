@@ -61,7 +61,7 @@ MOST_CLOCK_SAMPLES = 7200
 
 
 def is_recorded(phase: str, index: int) -> bool:
-    """Whether the iteration of a phase is recorded; its first one has index 0."""
+    """Say whether an iteration of a phase is recorded; its first one has index 0."""
     stride = STEADY_STRIDE << (index // STRIDE_GROWS).bit_length()
     if split_phase(phase)[0] == Phase.STEADY:
         return index < FIRST_STEADY or index % stride == 0
@@ -122,7 +122,7 @@ class RankIteration:
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
-    """What the clock of one GPU was at some instants, on the time base of its meter.
+    """Clock of one GPU at some instants, on the time base of its meter.
 
     One entry for each sample; `requested_mhz` is None if the clock was not locked, and
     `throttle_reasons` are what the GPU says holds its clock back, with commas between them.
@@ -137,7 +137,7 @@ class ClockSamples:
 
 @dataclass(frozen=True)
 class TimelineLogs:
-    """What was read from timeline files, in the order of lines; unreadable ones as `file:line`."""
+    """Contents of timeline files, in the order of lines; unreadable ones as `file:line`."""
 
     iterations: tuple[RankIteration, ...] = ()
     clocks: tuple[ClockSamples, ...] = ()

@@ -17,18 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.bill.tables import Tariff
-from envpipe_megatron.launch.saying import say
+from envpipe_megatron.launch.bill.report import BillReport, Tariff
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import handled_signals
-from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.launch.torchrun import handled_signals, run_torchrun
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         )
         last.callback(agent.close)
         if agent.log.goes_on:
-            say(f"{agent.log.path} is continued; a new job needs another --output")
+            say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(torchrun_arguments)
         signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))
         try:
@@ -154,15 +152,17 @@ def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     if not agent.ledgers():
         agent.finish(code, 0.0)
         if not code:  # else what torchrun said matters
-            say("no rank of this node reported any training, so there is no bill: is EnvPipe on?")
+            say_as_launcher(
+                "no rank of this node reported any training, so there is no bill: is EnvPipe on?"
+            )
         return
     late = agent.finish(code, _OTHERS_END_S)
     bill = agent.bill
     if bill is None:
         own_j = sum(ledger.energy_j for ledger in agent.ledgers())
-        say(f"{own_j:.1f} J on this node, in {agent.log.path}")
+        say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
         if agent.trouble:
-            say(f"the job's bill may lack them: {agent.trouble}")
+            say_as_launcher(f"the job's bill may lack them: {agent.trouble}")
         return
     for name in late:
         logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)

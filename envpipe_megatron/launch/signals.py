@@ -1,4 +1,4 @@
-"""What ends a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input.
+"""Signals that end a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input.
 
 And what torchrun is told to handle besides, such as a batch system's signal before a time limit.
 """

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from envpipe_megatron.patching.catalog import Patch, load_catalog
+from envpipe_megatron.patching.catalog import Patch, PatchError, load_catalog
 from envpipe_megatron.patching.checkout import (
     RECORD_NAME,
     Checkout,
@@ -25,7 +25,6 @@ from envpipe_megatron.patching.checkout import (
     look_at,
     record_of,
 )
-from envpipe_megatron.patching.diff import PatchError
 
 
 class Outcome(NamedTuple):

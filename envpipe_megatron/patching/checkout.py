@@ -14,8 +14,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from envpipe_megatron import __version__
-from envpipe_megatron.patching.catalog import Patch, load_catalog, read_patch, sha256
-from envpipe_megatron.patching.diff import FilePatch, PatchError
+from envpipe_megatron.patching.catalog import (
+    FilePatch,
+    Patch,
+    PatchError,
+    load_catalog,
+    read_patch,
+    sha256,
+)
 
 RECORD_NAME = ".envpipe-patch.json"
 _RECORD_FORMAT = "envpipe-patch-record/1"
@@ -24,7 +30,7 @@ _OUR_NAME = b"envpipe"
 
 
 class FileState(StrEnum):
-    """What a touched file holds."""
+    """State of a touched file."""
 
     STOCK = "stock"
     PATCHED = "patched"
@@ -38,7 +44,7 @@ class FileState(StrEnum):
 
 
 class TreeState(StrEnum):
-    """What all touched files are together."""
+    """State of all touched files together."""
 
     STOCK = "stock"
     PATCHED = "patched"
@@ -124,7 +130,7 @@ def look_at(
     """
     catalog = load_catalog() if catalog is None else catalog
     root = directory.resolve()
-    record = read_record(root / RECORD_NAME)
+    record = _read_record(root / RECORD_NAME)
 
     def seen(patch: Patch) -> Checkout:
         known = patch.sha256 in {known.sha256 for known in catalog}
@@ -147,7 +153,7 @@ def look_at(
     return min(map(seen, chosen), key=lambda found: (len(found.foreign), len(found.forked)))
 
 
-def read_record(file: Path) -> Patch | None:
+def _read_record(file: Path) -> Patch | None:
     """Return the patch that a record holds, None without a record; PatchError if damaged."""
     try:
         content = file.read_bytes()

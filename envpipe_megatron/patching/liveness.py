@@ -26,7 +26,7 @@ _APEX = {"apex", "amp_C"}
 
 
 class Outcome(StrEnum):
-    """What became of a hook that was asked."""
+    """Result of asking a hook."""
 
     LIVE = "live"
     NOT_LIVE = "not_live"
@@ -37,7 +37,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a hook answered.
+    """A hook's answer.
 
     Attributes:
         detail: the module's file, the dependency, or the error.

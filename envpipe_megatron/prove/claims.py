@@ -1,4 +1,4 @@
-"""What a proof shows, as claims with intervals: from what the ranks told, nothing else.
+"""Claims of a proof, with intervals: from what the ranks reported, nothing else.
 
 A round has one turn of each arm. An arm is compared with another's turn of the same round, so that
 what drifts over rounds (heat, above all) falls out; the interval of 95 % is that of Student's t of
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.core.uncertainty import NORMAL_95
-from envpipe_megatron.prove.arms import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
+from envpipe_megatron.prove.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 from envpipe_megatron.runtime.energy.steps import RunningMean
 
 #: An arm that is slower by less is as fast.
@@ -130,7 +130,7 @@ def claims_of(
 
 
 def _failure(turns: Turns, arm: str) -> str:
-    """What went wrong in a turn of an arm; empty if nothing did."""
+    """Return what went wrong in a turn of an arm; empty if nothing did."""
     of_arm = [turn for turn in turns if turn["arm"] == arm]
     errors = [stage["clocks"]["error"] for turn in of_arm for stage in turn["stages"]]
     return next(filter(None, [*(turn["failure"] for turn in of_arm), *errors]), "")
@@ -149,7 +149,7 @@ def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, unchanged: str, 
 
 
 def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
-    """That all turns trained alike: losses of the same step, and weights at the end."""
+    """Claim that all turns trained alike: losses of the same step, and weights at the end."""
     losses = [turn["losses"] for turn in turns]
     weights = [[stage["weights_sha256"] for stage in turn["stages"]] for turn in turns]
     whole = len({turn["arm"] for turn in turns}) == len(ARMS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from envpipe_megatron.console import say
 from envpipe_megatron.files import clear_own_folder
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.prove.arms import ARMS
-from envpipe_megatron.prove.machine import Machine
-from envpipe_megatron.prove.page import line_to_paste
-from envpipe_megatron.prove.results import EMULATED, FILES, FOLDERS, Proof
-from envpipe_megatron.prove.settings import ProveError, ProveSettings
-from envpipe_megatron.quickstart.ranks import (
-    ended_like_ctrl_c,
-    events_of,
-    rank_environment,
-    started_ranks,
-    torchrun_command,
-)
+from envpipe_megatron.prove.results import EMULATED, FILES, FOLDERS, Proof, line_to_paste
+from envpipe_megatron.prove.settings import ARMS, Machine, ProveError, ProveSettings
+from envpipe_megatron.quickstart.ranks import rank_environment, running_ranks
 from envpipe_megatron.quickstart.settings import check_installed, load_text
-
-_WORKER = ("--module", "envpipe_megatron.prove.worker")
 
 
 def run_prove(
@@ -45,9 +33,10 @@ def run_prove(
         checks: doctor's, for the page.
         console: for progress and the line to paste.
 
-    Raises ProveError for a rank that failed, or arms that trained differently; EnvPipeError for too
-    little text, a package missing, or a folder with other files; KeyboardInterrupt on Ctrl-C,
-    SIGTERM or a closed terminal. Clocks are reset, and what was measured until then is kept.
+    Raises ProveError for arms that trained differently, or turns that are missing; EnvPipeError for
+    a rank that failed, too little text, a package missing, or a folder with other files;
+    KeyboardInterrupt on Ctrl-C, SIGTERM or a closed terminal. Clocks are reset, and what was
+    measured until then is kept.
     """
     output, job = settings.output, settings.job
     content = load_text(Path(job.text), 100 * job.sequence_length)
@@ -61,8 +50,7 @@ def run_prove(
         say(console, f"No clock is changed: {machine.missing}")
     proof = Proof(settings, machine, checks)
     try:
-        with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
-            _train(proof, console)
+        _train(proof, console)
     except KeyboardInterrupt:
         say(console, f"Interrupted: clocks are reset, what was measured is in {output}.")
         raise
@@ -86,32 +74,24 @@ def run_prove(
 def _train(proof: Proof, console: Console) -> None:
     settings = proof.settings
     emulated, log_path = settings.output / EMULATED, settings.output / "log.txt"
-    command = torchrun_command(settings.job.num_stages, [*_WORKER, str(settings.output / FILES[0])])
+    program = ["--module", "envpipe_megatron.prove.worker", str(settings.output / FILES[0])]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+    environment = _environment(settings, emulated)
     with (
-        log_path.open("w") as log,
         Progress(*columns, console=console) as progress,
-        started_ranks(
-            command, _environment(settings, emulated), log, emulated, proof.rank_pids
-        ) as ranks,
+        running_ranks(settings.job.num_stages, program, environment, log_path, emulated) as events,
     ):
         turns = progress.add_task("turns", total=settings.rounds * len(ARMS))
-        for event in events_of(ranks, log):
+        for event in events:
             proof.take(event)
             if event["event"] == "say":
                 progress.console.print(event["text"], highlight=False, markup=False, style="dim")
             progress.update(turns, completed=len(proof.turns))
-        code = ranks.wait()
-    if code != 0:
-        raise ProveError(
-            f"A rank failed (exit code {code}); clocks are reset",
-            remedy=f"The first error stands in {log_path}.",
-        )
 
 
 def _environment(settings: ProveSettings, emulated: Path) -> dict[str, str]:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -119,3 +123,21 @@ def forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.T
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mean = losses.mean()
     return mean, {"loss": mean.detach().clone()}  # Megatron divides the first in place
+
+
+@contextlib.contextmanager
+def joined_pipeline(num_stages: int, timeout: timedelta) -> Iterator[None]:
+    """Join the other ranks that torchrun has started, one a stage: over NCCL where there are GPUs.
+
+    The group is left at the end alone: after a failure peers may be gone, and leaving waits.
+    """
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    yield
+    dist.destroy_process_group()

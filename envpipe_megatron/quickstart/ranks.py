@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from envpipe_megatron.gpu.emulated.emulated_gpu import reset_all
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.quickstart.settings import QuickstartError
 
 #: What starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "
@@ -42,11 +43,48 @@ def rank_environment(emulated: Path) -> dict[str, str]:
 
 
 def torchrun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
-    """What starts ranks of a program: a script, or `--module` and a module, with its arguments."""
+    """Command that starts ranks of a script, or of `--module` and a module, with arguments."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", str(num_ranks), *program,
     ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def running_ranks(
+    num_ranks: int,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    emulated: Path,
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Run ranks of a program, and give what they tell; when left, none runs, clocks are reset.
+
+    SIGTERM and SIGHUP end this like Ctrl-C. QuickstartError if a rank failed.
+    """
+    rank_pids: list[int] = []
+
+    def events() -> Iterator[dict[str, Any]]:
+        for event in events_of(ranks, log):
+            if event["event"] == "rank":
+                rank_pids.append(event["pid"])
+            else:
+                yield event
+
+    with (
+        ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP),
+        log_path.open("w") as log,
+        started_ranks(
+            torchrun_command(num_ranks, program), environment, log, emulated, rank_pids
+        ) as ranks,
+    ):
+        yield events()
+        code = ranks.wait()
+    if code != 0:
+        raise QuickstartError(
+            f"A rank failed (exit code {code}); clocks are reset",
+            remedy=f"The first error is in {log_path}.",
+        )
 
 
 @contextlib.contextmanager
@@ -79,7 +117,7 @@ def started_ranks(
 
 
 def events_of(ranks: subprocess.Popen[str], log: IO[str]) -> Iterator[dict[str, Any]]:
-    """What the ranks tell, until all have ended; other lines of theirs go to the log."""
+    """Yield what the ranks report, until all have ended; other lines of theirs go to the log."""
     assert ranks.stdout is not None
     for line in ranks.stdout:
         if line.startswith(EVENT_MARK):

@@ -1,4 +1,4 @@
-"""What the quickstart trains, and on what. Free of torch: the command imports it."""
+"""Settings of the quickstart's job. Free of torch: the command imports it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Settings:
 
     @property
     def model_name(self) -> str:
-        """As the results name it."""
+        """Name of the model in the results."""
         return f"quickstart GPT ({self.num_layers} layers, width {self.hidden_size})"
 
     @property
     def text_copy(self) -> Path:
-        """What every rank reads, while the job runs."""
+        """The text that every rank reads, while the job runs."""
         return Path(self.output_dir) / "text.bin"
 
     @property

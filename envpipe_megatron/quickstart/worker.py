@@ -22,7 +22,7 @@ from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart import ranks
-from envpipe_megatron.quickstart.pipeline import joined_pipeline
+from envpipe_megatron.quickstart.model import joined_pipeline
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -38,7 +38,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 class QuickstartRank:
-    """What a rank keeps over both runs."""
+    """A rank's state over both runs."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

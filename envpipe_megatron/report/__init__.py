@@ -1,1 +1,1 @@
-"""What a person reads afterwards: pictures of plans, profiles and runs."""
+"""Reports for people: pictures, tables and traces of plans, profiles and runs."""

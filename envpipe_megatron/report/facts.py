@@ -1,11 +1,218 @@
-"""The figures of a report, which whoever adds up a bill hands over."""
+"""The figures of a report: bubbles, shares of time and energy, steps, what levels would save.
+
+Bubbles are seen in recorded iterations at full clock, in which no clock was asked for, or the
+highest for all units; no clock is changed to know them. What could be saved is a prediction
+(`cli.jobs.report_facts`). Other figures come from a bill, which the caller adds up.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from envpipe_megatron.report.bubbles import Bubbles
-from envpipe_megatron.report.shares import GpuShares
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.energy import Phase, split_phase
+from envpipe_megatron.formats.timeline import RankIteration
+from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
+from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
+
+#: So many of the latest iterations at full clock are looked at.
+_LATEST = 16
+#: A GPU whose units take this share longer than those of its stage's others is a straggler.
+_STRAGGLES = 0.02
+#: Phases of the framework's order at the highest clock.
+_FULL = (Phase.WARMUP, Phase.BASELINE)
+
+
+@dataclass(frozen=True)
+class GpuShares:
+    """Time and energy of one GPU over metered iterations: units, waits in receives, and the rest.
+
+    The rest is what the meter says beyond the other two: optimizer, data, the wait for the slowest
+    stage. Where a profile prices units too high it is below 0, by as much as the profile is off.
+    """
+
+    compute_s: float
+    blocking_s: float
+    idle_s: float
+    compute_j: float
+    blocking_j: float
+    idle_j: float
+
+
+def gpu_shares(plan: Plan, stage: int, metered: Mapping[str, float]) -> GpuShares:
+    """The shares of one GPU that ran a plan.
+
+    Only the whole energy is measured: that of units is the plan's by its profile, and that of waits
+    the waiting power of the plan's clocks times the measured waits. `metered` has `energy_j`,
+    `duration_s`, `compute_s`, `blocking_s` and the number of `iterations`.
+    """
+    compute_j = metered["iterations"] * float(plan.evaluation.unit_energy_j[stage].sum())
+    blocking_j = metered["blocking_s"] * float(mean_waiting_power_w(plan)[stage])
+    return GpuShares(
+        compute_s=metered["compute_s"],
+        blocking_s=metered["blocking_s"],
+        idle_s=metered["duration_s"] - metered["compute_s"] - metered["blocking_s"],
+        compute_j=compute_j,
+        blocking_j=blocking_j,
+        idle_j=metered["energy_j"] - compute_j - blocking_j,
+    )
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Where the time of a GPU goes between its pipeline's first unit and last; of an iteration.
+
+    Args:
+        critical_s: in units on the path that sets the pipeline's time.
+    """
+
+    gpu: Gpu
+    units_s: float
+    bubbles_s: float
+    critical_s: float
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """Means over some iterations at full clock.
+
+    Args:
+        iterations: how many were looked at.
+        pipeline_s: from the first unit to the last.
+        even_s: the same if all stages took as long as their mean, in the same order.
+        schedule: the pipeline's order.
+        unit_s: [num_stages, units_per_stage] durations, means over pipelines too.
+        stragglers: GPUs that are slower than their stage's others, with the share.
+    """
+
+    iterations: int
+    pipeline_s: float
+    even_s: float
+    gpus: tuple[GpuTime, ...]
+    schedule: Schedule
+    unit_s: FloatArray
+    stragglers: tuple[tuple[Gpu, float], ...]
+
+    @property
+    def share(self) -> float:
+        """Share of bubbles in the GPUs' time between the first unit and the last."""
+        bubbles_s = sum(each.bubbles_s for each in self.gpus)
+        return bubbles_s / (bubbles_s + sum(each.units_s for each in self.gpus))
+
+    @property
+    def slowest_stage(self) -> tuple[int, float]:
+        """The stage whose units take the longest, and by which share beyond the mean stage."""
+        by_stage_s = self.unit_s.sum(axis=1)
+        return int(by_stage_s.argmax()), float(by_stage_s.max() / by_stage_s.mean() - 1)
+
+
+def find_bubbles(
+    recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
+) -> Bubbles | None:
+    """The bubbles of a job; None if no iteration at full clock was recorded by a whole pipeline.
+
+    None, too, for one stage, and for orders of forwards alone, as whole iterations are.
+
+    Args:
+        num_stages: of the job.
+        top_mhz: the highest clock, if it is known; else warm-up and baseline stand for it.
+    """
+    gpus = {gpu.rank: gpu for gpu in gpus_of(read.labels for read in recorded)}
+    found = [
+        list(whole_pipelines(reads, gpus, num_stages))
+        for reads in _at_full_clock(recorded, top_mhz)
+    ]
+    found = [pairs for pairs in found if pairs]
+    if not found or num_stages == 1:
+        return None
+    schedule = found[-1][-1][0]
+    if schedule.forward_only:
+        return None
+    alike = [[pair for pair in pairs if pair[0].stages == schedule.stages] for pairs in found]
+    latest = [pairs for pairs in alike if pairs][-_LATEST:]
+    whole = [pair for pairs in latest for pair in pairs]
+    times: dict[int, list[tuple[float, float, float]]] = {}
+    unit_s, spans_s = [], []
+    for _, reads in whole:
+        own_s = np.array([1e-6 * (read.end_us - read.start_us) for read in reads])
+        unit_s.append(own_s)
+        timeline = Timeline(schedule, own_s)
+        critical_s = np.zeros(schedule.num_units)
+        path = timeline.critical_path()
+        critical_s[path] = own_s.ravel()[path]
+        by_stage_s = critical_s.reshape(own_s.shape).sum(axis=1)
+        span_s = _span_s(reads)
+        spans_s.append(span_s)
+        for read, busy_s, on_path_s in zip(reads, own_s.sum(axis=1), by_stage_s, strict=True):
+            times.setdefault(read.labels.rank, []).append(
+                (float(busy_s), max(0.0, span_s - float(busy_s)), float(on_path_s))
+            )
+    means = [
+        GpuTime(gpu, *(float(value) for value in np.mean(times[rank], axis=0)))
+        for rank, gpu in gpus.items()
+        if rank in times
+    ]
+    mean_s: FloatArray = np.mean(unit_s, axis=0)
+    by_stage_s = mean_s.sum(axis=1, keepdims=True)
+    even = Timeline(schedule, mean_s * by_stage_s.mean() / by_stage_s)
+    ideal_s = Timeline(schedule, mean_s).iteration_time_s
+    pipeline_s = statistics.fmean(spans_s)
+    return Bubbles(
+        len(latest),
+        pipeline_s,
+        pipeline_s - (ideal_s - even.iteration_time_s),
+        tuple(means),
+        schedule,
+        mean_s,
+        tuple(_stragglers(means)),
+    )
+
+
+def _at_full_clock(
+    recorded: Sequence[RankIteration], top_mhz: int | None
+) -> list[list[RankIteration]]:
+    """Find the records of each iteration that ran at the highest clock, or at none asked for."""
+    asked = [int(read.frequency_mhz.max()) for read in recorded if read.frequency_mhz is not None]
+    highest_mhz = top_mhz or max(asked, default=0)
+
+    def at_full(read: RankIteration) -> bool:
+        if read.frequency_mhz is None:
+            return True
+        known = top_mhz is not None or split_phase(read.phase)[0] in _FULL
+        return known and int(read.frequency_mhz.min()) >= highest_mhz
+
+    return [reads for reads in by_iteration(recorded).values() if all(map(at_full, reads))]
+
+
+def _span_s(reads: Sequence[RankIteration]) -> float:
+    """From a pipeline's first unit to its last; each node's clock begins anywhere.
+
+    The first stage has the first unit, and the last backward ends there, too. Where stages share a
+    node, all of them are looked at.
+    """
+    node = reads[0].labels.node
+    together = [read for read in reads if read.labels.node == node]
+    begins_s = [read.begin_s + 1e-6 * float(read.start_us[0]) for read in together]
+    ends_s = [read.begin_s + 1e-6 * float(read.end_us[-1]) for read in together]
+    return max(ends_s) - min(begins_s)
+
+
+def _stragglers(means: Sequence[GpuTime]) -> Iterable[tuple[Gpu, float]]:
+    by_stage: dict[int, list[GpuTime]] = {}
+    for each in means:
+        by_stage.setdefault(each.gpu.stage, []).append(each)
+    for own in by_stage.values():
+        usual_s = statistics.median_low([each.units_s for each in own])
+        for each in own:
+            if each.units_s > (1 + _STRAGGLES) * usual_s:
+                yield each.gpu, each.units_s / usual_s - 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +243,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one stage took in a step of the steady phase, or of the baseline.
+    """Energy and time of one stage in a step of the steady phase, or of the baseline.
 
     Args:
         name: a name of the steps for people.
@@ -55,7 +262,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """What a level is predicted to save, against the job's own order at the highest clocks."""
+    """Predicted saving of a level, against the job's own order at the highest clocks."""
 
     level: str
     saving_percent: float
@@ -64,7 +271,7 @@ class LevelFacts:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the levels would save.
+    """Predicted savings of all levels.
 
     Args:
         waiting_power_w: of each stage's GPU in its bubbles; None if not known.
@@ -80,7 +287,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """What was added up of a run.
+    """All figures of a run.
 
     Args:
         phases: an average step of each run and phase.

@@ -1,19 +1,52 @@
-"""The pipelines of a job, from what its ranks recorded."""
+"""The pipelines of a job, from what its ranks recorded, on one axis of time."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
+#: A start of a job, by the label of its run, and a node.
+StartAndNode = tuple[str, str]
+
 #: Run, phase, number of an iteration.
 IterationKey = tuple[str, str, int]
+
+
+def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, float]:
+    """Find what to subtract from each node's instants, so that those of all nodes compare.
+
+    The stages of a pipeline begin an iteration together, so the median difference between the
+    begins of the iterations that two nodes recorded is taken to be 0. Each start of a job has its
+    own, since a node that was booted between them has a clock that starts again. It is 0 for the
+    node of the lowest rank, and for nodes without a common iteration.
+    """
+    begins: dict[str, dict[str, dict[int, float]]] = {}
+    first_rank: dict[str, int] = {}
+    for read in iterations:
+        node, rank = read.labels.node, read.labels.rank
+        first_rank[node] = min(rank, first_rank.get(node, rank))
+        own = begins.setdefault(read.labels.run, {}).setdefault(node, {})
+        own[read.iteration] = min(read.begin_s, own.get(read.iteration, read.begin_s))
+    return {
+        (run, node): _median_difference_s(own, nodes[min(nodes, key=first_rank.__getitem__)])
+        for run, nodes in begins.items()
+        for node, own in nodes.items()
+    }
+
+
+def _median_difference_s(own: Mapping[int, float], reference: Mapping[int, float]) -> float:
+    common = own.keys() & reference.keys()
+    return statistics.median(own[key] - reference[key] for key in common) if common else 0.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +71,7 @@ def gpus_of(labels: Iterable[GpuLabels]) -> tuple[Gpu, ...]:
 
 
 def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[RankIteration]]:
-    """What all ranks recorded of each iteration, in the order they were recorded.
+    """Group ranks' records by iteration, in the order they were recorded.
 
     Of iterations that were repeated after a restart, the last start's.
     """
@@ -47,6 +80,22 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
         key = name_of_run(read.labels.run), read.phase, read.iteration
         found.setdefault(key, {})[read.labels.rank] = read
     return {key: list(reads.values()) for key, reads in found.items()}
+
+
+def kept_iterations(
+    iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
+) -> list[IterationKey]:
+    """Every n-th iteration of each phase, the last among them, with at most about so many units.
+
+    The same ones of all GPUs, in their order.
+    """
+    units = sum(len(read.start_us) for reads in iterations.values() for read in reads)
+    stride = max(1, math.ceil(units / most_units))
+    return [
+        key
+        for _, phase in groupby(iterations, key=lambda key: key[:2])
+        for key in list(phase)[::-1][::stride][::-1]
+    ]
 
 
 def whole_pipelines(

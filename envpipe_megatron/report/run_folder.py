@@ -1,4 +1,4 @@
-"""What is there of a run: the files of its folder, and which of them are missing."""
+"""Reads the files of a run's folder, and names those that are missing."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class RunFolder:
 
     @property
     def windows(self) -> tuple[EnergyWindow, ...]:
-        """What was metered."""
+        """The metered windows."""
         return () if self.energy is None else self.energy.windows
 
     @property
     def emulated(self) -> bool:
-        """Whether a rank or the summary says that its GPU is emulated."""
+        """True if a rank or the summary says that its GPU is emulated."""
         told = (*self.clocks, *([self.summary] if self.summary else []))
         return (
             any(entry.get("emulated") is True for entry in told)
@@ -73,13 +73,13 @@ class RunFolder:
 
     @property
     def dry_run(self) -> bool:
-        """Whether a rank only logged the clocks that it would have set."""
+        """True if a rank only logged the clocks that it would have set."""
         told = any(entry.get("backend") == "dry_run" for entry in self.clocks)
         return told or self._has_back_end("dry_run")
 
     @property
     def changed_nothing(self) -> bool:
-        """Whether the job says so; if it was killed, whether a rank ran one order at one clock."""
+        """True if the job says so; if it was killed, if each rank ran one order at one clock."""
         told = (self.summary or {}).get("only_measures")
         if told is not None:
             return told is True
@@ -149,7 +149,7 @@ def read_run_folder(path: Path) -> RunFolder:
 
 
 def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
-    """Whether it is the end of a node whose ranks have all ended without an error."""
+    """Say whether it is the end of a node whose ranks have all ended without an error."""
     if isinstance(line, EnergyWindow) or line.note != ENDED:
         return False
     return line.fields.get("exit_code") == 0
@@ -197,7 +197,7 @@ def _torn(lines: Sequence[str]) -> list[str]:
 
 
 def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str]) -> T | None:
-    """What a file holds; without it, the report misses `lacking`."""
+    """Read a file; without it, the report misses `lacking`."""
     if not file.exists():
         missing.append(f"{file.name}: {lacking}")
         return None

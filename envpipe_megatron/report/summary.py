@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from matplotlib.figure import Figure
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
-from envpipe_megatron.report.bubbles import Bubbles
-from envpipe_megatron.report.facts import ReportFacts, StepFacts
-from envpipe_megatron.report.pictures import Picture
+from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.trace import TraceFacts
 
@@ -21,6 +21,15 @@ LEVELS = "What each level would save: a prediction"
 _EVEN = 5e-4
 #: Letters of a cell that goes over several lines if it has more.
 _LONGEST_LINE = 40
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that can be drawn; its files have its name."""
+
+    name: str
+    caption: str
+    draw: Callable[[], Figure]
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Section:
 
     @property
     def wordy(self) -> tuple[bool, ...]:
-        """Of each column, whether it holds sentences, which go over several lines."""
+        """For each column: does it hold sentences, which go over several lines?"""
         return tuple(
             max(map(len, column)) > _LONGEST_LINE for column in zip(*self.rows, strict=True)
         )
@@ -217,7 +226,7 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
 
 
 def marks_of(folder: RunFolder) -> Iterator[str]:
-    """What nobody may overlook."""
+    """Warnings that nobody must overlook."""
     if folder.emulated:
         yield "These joules are emulated: no GPU was used. Times are those of a model."
     if folder.dry_run:

@@ -29,7 +29,7 @@ from envpipe_megatron.formats.timeline import (
     TimelineLogs,
     parse_order,
 )
-from envpipe_megatron.report.alignment import node_offsets_s
+from envpipe_megatron.report.pipelines import IterationKey, kept_iterations, node_offsets_s
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
 MAX_UNITS = 1_000_000
@@ -42,7 +42,7 @@ _NEXT = ",\n"  # every event follows another one
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a trace contains.
+    """Counts of a trace.
 
     Args:
         iterations: iterations of the job whose units are in the trace.
@@ -70,7 +70,10 @@ def write_trace(
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
     """
-    kept = _kept_iterations(timelines.iterations, max_units)
+    by_key: dict[IterationKey, list[RankIteration]] = {}
+    for read in sorted(timelines.iterations, key=_iteration_of):
+        by_key.setdefault(_iteration_of(read), []).append(read)
+    kept = set(kept_iterations(by_key, max_units))
     gpus = _gpus(timelines, windows)
     axis = _Axis(timelines, windows)
     units = 0
@@ -100,7 +103,7 @@ def write_trace(
 
 @dataclass
 class _Gpu:
-    """What is known of one GPU, in the order of time."""
+    """Records of one GPU, in the order of time."""
 
     name: str
     rank: float
@@ -153,30 +156,12 @@ class _Axis:
         return instant_s - self._offsets_s.get((whose.run, whose.node), 0.0)
 
 
-def _iteration_of(read: RankIteration) -> tuple[str, str, int]:
+def _iteration_of(read: RankIteration) -> IterationKey:
     return read.labels.run, read.phase, read.iteration
 
 
-def _kept_iterations(
-    iterations: Iterable[RankIteration], max_units: int
-) -> set[tuple[str, str, int]]:
-    """The iterations whose units are written: all, or every n-th of each phase."""
-    found: dict[tuple[str, str, int], None] = {}
-    units = 0
-    for read in iterations:
-        found[_iteration_of(read)] = None
-        units += len(read.start_us)
-    stride = max(1, math.ceil(units / max_units))
-    ordered = sorted(found)
-    return {
-        key
-        for _, phase in groupby(ordered, key=lambda key: key[:2])
-        for key in list(phase)[::stride]
-    }
-
-
 def _one_after_another(own: list[RankIteration]) -> list[RankIteration]:
-    """Those iterations of a GPU that do not overlap earlier ones, in the order of time."""
+    """Keep the iterations of a GPU that do not overlap earlier ones, in the order of time."""
     kept: list[RankIteration] = []
     end_s = -math.inf
     for read in sorted(own, key=lambda read: read.begin_s):

@@ -42,12 +42,12 @@ class Rank:
         assert receive(self.connection) == {"event": "welcome", "node": self.agent.log.node}
         return self
 
-    def train(self, iteration: int, work_s: float = 0.5) -> None:
+    def train(self, iteration: int, work_s: float = 0.5, **fields: Any) -> None:
         """Run a unit, and send the window from the refresh before it to the last one in it."""
         before = self.gpu.read_energy()
         self.gpu.run_unit("forward", work_s, 0.0)
         line = self.line(iteration, before, self.gpu.read_energy())
-        send(self.connection, {"op": "window", "line": line})
+        send(self.connection, {"op": "window", "line": line | fields})
 
     def line(self, iteration: int, begin: EnergyReading, end: EnergyReading) -> dict[str, Any]:
         length_s = end.time_s - begin.time_s

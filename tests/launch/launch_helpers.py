@@ -37,10 +37,10 @@ def run_badly(*words):
 
 _RUN_NODES = """
 import json, sys
-from envpipe_megatron.launch.nodes import processes
-from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
+from envpipe_megatron.launch import hosts
+from envpipe_megatron.launch.hosts import NodeProcess, run_nodes
 nodes = [NodeProcess(host, tuple(command)) for host, command in json.loads(sys.argv[1])]
-grace_s, processes._LAST_GRACE_S = float(sys.argv[2]), float(sys.argv[3])
+grace_s, hosts._LAST_GRACE_S = float(sys.argv[2]), float(sys.argv[3])
 sys.exit(run_nodes(nodes, grace_s))
 """
 

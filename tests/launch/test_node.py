@@ -256,14 +256,6 @@ def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     assert (output / "bill.csv").exists()
 
 
-def test_one_file_that_cannot_be_written_spoils_no_other(nodes, train, output, caplog):
-    (output / "bill.json").mkdir(parents=True)
-    assert train(nodes) == 0
-    assert "bill.json is not written" in caplog.text
-    assert (output / "bill.csv").exists()
-    assert json.loads((output / "bill.jsonl").read_text())["complete"]
-
-
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EnvPipeError):
         train(nodes, prometheus_port=taken.getsockname()[1])
@@ -349,16 +341,6 @@ def test_the_first_signal_and_the_others():
         os.kill(os.getpid(), signal.SIGTERM)
     assert taken == ["first", "again", "again", "first of others"]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_what_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Signals():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

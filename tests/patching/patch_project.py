@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.patching.catalog import load_catalog
-from envpipe_megatron.patching.diff import PatchError
+from envpipe_megatron.patching.catalog import PatchError, load_catalog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534

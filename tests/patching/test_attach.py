@@ -17,9 +17,9 @@ from patch_project import (
     write_tree,
 )
 
-from envpipe_megatron.patching.attach import attach
+from envpipe_megatron.attach import attach
+from envpipe_megatron.patching.catalog import PatchError
 from envpipe_megatron.patching.change import apply_patch
-from envpipe_megatron.patching.diff import PatchError
 
 SCRIPT = """\
 import json, sys

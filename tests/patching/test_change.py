@@ -18,9 +18,9 @@ from patch_project import (
     write_tree,
 )
 
+from envpipe_megatron.patching.catalog import PatchError
 from envpipe_megatron.patching.change import apply_patch, revert_patch, temporary_of
 from envpipe_megatron.patching.checkout import RECORD_NAME, TreeState, look_at
-from envpipe_megatron.patching.diff import PatchError
 
 
 @pytest.mark.parametrize("minor", [0, 1])

@@ -203,9 +203,9 @@ def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypa
 
 
 def test_the_probes_own_folder_is_not_on_the_path(patched):
-    """As a training script sees it; this package has a diff.py there."""
-    write_tree(patched, {"toy/training/loop.py": "import diff\n"})
-    assert asked(patched, LOOP) == (Outcome.DEPENDENCY, "diff")
+    """As a training script sees it; this package has a catalog.py there."""
+    write_tree(patched, {"toy/training/loop.py": "import catalog\n"})
+    assert asked(patched, LOOP) == (Outcome.DEPENDENCY, "catalog")
 
 
 # --- the command ---------------------------------------------------------------------------------

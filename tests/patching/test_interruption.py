@@ -14,9 +14,9 @@ from on_request import asked_for, examples
 from patch_project import in_child, snapshot
 
 import envpipe_megatron.patching
+from envpipe_megatron.patching.catalog import PatchError
 from envpipe_megatron.patching.change import apply_patch, revert_patch, was_stopped
 from envpipe_megatron.patching.checkout import TreeState, look_at
-from envpipe_megatron.patching.diff import PatchError
 
 PATCHING = str(Path(envpipe_megatron.patching.__file__).parent)
 #: These change files; the others read and compute.

@@ -46,10 +46,10 @@ def run_command(path: Path) -> None:
     from rich.console import Console
 
     from envpipe_megatron.prove import run
-    from envpipe_megatron.prove.machine import Machine
-    from envpipe_megatron.prove.settings import ProveSettings
+    from envpipe_megatron.prove.settings import Machine, ProveSettings
+    from envpipe_megatron.quickstart import ranks
 
-    run.torchrun_command = lambda count, program: [
+    ranks.torchrun_command = lambda count, program: [
         sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],
     ]  # fmt: skip
     settings = ProveSettings.read(path)
@@ -68,7 +68,7 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
     from envpipe_megatron.integrations.device import Device
     from envpipe_megatron.integrations.megatron.cpu import use_cpu
-    from envpipe_megatron.prove import turns, worker
+    from envpipe_megatron.prove import worker
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
@@ -89,7 +89,7 @@ def run_rank(path: Path) -> None:
     latency.LONGEST_S = 0.05
     wait_power._HOLD_S = 0.3
     short = ProfilerSettings(measured_iterations=2, measured_split_iterations=2, min_window_s=0.1)
-    turns.SessionConfig = partial(SessionConfig, profiler=short)
+    worker.SessionConfig = partial(SessionConfig, profiler=short)
     sys.argv = ["worker", str(path)]
     worker.main()
 

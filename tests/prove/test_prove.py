@@ -24,12 +24,16 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control, devices
 from envpipe_megatron.gpu.backends.nvml_library import NvmlError
 from envpipe_megatron.gpu.devices import GpuActivity
-from envpipe_megatron.prove import machine as prove_machine
 from envpipe_megatron.prove import run as prove_run
-from envpipe_megatron.prove.arms import ARMS
-from envpipe_megatron.prove.machine import emulated_machine, newcomers, real_machine
+from envpipe_megatron.prove import settings as prove_settings
 from envpipe_megatron.prove.run import run_prove
-from envpipe_megatron.prove.settings import ProveSettings
+from envpipe_megatron.prove.settings import (
+    ARMS,
+    ProveSettings,
+    emulated_machine,
+    newcomers,
+    real_machine,
+)
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -147,7 +151,8 @@ def test_the_page_stands_alone_and_has_every_table(finished):
     assert "two of a test" in finished.page
     profile = read_profile(finished.output / "profile" / "profile.csv")
     constant = read_plan(finished.output / "plans" / "constant.json", profile)
-    assert f"<td>{constant.frequency_mhz.max()}</td><td>1F1B at the one lower" in finished.page
+    mhz = constant.frequency_mhz.max()
+    assert re.search(f"<td[^>]*>{mhz}</td><td[^>]*>1F1B at the one lower", finished.page)
     assert "# EnvPipe: a proof (emulated)" in (finished.output / "summary.md").read_text()
 
 
@@ -175,10 +180,10 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     monkeypatch.setattr(control, "has_sys_admin", lambda: True)
     monkeypatch.setattr(control, "in_user_namespace", lambda: False)
-    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
-    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.prove"], "all_checks", list)
+    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.trials"], "all_checks", list)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []
@@ -220,7 +225,7 @@ def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
 
 def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
     cores = os.cpu_count()
-    monkeypatch.setattr(prove_machine.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
+    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
     assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
 
 
@@ -285,7 +290,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     monkeypatch.setattr(prove_run, "_train", train)
     quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
     # The rank, and another one that came later.
-    monkeypatch.setattr(prove_machine, "read_processes", lambda uid: (11, 4711))
+    monkeypatch.setattr(prove_settings, "read_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
@@ -333,7 +338,8 @@ def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, dry_run):
+def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, monkeypatch, dry_run):
+    monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
     settings = ProveSettings(short_settings(tmp_path), False, dry_run, 1, 3)
     environment = prove_run._environment(settings, tmp_path)
     assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)

@@ -10,10 +10,9 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.prove.arms import ARMS, constant_plan, order_of_round
 from envpipe_megatron.prove.claims import claims_of, difference
-from envpipe_megatron.prove.machine import Machine
-from envpipe_megatron.prove.page import line_to_paste
+from envpipe_megatron.prove.results import line_to_paste
+from envpipe_megatron.prove.settings import ARMS, Machine, constant_plan, order_of_round
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import Section
 

@@ -15,7 +15,7 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
-from envpipe_megatron.report.pictures import Picture
+from envpipe_megatron.report.report import Picture
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section
 

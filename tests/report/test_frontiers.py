@@ -6,7 +6,7 @@ import run_made
 
 from envpipe_megatron.policies.planner import make_frontier, make_memory_frontier
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.report.drawing import frontiers
+from envpipe_megatron.report.drawing import planned
 
 PROFILE = run_made.profile(3, [(1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0)])
 REQUEST = PlanRequest(6, "auto", "optimal", blocking_power_w=30.0)
@@ -16,19 +16,19 @@ REQUEST = PlanRequest(6, "auto", "optimal", blocking_power_w=30.0)
 def drawn(monkeypatch):
     """The axes of the picture that is written."""
     kept = []
-    save = frontiers.save_picture
+    save = planned.save_picture
 
     def keep(figure, path):
         kept.extend(figure.axes)
         save(figure, path)
 
-    monkeypatch.setattr(frontiers, "save_picture", keep)
+    monkeypatch.setattr(planned, "save_picture", keep)
     return kept
 
 
 def test_a_frontier_shows_plans_bound_baseline_and_power(drawn, tmp_path):
     plans = make_frontier(PROFILE, REQUEST, 8)
-    frontiers.plot_frontier(plans, tmp_path / "f.png", title="a job")
+    planned.plot_frontier(plans, tmp_path / "f.png", title="a job")
     lines = {line.get_label(): line for line in drawn[0].get_lines()}
     times_s = [plan.cost.iteration_time_s for plan in plans]
     np.testing.assert_allclose(lines["plans"].get_xdata(), times_s)
@@ -49,7 +49,7 @@ def test_a_frontier_shows_plans_bound_baseline_and_power(drawn, tmp_path):
 
 def test_a_memory_frontier_shows_saving_over_microbatches_held(drawn, tmp_path):
     points = make_memory_frontier(PROFILE, REQUEST)
-    frontiers.plot_memory_frontier(points, tmp_path / "m.svg", title="a job")
+    planned.plot_memory_frontier(points, tmp_path / "m.svg", title="a job")
     (line,) = drawn[0].get_lines()
     assert list(line.get_xdata()) == [point.peak_in_flight for point in points]
     assert list(line.get_ydata()) == sorted(line.get_ydata())

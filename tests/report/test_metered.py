@@ -7,7 +7,6 @@ import pytest
 import run_made
 
 from envpipe_megatron.formats.energy import EnergyWindow
-from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.measured import last_iteration
 from envpipe_megatron.report.drawing.metered import (
     MOST_LINES,
@@ -16,8 +15,8 @@ from envpipe_megatron.report.drawing.metered import (
     shares_figure,
     step_series,
 )
-from envpipe_megatron.report.facts import StageFacts
-from envpipe_megatron.report.shares import GpuShares
+from envpipe_megatron.report.facts import GpuShares, StageFacts
+from envpipe_megatron.report.pipelines import node_offsets_s
 
 #: Labels of a job that was started twice.
 STARTS = ("2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00")

@@ -8,7 +8,7 @@ import pytest
 
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
-from envpipe_megatron.report.page.predictions import predictions_of
+from envpipe_megatron.report.page.series import predictions_of
 from envpipe_megatron.report.summary import comparison_section
 
 #: Two pipelines of three stages.

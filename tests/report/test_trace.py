@@ -1,4 +1,4 @@
-"""A trace keeps the rules of its format, and says what was measured."""
+"""A trace keeps the rules of its format, by Perfetto's own parser too where it is installed."""
 
 import gzip
 import json
@@ -7,12 +7,40 @@ from dataclasses import replace
 
 import pytest
 import run_made
-from trace_rules import check_format
 
+from benchmarks.report import perfetto_check, report_scale
+from envpipe_megatron.formats.energy import PHASES
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
 
 NODES = {2: ("n2", 5000.0)}  # whose clock began long before
+
+STAGES, REPLICAS, MICROBATCHES, ITERATIONS = 4, 2, 8, 25
+
+needs_perfetto = pytest.mark.skipif(
+    bool(perfetto_check.missing_checker()), reason=str(perfetto_check.missing_checker())
+)
+
+
+def check_format(events):
+    """What viewers ask of events: their fields, and slices of a thread one behind another."""
+    ends = defaultdict(int)
+    for event in events:
+        assert {"ph", "pid", "name"} <= event.keys(), event
+        assert isinstance(event["name"], str)
+        if event["ph"] == "M":
+            assert event["args"]
+        elif event["ph"] == "C":
+            assert type(event["ts"]) is int
+            assert all(type(value) in (int, float) for value in event["args"].values())
+        else:
+            assert event["ph"] == "X"
+            assert min(event["ts"], event["dur"]) >= 0
+            thread = event["pid"], event["tid"]
+            assert event["ts"] >= ends[thread], event
+            ends[thread] = event["ts"] + event["dur"]
 
 
 def traced(path, timelines, windows=(), **options):
@@ -104,7 +132,7 @@ def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path
     facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), max_units=200)
     check_format(events)
     kept = [{s["args"]["iteration"] for s in units_of(events, pid)} for pid in (1, 2, 3)]
-    assert kept[0] == kept[1] == kept[2] == {0, 3, 4, 7, 10, 13, 16, 19, 22}
+    assert kept[0] == kept[1] == kept[2] == {0, 3, 5, 8, 11, 14, 17, 20, 23}
     assert (facts.units, facts.iterations, facts.recorded) == (9 * 24, 9, 24)
     assert len(units_of(events, 0)) == 2 + 24  # the job's own slices are all there
 
@@ -133,3 +161,58 @@ def test_a_run_without_timelines_still_has_its_power(tmp_path, made):
     check_format(events)
     assert facts.units == 0
     assert sum(event["ph"] == "C" for event in events) == len(made)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small one of the benchmark's, with its trace."""
+    preset = load_preset("a100-sxm")
+    plan = report_scale.plan_of(preset, STAGES, MICROBATCHES)
+    made = tmp_path_factory.mktemp("scale")
+    report_scale.make_folder(report_scale.Job(STAGES, REPLICAS, ITERATIONS, preset, plan), made)
+    read = read_run_folder(made)
+    facts = write_trace(made / "trace.json.gz", read.timelines, read.windows)
+    return made, read, facts
+
+
+def test_the_benchmarks_job_is_one_that_could_have_been(folder):
+    _, read, facts = folder
+    assert facts.units == STAGES * REPLICAS * ITERATIONS * 2 * MICROBATCHES
+    assert facts.overlapping == 0
+    assert {one.phase for one in read.timelines.iterations} < set(PHASES)
+    assert read.plan is not None
+    last = {one.labels.stage: one for one in read.timelines.iterations}
+    for stage, one in last.items():
+        assert one.order.split() == read.plan.schedule.labels()[stage]
+        assert one.frequency_mhz.tolist() == read.plan.frequency_mhz[stage].tolist()
+
+
+def test_its_trace_keeps_the_rules(folder):
+    events = json.loads(gzip.decompress((folder[0] / "trace.json.gz").read_bytes()))
+    check_format(events["traceEvents"])
+
+
+@needs_perfetto
+def test_perfetto_reads_all_of_it(folder):
+    path, read, facts = folder
+    found = perfetto_check.check(path / "trace.json.gz")
+    assert found["problems"] == {}
+    phases = len({one.phase for one in read.timelines.iterations})
+    assert found["slices"] == facts.units + ITERATIONS + phases
+    assert found["processes"] == STAGES * REPLICAS + 1
+    assert found["threads"] == STAGES * REPLICAS + 2
+    assert found["deepest"] == 0  # no slice lies on another
+    assert found["counter_tracks"] == {
+        "SM clock requested MHz": STAGES * REPLICAS,
+        "power W": STAGES * REPLICAS,
+    }
+
+
+@needs_perfetto
+@pytest.mark.parametrize(
+    "text", ["hello", '{"traceEvents":[{"ph":"X","pid":1,"tid":1,"ts":5,"dur":3,"name":"F0"}']
+)
+def test_perfetto_does_not_read_everything(tmp_path, text):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match="trace"):
+        perfetto_check.check(tmp_path / "trace.json")

@@ -14,21 +14,26 @@ import click
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.nodes.hostfile import read_hostfile
-from envpipe_megatron.launch.nodes.processes import STOP_GRACE_S, NodeProcess, run_nodes
-from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
-from envpipe_megatron.launch.torchrun.command_line import (
-    TORCHRUN,
-    CommandLine,
-    read,
-    shutdown_s,
-    split,
+from envpipe_megatron.launch.hosts import (
+    STOP_GRACE_S,
+    NodeProcess,
+    carried_environment,
+    read_hostfile,
+    run_nodes,
+    ssh_command,
 )
-from envpipe_megatron.launch.torchrun.looking import look
-from envpipe_megatron.launch.torchrun.options import (
+from envpipe_megatron.launch.options import (
     TorchrunOptions,
     options_here,
     options_of_hosts,
+)
+from envpipe_megatron.launch.torchrun import (
+    TORCHRUN,
+    CommandLine,
+    look,
+    read,
+    shutdown_s,
+    split,
 )
 
 #: Options that are used when the hostfile is read; nodes get all others.

@@ -1,26 +1,220 @@
-"""`envpipe profile`."""
+"""`envpipe profile`: measures the stages of a job, or with --layers a model's layers."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
-from envpipe_megatron.cli.jobs.profile_layers import LayerSizes, profile_layers
+from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import read
-from envpipe_megatron.launch.torchrun.looking import look
-from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.launch.torchrun import look, ranks_of_node, read, run_torchrun, split
+from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
+from envpipe_megatron.search.layer_jobs import (
+    JOB_VARIABLE,
+    LayerJob,
+    check_known,
+    jobs_for,
+    merged,
+    slowest_gpu,
+)
+from envpipe_megatron.search.layer_profile import LayerProfile, Links
+from envpipe_megatron.search.plausible import implausible_rows
+
+_MODULE = "envpipe_megatron.integrations.layer_profile"
+_MIB = 2**20
+#: By how much the slowest GPU must be behind for anybody to want to know.
+_TOLD_PERCENT = 0.5
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class _LayerSizes:
+    """The sizes that are measured, each with each; no tensor sizes for all that the GPUs allow."""
+
+    tensor: tuple[int, ...] | None
+    context: tuple[int, ...]
+    expert: tuple[int, ...]
+    microbatch: tuple[int, ...]
+
+
+def _profile_layers(
+    output: Path, command: Sequence[str], sizes: _LayerSizes, clocks_mhz: tuple[int, ...]
+) -> None:
+    """Measure what the output does not have yet, and print what it has then.
+
+    The output is written after each job, so that a command that was interrupted goes on when it is
+    given again. EnvPipeError if a job fails, and what was measured before is kept; and before any
+    job if the output is of another command or at other clocks.
+    """
+    check_outputs([], [], {output: LAYERS_FORMAT})
+    options = read(command)
+    look(options)
+    num_gpus = _gpus(options)
+    tensor = sizes.tensor or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus)
+    source = shlex.join(split(command, {}).script)
+    known = read_layers(output) if output.is_file() else None
+    if known is not None:
+        check_known(known, source, clocks_mhz)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        measured = () if known is None else known.measures
+        jobs = jobs_for(
+            tensor,
+            sizes.context,
+            sizes.expert,
+            sizes.microbatch,
+            clocks_mhz,
+            Path(folder),
+            measured,
+            source,
+        )
+        _check_fits(jobs, num_gpus)
+        links, speeds = Links() if known is None else known.links, [1.0]
+        if num_gpus > 1 and (jobs or links.within_node is None):
+            say(console, f"Measuring the speeds of {num_gpus} GPUs, and links between them")
+            measured_links, speeds = _measure_node(command, num_gpus, Path(folder))
+            slowest = slowest_gpu(speeds)
+            if (behind := 100 * (1 - speeds[slowest] / max(speeds))) >= _TOLD_PERCENT:
+                words = f"GPU {narrowed([slowest])} is {behind:.1f} % slower than the fastest"
+                say(console, f"{words}: all jobs run on it")
+            if links.within_node is None:
+                links = measured_links
+                if known is not None:
+                    known = replace(known, links=links)
+                    replace_files({output: [layers_text(known)]})
+        if not jobs:
+            say(console, "All these sizes were measured before: there is nothing to measure")
+        for number, job in enumerate(jobs, start=1):
+            say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
+            Path(job.folder).mkdir()
+            variables = {JOB_VARIABLE: job.to_text()}
+            if visible := narrowed(job.gpus(speeds)):
+                variables[VISIBLE_VARIABLE] = visible
+            code = _run(command, job.num_ranks, [_MODULE], variables)
+            for size in job.microbatch_sizes:
+                if job.file(size).is_file():
+                    known = merged(known, read_layers(job.file(size)))
+            if known is not None:
+                known = replace(known, links=links)
+                replace_files({output: [layers_text(known)]})
+            if code:
+                raise EnvPipeError(
+                    f"The job that measured {_words(job)} failed",
+                    value=code,
+                    remedy="Its own message is above. What was measured before is kept: leave out "
+                    "sizes that do not fit into memory, and give the command again.",
+                )
+    if known is not None:
+        show_tables(console, _table(known))
+        if implausible := implausible_rows(known):
+            say(
+                console,
+                "These rows contradict others; was the host held up for a while?\n  "
+                + "\n  ".join(implausible)
+                + "\nPredictions of these sizes will be off. To measure a size again, take all its "
+                "rows out of the file, and give the command again.",
+            )
+        say(console, f"{'Wrote' if jobs else 'They are in'} {output}")
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    """The GPUs of the command, which is for one node and names a script."""
+    if options.nnodes not in ("1", "1:1") or options.module or options.no_python:
+        raise EnvPipeError(
+            "Layers are measured on one node, by a Python script of Megatron-LM",
+            remedy="Leave out torchrun's --nnodes, -m and --no-python.",
+        )
+    return ranks_of_node(options)
+
+
+def _check_fits(jobs: Sequence[LayerJob], num_gpus: int) -> None:
+    too_large = [job for job in jobs if job.num_ranks > num_gpus]
+    if too_large:
+        raise EnvPipeError(
+            f"Sizes need more GPUs than the command's {num_gpus}",
+            value=_words(too_large[0]),
+            remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
+        )
+
+
+def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[Links, list[float]]:
+    """The links, and the speed of each GPU."""
+    code = _run(command, num_gpus, [f"{_MODULE}.node", str(folder)], {}, script=False)
+    if code:
+        raise EnvPipeError(
+            "The job that measured GPUs and messages between them failed",
+            value=code,
+            remedy="Its own message is above.",
+        )
+    return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
+
+
+def _run(
+    command: Sequence[str],
+    num_ranks: int,
+    module: Sequence[str],
+    environment: dict[str, str],
+    *,
+    script: bool = True,
+) -> int:
+    """Run a module under the command's torchrun, with its script behind or alone."""
+    parts = split(command, {})
+    words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
+    with Signals() as signals:
+        return run_torchrun(
+            [*words, *(parts.script if script else ())],
+            {"PYTHONUNBUFFERED": "1", **environment},
+            signals,
+        )
+
+
+def _words(job: LayerJob) -> str:
+    microbatches = ", ".join(map(str, job.microbatch_sizes))
+    parallel = {
+        "tensor": job.tensor_parallel,
+        "context": job.context_parallel,
+        "expert": job.expert_parallel,
+    }
+    sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if size > 1)
+    return f"{sizes or 'one GPU'}, microbatches of {microbatches}"
+
+
+def _table(profile: LayerProfile) -> Table:
+    columns = ("", "t", "c", "e", "b", "forward (ms)", "backward (ms)", "kept (MiB)", "parameters")
+    rows = (
+        (
+            piece,
+            *map(str, (sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel)),
+            str(sizes.microbatch_size),
+            f"{1e3 * measure.forward_s[0]:.3f}",
+            f"{1e3 * measure.backward_s[0]:.3f}",
+            f"{measure.activation_bytes / _MIB:.1f}",
+            f"{measure.parameters:,.0f}",
+        )
+        for sizes, measures in sorted(profile.measures.items())
+        for piece, measure in measures.items()
+    )
+    table = table_of(f"Layers on {profile.gpu or 'a CPU'}", columns, rows)
+    table.caption = "t, c, e: tensor, context, expert parallel; b: samples of a microbatch"
+    return table
 
 
 def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:
@@ -62,14 +256,14 @@ def profile(
       envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
-        of_layers = LayerSizes(
+        of_layers = _LayerSizes(
             sizes["tensor_parallel"],
             sizes["context_parallel"] or (1,),
             sizes["expert_parallel"] or (1,),
             sizes["microbatch_size"] or (1, 2, 4),
         )
         clocks_mhz = tuple(sorted(set(sizes["clocks"] or ()), reverse=True))
-        profile_layers(output.resolve(), command, of_layers, clocks_mhz)
+        _profile_layers(output.resolve(), command, of_layers, clocks_mhz)
         return
     if any(sizes.values()):
         raise click.UsageError("Sizes and clocks are chosen for --layers alone.")
@@ -107,6 +301,6 @@ def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
 
 
 def _of_several_nodes(command: tuple[str, ...]) -> bool:
-    """Whether torchrun was told of more nodes than this one."""
+    """Say whether the command names more nodes than this one."""
     names = {word.split("=")[0].replace("_", "-") for word in command}
     return bool(names & {"--nnodes", "--node-rank", "--rdzv-endpoint"})

@@ -1,26 +1,174 @@
-"""`envpipe doctor`."""
+"""`envpipe doctor`, and what it says of packages, by their files.
+
+None is imported: torch takes seconds, and a package built for another CUDA can end the process.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envpipe_megatron.cli.machine.checks import Check
 from envpipe_megatron.cli.machine.hardware import (
+    Answer,
+    Check,
     control_checks,
     driver_cuda,
     environment_checks,
     gpu_checks,
+    looked,
 )
-from envpipe_megatron.cli.machine.software import software_checks
 from envpipe_megatron.console import show_tables
+from envpipe_megatron.integrations import versions
+from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
+
+
+def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
+    """Look at each package a job may use; `driver_cuda` is the newest (major, minor) that runs."""
+    looks: dict[str, Callable[[], Answer]] = {
+        "torch": partial(_torch, driver_cuda),
+        "megatron-core": _megatron_core,
+        "nvidia-ml-py": _nvidia_ml_py,
+        "cuda-bindings": _cuda_bindings,
+        "NVIDIA Apex": _apex,
+        "Transformer Engine": _transformer_engine,
+        "DeepSpeed": _deepspeed,
+        "zeus": _zeus,
+    }
+    return looked("software", looks)
+
+
+def _folder_of(module: str) -> Path | None:
+    """Return the folder of a top-level package, found and not imported; None if there is none."""
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _torch(driver_cuda: tuple[int, int] | None) -> Answer:
+    folder = _folder_of("torch")
+    if folder is None:
+        return False, "not installed", "pip install 'torch>=2.11'"
+    built = read_constants(folder / "version.py", ("__version__", "cuda"))
+    version, cuda = built.get("__version__"), built.get("cuda")
+    if not isinstance(cuda, str):
+        return (
+            False,
+            f"{version}, built without CUDA",
+            "Good for the quickstart; for GPUs install a CUDA build (https://pytorch.org)",
+        )
+    evidence = f"{version}, built for CUDA {cuda}"
+    if driver_cuda is not None:
+        evidence += f"; the driver runs CUDA {driver_cuda[0]}.{driver_cuda[1]}"
+        if int(cuda.split(".")[0]) > driver_cuda[0]:
+            remedy = f"Install a torch for CUDA {driver_cuda[0]}, or a newer driver"
+            return False, evidence, remedy
+    return True, evidence, ""
+
+
+def _megatron_core() -> Answer:
+    catalog = load_catalog()
+    wanted = f"Supported: {', '.join(patch.name for patch in catalog)}"
+    folder = _folder_of("megatron")
+    package_info = folder / "core" / "package_info.py" if folder else None
+    if package_info is None or not package_info.is_file():
+        return False, "not installed", wanted
+    said = read_constants(package_info, ("MAJOR", "MINOR", "PATCH"))
+    version = (said[key] for key in ("MAJOR", "MINOR", "PATCH") if key in said)
+    evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
+    supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
+    return supported, evidence, wanted
+
+
+def _nvidia_ml_py() -> Answer:
+    version, shim = version_of("nvidia-ml-py"), version_of("pynvml")
+    remedy = "pip install nvidia-ml-py"
+    if version is None:
+        return False, "not installed", remedy
+    if shim is not None and _major(shim) < 12:
+        # Before 12 that package had a module of the same name; since then it only depends on ours.
+        evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
+        return False, evidence, f"pip uninstall pynvml; {remedy}"
+    return True, version, ""
+
+
+def _cuda_bindings() -> Answer:
+    version = version_of("cuda-bindings")
+    return (
+        version is not None,
+        version or "not installed",
+        "Without it NCCL carries messages between all GPUs, and kernels that wait slow units: "
+        "pip install cuda-bindings, of torch's CUDA version",
+    )
+
+
+def _major(version: str) -> int:
+    match = re.match(r"\d+", version)
+    return int(match[0]) if match else 0
+
+
+def _apex() -> Answer:
+    remedy = (
+        "Not needed. Megatron uses it where Transformer Engine is missing; build it from "
+        "https://github.com/NVIDIA/apex, never from PyPI, whose `apex` is something else"
+    )
+    folder = _folder_of("apex")
+    if folder is None:
+        return False, "not installed", remedy
+    if not all((folder / part).is_dir() for part in ("multi_tensor_apply", "normalization")):
+        return (
+            False,
+            f"{folder} is another package of that name, as PyPI's `apex` is",
+            f"pip uninstall apex: Megatron would import it. {remedy}",
+        )
+    built = {
+        "amp_C": "fused optimizers",
+        "fused_weight_gradient_mlp_cuda": "fused gradient accumulation",
+    }
+    return True, f"{version_of('apex')} with {_extensions(built)}", ""
+
+
+def _extensions(built: Mapping[str, str]) -> str:
+    there = [what for module, what in built.items() if find_spec(module) is not None]
+    return " and ".join(there) or "no CUDA extension built"
+
+
+def _transformer_engine() -> Answer:
+    version = version_of("transformer-engine")
+    if version is None or _folder_of("transformer_engine") is None:
+        remedy = (
+            "Not needed. Megatron's default layers use it: pip install transformer-engine[pytorch]"
+        )
+        return False, "not installed, or in parts", remedy
+    return True, version, ""
+
+
+def _deepspeed() -> Answer:
+    version = version_of("deepspeed")
+    lowest, beyond = map(versions.as_text, versions.DEEPSPEED)
+    wanted = f"DS_BUILD_OPS=0 pip install 'deepspeed>={lowest},<{beyond}'"
+    if version is None:
+        return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
+    return versions.is_tested(version, versions.DEEPSPEED), version, wanted
+
+
+def _zeus() -> Answer:
+    version = version_of("zeus", "zeus-ml")
+    remedy = "Not needed: EnvPipe speaks to zeusd itself. pip install zeus for Zeus's own meters"
+    return version is not None, version or "not installed", remedy
 
 
 @click.command()

@@ -1,16 +1,20 @@
-"""What doctor says of GPUs, of the rights to control them, and of the environment. Reads only."""
+"""Doctor's checks of GPUs, of the rights to control them, and of the environment. Reads only.
+
+One broken thing does not stop the other questions (`looked`).
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import pynvml
 
-from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_library import (
     MigModeError,
@@ -23,6 +27,44 @@ from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_
 from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `envpipe doctor`.
+
+    Attributes:
+        area: `gpu`, `control`, `environment` or `software`.
+        evidence: what was seen.
+        remedy: what turns a no into a yes, or a note that nothing needs to be done.
+    """
+
+    area: str
+    name: str
+    ok: bool
+    evidence: str
+    remedy: str = ""
+
+
+#: `ok`, `evidence` and `remedy` of a check; the remedy counts only if it is a no.
+Answer = tuple[bool, str, str]
+
+
+def looked(area: str, looks: Mapping[str, Callable[[], Answer]]) -> list[Check]:
+    """Make a check of each look, by its name; one that fails in any way is a no."""
+    return [_looked(area, name, look) for name, look in looks.items()]
+
+
+def _looked(area: str, name: str, look: Callable[[], Answer]) -> Check:
+    try:
+        ok, evidence, remedy = look()
+    except EnvPipeError as error:
+        ok, evidence = False, str(error).removesuffix(f". {error.remedy}")
+        remedy = error.remedy or "Correct what is named there"
+    except Exception as error:  # whatever is broken there, the other questions stay
+        ok, evidence = False, f"could not be looked at: {type(error).__name__}: {error}"
+        remedy = "Repair or reinstall it"
+    return Check(area, name, ok, evidence, "" if ok else remedy)
 
 
 def driver_cuda() -> tuple[int, int] | None:
@@ -139,7 +181,7 @@ def _power_limits() -> Answer:
 
 
 def _alike(texts: Mapping[int, str]) -> str:
-    """What is so of which GPUs, by index."""
+    """Group GPUs, by index, by what is said of them."""
     indices = defaultdict[str, list[int]](list)
     for index, text in texts.items():
         indices[text].append(index)

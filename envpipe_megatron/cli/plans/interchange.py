@@ -1,4 +1,4 @@
-"""`envpipe import-freqs` and `envpipe export-freqs`."""
+"""Files of others: `envpipe import-freqs`, `envpipe export-freqs` and `envpipe export-schedule`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.console import say, show_tables
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.fields import POWER
-from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.plan import Plan, read_order, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.interchange import read_freqs, write_freqs
+from envpipe_megatron.formats.torch_csv import torch_csv
 
 
 @click.command("import-freqs")
@@ -86,3 +88,22 @@ def export_freqs(profile_path: Path, plan_path: Path, output: Path) -> None:
     check_outputs([output], [profile_path, sidecar_path(profile_path), plan_path])
     write_freqs(read_plan(plan_path, read_profile(profile_path)), output)
     say(Console(), f"Plan file written to {output}")
+
+
+@click.command("export-schedule")
+@click.argument("plan_path", metavar="PLAN", type=EXISTING_FILE)
+@click.option("--output", type=OUTPUT_FILE, help="CSV; without it, it is printed.")
+def export_schedule(plan_path: Path, output: Path | None) -> None:
+    """Write a plan's order as torch.distributed.pipelining reads it (format compute_only).
+
+    Example:
+
+      envpipe export-schedule plan.json --output order.csv
+    """
+    text = torch_csv(read_order(plan_path))
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    check_outputs([output], [plan_path])
+    replace_files({output: [text]})
+    say(Console(), f"Order written to {output}")

@@ -22,12 +22,13 @@ from envpipe_megatron.cli.common import (
     numbers,
     summary_table,
 )
-from envpipe_megatron.cli.plans.conditions import (
+from envpipe_megatron.cli.plans.options import (
     CONDITION_NAMES,
+    SCHEDULE_OPTION,
     conditions_options,
+    job_options,
     read_conditions,
 )
-from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.fields import ENERGY, FACTOR, RATIO, TIME, Number
 from envpipe_megatron.core.plan import Plan
@@ -289,7 +290,7 @@ def _slack_limits(profile: Profile, request: PlanRequest, plan: Plan) -> Iterato
 def _make_frontier(
     console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
 ) -> None:
-    from envpipe_megatron.report.drawing.frontiers import plot_frontier
+    from envpipe_megatron.report.drawing.planned import plot_frontier
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)
@@ -307,7 +308,7 @@ def _make_frontier(
 def _make_memory_frontier(
     console: Console, profile: Profile, request: PlanRequest, path: Path
 ) -> None:
-    from envpipe_megatron.report.drawing.frontiers import (
+    from envpipe_megatron.report.drawing.planned import (
         plot_memory_frontier,
         write_memory_frontier,
     )

@@ -260,7 +260,7 @@ def _write(
         (output / name).unlink(missing_ok=True)
     replace_files({output / _CONFIGURATION: [text]})
     if best.plan is not None:
-        from envpipe_megatron.report.drawing.configurations import plot_configurations
+        from envpipe_megatron.report.drawing.planned import plot_configurations
 
         write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)

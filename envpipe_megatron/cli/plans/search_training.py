@@ -15,8 +15,7 @@ from rich.table import Table
 from envpipe_megatron.console import table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
-from envpipe_megatron.launch.torchrun.run import run_torchrun
+from envpipe_megatron.launch.torchrun import ranks_of_node, read, run_torchrun, split
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.megatron.candidates import Candidate
 

@@ -25,10 +25,8 @@ from envpipe_megatron.formats.energy import JOB, parse_line
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.gpu.opening import open_reader
-from envpipe_megatron.launch.agent.collector import Collector, holds_within
-from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading
-from envpipe_megatron.launch.agent.node_log import NodeLog
-from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.agent.collector import Collector, Uplink, holds_within
+from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog, Reading
 from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
@@ -128,7 +126,7 @@ class NodeAgent:
         self._loop.call_soon_threadsafe(self._loop.call_later, to_s, self._waited_enough.set)
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
-        """Whether all ranks of this node end within a time."""
+        """Wait until all ranks of this node have ended; False after a time."""
         none = holds_within(timeout_s, lambda: not self._ranks, self._changed)
         self._call(self._unless_shortened(none))
         return not self._ranks
@@ -219,7 +217,7 @@ class NodeAgent:
         self._guarded(ledger.bill_up_to, reading)
 
     async def _apart(self, call: Callable[[], T]) -> T:
-        """What a driver is asked, by a thread that nobody waits for as this process ends."""
+        """Ask a driver in a thread that nobody waits for as this process ends."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def ask() -> None:

@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import Tariff
 
 _JOB = ("job_name",)
 _NODE = (*_JOB, "node")

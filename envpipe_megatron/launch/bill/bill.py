@@ -28,7 +28,6 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     Phase,
     name_of_run,
-    read_step,
     split_phase,
 )
 from envpipe_megatron.runtime.energy.steps import (
@@ -124,8 +123,8 @@ class PhaseBill:
     first: int | None = None
     begun: int = 0
 
-    def add(self, window: EnergyWindow, baseline: Mapping[str, Any] | None = None) -> None:
-        """Add one window; its steps are held against a baseline, if one is known."""
+    def add(self, window: EnergyWindow) -> None:
+        """Add one window; its steps are held against its baseline, if it has one."""
         self.window = window
         self.windows += 1
         self.energy_j += window.energy_j
@@ -140,9 +139,9 @@ class PhaseBill:
         count = last - first + 1
         self.steps += count
         self.step_s.add(window.duration_s / count)
-        if baseline is not None:
+        if window.baseline is not None:
             measured = window.duration_s, window.energy_j, uncertainty_j
-            self.compared.add(StepEnergy(**baseline), count, *measured)
+            self.compared.add(StepEnergy(**window.baseline), count, *measured)
         if self.first is None or first < self.first:
             self.first, self.begun = first, 0
         self.begun += first == self.first
@@ -180,7 +179,7 @@ def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
 
 @dataclass
 class NodeBill:
-    """What agents wrote of a node; `lost` counts starts that had not ended before the next."""
+    """State of a node by its agents' notes; `lost` counts starts that ended without one."""
 
     agent: bool = False
     running: bool = False
@@ -208,8 +207,6 @@ class Bill:
         self.other_runs: frozenset[str] = frozenset()
         #: The node that told of the last one.
         self._told_by = ""
-        #: The baseline that the job reported last: lines of earlier versions have none.
-        self._baseline: Mapping[str, Any] | None = None
         #: Whether all iterations had as many tokens.
         self._one_batch = True
 
@@ -227,7 +224,6 @@ class Bill:
                     self._told_by = line.node
                 self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
                 self.facts = new
-                self._baseline = read_step(new.get("baseline"))
             elif line.note in (BEGUN, ENDED):
                 node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
@@ -239,9 +235,7 @@ class Bill:
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
-        of_old = line.phase == Phase.STEADY and line.num_ranks is None
-        reported = self._baseline if of_old else None
-        self.phases[key].add(line, line.baseline or reported)
+        self.phases[key].add(line)
         if line.phase in OUTSIDE_STEPS:
             return
         if line.first_iteration is not None and line.last_iteration is not None:
@@ -259,7 +253,6 @@ class Bill:
         made.facts = dict(self.facts)
         made.unreadable = self.unreadable
         made.other_runs, made._told_by = self.other_runs, self._told_by
-        made._baseline = self._baseline
         made._one_batch = self._one_batch
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
@@ -397,7 +390,7 @@ class Bill:
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
     def _began_twice(self) -> bool:
-        """Whether the lowest iteration of a run is in two starts, or twice in one."""
+        """Say whether the lowest iteration of a run is in two starts, or twice in one."""
         lowest: dict[str, int] = {}
         for (_, run, _, _), phase in self.phases.items():
             if phase.first is not None:
@@ -414,7 +407,7 @@ class Bill:
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
-    """By what phases of GPUs are sorted."""
+    """Key to sort phases of GPUs by."""
     numbers = (-1 if number is None else number for number in (window.rank, window.stage))
     name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)

@@ -85,7 +85,7 @@ def draw_timeline(
 
 
 def legend_handles(schedule: Schedule, with_path: bool) -> list[Patch | Line2D]:
-    """What the marks of `draw_timeline` mean on a schedule."""
+    """Legend of the marks of `draw_timeline` on a schedule."""
     grey = "#9aa5b1"
     handles: list[Patch | Line2D] = [
         Line2D([], [], color=grey, linewidth=5, label="forward (low box)", solid_capstyle="butt"),

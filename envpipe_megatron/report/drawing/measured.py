@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.plots import order_figure
 from envpipe_megatron.report.drawing.style import scale_range
+from envpipe_megatron.report.pipelines import (
+    by_iteration,
+    gpus_of,
+    node_offsets_s,
+    whole_pipelines,
+)
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,8 @@ class MeasuredIteration:
 _LATEST = 16
 
 
-def _what_ran(read: RankIteration) -> tuple[str, bytes]:
-    clocks = read.frequency_mhz
-    return read.order, b"" if clocks is None else clocks.tobytes()
-
-
 def last_iteration(
-    recorded: Iterable[RankIteration], run: str, phase: str, num_stages: int
+    recorded: Sequence[RankIteration], run: str, phase: str, num_stages: int
 ) -> MeasuredIteration | None:
     """The last iteration of a phase that all stages of a pipeline of `num_stages` recorded.
 
@@ -61,35 +60,20 @@ def last_iteration(
     Of replicas and tensor-parallel peers, the lowest rank of each stage is taken. None if there
     is none, or what was recorded is no order of a whole pipeline.
     """
-    recorded = list(recorded)
     own = [read for read in recorded if (name_of_run(read.labels.run), read.phase) == (run, phase)]
-    by_iteration: dict[tuple[str, int], dict[int, RankIteration]] = {}
-    for read in sorted(own, key=lambda read: -read.labels.rank):
-        # Of a job that was started again, the last start: labels end in their instants.
-        key = read.labels.run, read.iteration
-        by_iteration.setdefault(key, {})[read.labels.stage] = read
-    whole = [key for key, stages in by_iteration.items() if len(stages) == num_stages]
-    if not whole:
+    # Of a job that was started again, the last start: labels end in their instants.
+    for start in sorted({read.labels.run for read in own}, reverse=True):
+        whole = list(_whole([read for read in own if read.labels.run == start], num_stages))
+        if whole:
+            break
+    else:
         return None
-    latest = [key for key in sorted(whole)[-_LATEST:] if key[0] == max(whole)[0]]
-    ran = {
-        key: tuple(_what_ran(by_iteration[key][stage]) for stage in range(num_stages))
-        for key in latest
-    }
-    usual, _ = Counter(ran.values()).most_common(1)[0]
-    last = max(key for key in latest if ran[key] == usual)
-    stages = [by_iteration[last][stage] for stage in range(num_stages)]
-    units = [read.units for read in stages]
-    try:
-        schedule = Schedule(
-            "recorded",
-            1 + max(unit.microbatch for order in units for unit in order),
-            1 + max(unit.chunk for order in units for unit in order),
-            tuple(units),
-        )
-    except ScheduleError:
-        return None
-    start, _ = last
+    latest = sorted(whole, key=lambda found: found[1][0].iteration)[-_LATEST:]
+    ran = [tuple(map(_what_ran, stages)) for _, stages in latest]
+    usual, _ = Counter(ran).most_common(1)[0]
+    schedule, stages = next(
+        found for found, one in zip(latest[::-1], ran[::-1], strict=True) if one == usual
+    )
     offsets_s = node_offsets_s(read for read in recorded if read.labels.run == start)
     begin_s = np.array([[read.begin_s - offsets_s[start, read.labels.node]] for read in stages])
     start_s, end_s = (
@@ -107,6 +91,21 @@ def last_iteration(
         end_s - first_s,
         np.stack(clocks) if len(clocks) == num_stages else None,
     )
+
+
+def _whole(
+    recorded: Sequence[RankIteration], num_stages: int
+) -> Iterator[tuple[Schedule, Sequence[RankIteration]]]:
+    """The pipeline of the lowest ranks in each iteration that all of its stages recorded."""
+    for reads in by_iteration(recorded).values():
+        gpus = {gpu.rank: gpu for gpu in gpus_of(read.labels for read in reads)}
+        first = [read for read in reads if gpus[read.labels.rank].pipeline == 0]
+        yield from whole_pipelines(first, gpus, num_stages)
+
+
+def _what_ran(read: RankIteration) -> tuple[str, bytes]:
+    clocks = read.frequency_mhz
+    return read.order, b"" if clocks is None else clocks.tobytes()
 
 
 def measured_figure(

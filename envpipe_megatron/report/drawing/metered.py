@@ -22,7 +22,6 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     split_phase,
 )
-from envpipe_megatron.report.alignment import StartAndNode
 from envpipe_megatron.report.drawing.style import (
     BLUE,
     GREEN,
@@ -41,6 +40,7 @@ from envpipe_megatron.report.drawing.style import (
     set_title,
 )
 from envpipe_megatron.report.facts import StageFacts
+from envpipe_megatron.report.pipelines import StartAndNode
 
 #: Colours of phases, in a job's order.
 PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))

@@ -1,4 +1,4 @@
-"""What all pictures share: colours that no colour vision confuses, plain axes, and their files."""
+"""Shared by all pictures: colours that no colour vision confuses, plain axes, and their files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dress(
 
 
 def add_colour_bar(figure: Figure, axes: Axes, scale: ScalarMappable, label: str) -> None:
-    """What the colours on axes mean."""
+    """Add a bar that says what the colours on axes mean."""
     bar = figure.colorbar(scale, ax=axes, pad=0.012, aspect=18, fraction=0.05)
     bar.set_label(label, color=MUTED, fontsize=9)
     bar.outline.set_visible(False)

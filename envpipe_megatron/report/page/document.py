@@ -16,22 +16,22 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from envpipe_megatron import __version__
-from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.metered import power_series, step_series
 from envpipe_megatron.report.facts import ReportFacts
-from envpipe_megatron.report.page.bubbles import bubbles_figure
-from envpipe_megatron.report.page.clocks import clock_figures, ranks_of
+from envpipe_megatron.report.page.gpu_rows import bubbles_figure, clock_figures, ranks_of
 from envpipe_megatron.report.page.plans import frontier_figure, frontier_of, valley_figure
-from envpipe_megatron.report.page.predictions import predictions_of
-from envpipe_megatron.report.page.series import power_figure, steps_figures
+from envpipe_megatron.report.page.series import power_figure, predictions_of, steps_figures
 from envpipe_megatron.report.page.timelines import (
     AFTER,
     BEFORE,
+    MOST_UNITS,
+    UnitTable,
     colourings,
     first_shown,
     timeline_figures,
+    unit_table,
 )
-from envpipe_megatron.report.page.units import MOST_UNITS, UnitTable, unit_table
+from envpipe_megatron.report.pipelines import node_offsets_s
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section, marks_of
 
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def plot(self) -> str:
-        """What the script finds the plot by, and the page the place where it is drawn."""
+        """Name by which the script finds the plot, and the page the place where it is drawn."""
         return str(self.figure.name)
 
 

@@ -1,4 +1,4 @@
-"""What a profile and a plan say: valleys of energy, and the frontier with the plan on it."""
+"""Plots of a profile and a plan: valleys of energy, and the frontier with the plan on it."""
 
 from __future__ import annotations
 

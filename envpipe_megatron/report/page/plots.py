@@ -1,4 +1,4 @@
-"""What all plots of the page share."""
+"""Shared by all plots of the page."""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""The units of iterations over time: two plots, one above the other, on one axis of time."""
+"""The units of iterations over time: two plots, one above the other, on one axis of time.
+
+Of more units than a page can hold, those of every n-th iteration are left out, of all GPUs alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,11 +29,29 @@ from bokeh.plotting import figure
 from bokeh.transform import transform
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import TRAITS, Kind
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.timeline import RankIteration, parse_order
 from envpipe_megatron.report.drawing.style import BLUE, ORANGE, SKY, VERMILION
 from envpipe_megatron.report.page.plots import gpu_rows_plot
-from envpipe_megatron.report.page.units import KINDS, UnitTable
+from envpipe_megatron.report.pipelines import (
+    Gpu,
+    by_iteration,
+    gpus_of,
+    kept_iterations,
+    node_offsets_s,
+    whole_pipelines,
+)
+
+#: A page holds so many units: some 6 MB.
+MOST_UNITS = 200_000
+#: What column `kind` counts.
+KINDS = tuple(TRAITS)
 
 #: Of a row, by kind, which no colour vision or print can lose.
 _HEIGHTS = {Kind.FORWARD: 0.5, Kind.WEIGHT_GRADIENT: 0.34}
@@ -49,7 +72,144 @@ BEFORE, AFTER = "before", "after"
 
 
 @dataclass(frozen=True)
-class Colouring:
+class UnitTable:
+    """Units of some iterations.
+
+    Args:
+        gpus: in the order of pipelines and stages; column `gpu` counts them.
+        iterations: names, in the order of time; column `iteration` counts them.
+        recorded: how many iterations were recorded.
+        columns: of equal length. `begin_ms` and `end_ms` are after the iteration's first unit;
+            `kind` counts `KINDS`; `mhz` is 0 where no clock was controlled; `joules` and `watts`
+            are NaN where no profile prices the unit, `slack_ms` where its order is no whole
+            pipeline's; `critical` is 1 for units on the path that sets the iteration's time.
+    """
+
+    gpus: tuple[Gpu, ...]
+    iterations: tuple[str, ...]
+    recorded: int
+    columns: Mapping[str, NDArray[Any]]
+
+
+def unit_table(
+    recorded: Sequence[RankIteration],
+    num_stages: int,
+    profile: Profile | None,
+    most_units: int = MOST_UNITS,
+) -> UnitTable:
+    """The units of a job's recorded iterations, kept_iterations to at most about `most_units`."""
+    iterations = by_iteration(recorded)
+    gpus = gpus_of(read.labels for read in recorded)
+    offsets_s = node_offsets_s(recorded)
+    kept = kept_iterations(iterations, most_units)
+    several = len({key[0] for key in kept}) > 1
+    parts = [
+        _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
+        for number, key in enumerate(kept)
+    ]
+    names = [f"{run} {phase}, {at}" if several else f"{phase}, {at}" for run, phase, at in kept]
+    return UnitTable(
+        gpus,
+        tuple(name.strip() for name in names),
+        len(iterations),
+        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+    )
+
+
+def _columns(
+    number: int,
+    reads: Sequence[RankIteration],
+    gpus: Sequence[Gpu],
+    num_stages: int,
+    offsets_s: Mapping[tuple[str, str], float],
+    profile: Profile | None,
+) -> dict[str, NDArray[Any]]:
+    row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
+    begins_s = [
+        read.begin_s - offsets_s[read.labels.run, read.labels.node] + 1e-6 * read.start_us[0]
+        for read in reads
+    ]
+    first_s = min(begins_s)
+    told = {
+        read.labels.rank: one
+        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
+        for read, one in zip(stages, _told(schedule, stages, profile), strict=True)
+    }
+    parts = []
+    for read, begin_s in zip(reads, begins_s, strict=True):
+        count = len(read.start_us)
+        begin_ms = 1e3 * (begin_s - first_s) - 1e-3 * read.start_us[0]
+        none = np.full(count, np.nan, dtype=np.float32)
+        slack_ms, critical, joules = told.get(read.labels.rank, (none, np.zeros(count), none))
+        parts.append(
+            {
+                "iteration": np.full(count, number, dtype=np.int32),
+                "gpu": np.full(count, row_of[read.labels.rank], dtype=np.int32),
+                "begin_ms": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
+                "end_ms": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
+                **_what(read.order),
+                "mhz": np.zeros(count, np.int32)
+                if read.frequency_mhz is None
+                else read.frequency_mhz.astype(np.int32),
+                "slack_ms": np.asarray(slack_ms, dtype=np.float32),
+                "critical": np.asarray(critical, dtype=np.int8),
+                "joules": np.asarray(joules, dtype=np.float32),
+            }
+        )
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    length_s = 1e-3 * (columns["end_ms"] - columns["begin_ms"])
+    columns["watts"] = np.divide(
+        columns["joules"], length_s, out=np.full_like(length_s, np.nan), where=length_s > 0
+    )
+    return columns
+
+
+@lru_cache(maxsize=256)
+def _what(order: str) -> dict[str, NDArray[np.int32]]:
+    """Columns `kind`, `microbatch` and `chunk` of an order."""
+    rows = [(KINDS.index(u.kind), u.microbatch, u.chunk) for u in parse_order(order)]
+    return dict(zip(("kind", "microbatch", "chunk"), np.array(rows, np.int32).T, strict=True))
+
+
+Told = tuple[FloatArray, NDArray[Any], FloatArray]
+
+
+def _told(
+    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
+) -> Iterable[Told]:
+    """For each stage slack (ms), whether critical, and joules of its units.
+
+    Slack and path are those of the measured durations alone.
+    """
+    timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
+    critical = np.zeros(schedule.num_units)
+    critical[timeline.critical_path()] = 1
+    on_path = critical.reshape(schedule.num_stages, -1)
+    return zip(1e3 * timeline.slack_s, on_path, _joules(schedule, reads, profile), strict=True)
+
+
+def _joules(
+    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
+) -> FloatArray:
+    """[num_stages, units_per_stage] by the profile at the clocks asked for; NaN if not known."""
+    joules = np.full((schedule.num_stages, schedule.units_per_stage), np.nan)
+    clocks = [read.frequency_mhz for read in reads if read.frequency_mhz is not None]
+    if profile is None or len(clocks) != len(reads) or profile.num_stages != len(reads):
+        return joules
+    try:
+        keys = profile.keys(schedule)
+    except ProfileError:
+        return joules
+    for key, (profiled_mhz, _, energies_j) in enumerate(profile.curves):
+        mask = keys == key
+        joules[mask] = np.interp(
+            np.stack(clocks)[mask], profiled_mhz, energies_j, left=np.nan, right=np.nan
+        )
+    return joules
+
+
+@dataclass(frozen=True)
+class _Colouring:
     """A way to colour units: by a column, through a mapper; with names of some values."""
 
     title: str
@@ -59,7 +219,7 @@ class Colouring:
     names: list[str]
 
 
-def timeline_figures(table: UnitTable, ways: list[Colouring]) -> dict[str, figure]:
+def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figure]:
     """The plots before and after; each shows an iteration, coloured in the first of the ways."""
     height = np.array([_HEIGHTS.get(kind, _TALL) for kind in KINDS], dtype=np.float32)
     source = ColumnDataSource({**table.columns, "height": height[table.columns["kind"]]})
@@ -84,11 +244,11 @@ def first_shown(table: UnitTable) -> tuple[int, int]:
     return (baseline or warmup or [0])[-1], len(phases) - 1
 
 
-def colourings(table: UnitTable) -> list[Colouring]:
+def colourings(table: UnitTable) -> list[_Colouring]:
     """All ways to colour these units, the most telling first: one clock for all tells nothing."""
     columns = table.columns
     known = [
-        Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
+        _Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
         for title, column, there in (
             ("clock (MHz)", "mhz", columns["mhz"] > 0),
             ("power (W)", "watts", np.isfinite(columns["watts"])),
@@ -99,7 +259,7 @@ def colourings(table: UnitTable) -> list[Colouring]:
     colours = [_KIND_COLOURS[kind] for kind in KINDS]
     steps = LinearColorMapper(palette=colours, low=-0.5, high=len(KINDS) - 0.5)
     ticker = FixedTicker(ticks=list(range(len(KINDS))))
-    by_kind = Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
+    by_kind = _Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
     one_clock = np.ptp(columns["mhz"]) == 0
     return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
 
@@ -116,7 +276,7 @@ def _figure(
     time: Range1d,
     name: str,
     shown: int,
-    ways: list[Colouring],
+    ways: list[_Colouring],
 ) -> figure:
     plot = gpu_rows_plot("ms after the first unit", table.gpus, 90, name=name, x_range=time)
     of_iteration = table.columns["iteration"] == shown

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.cli.jobs import profile_layers
 from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
@@ -60,7 +59,7 @@ class Jobs:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     jobs = Jobs()
     monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
-    monkeypatch.setattr(profile_layers, "run_torchrun", jobs.run)
+    monkeypatch.setattr("envpipe_megatron.cli.jobs.profile.run_torchrun", jobs.run)
     return jobs
 
 

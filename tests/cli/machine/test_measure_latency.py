@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from envpipe_megatron.cli.common import ErrorsAsMessages
-from envpipe_megatron.cli.machine import latency as clocks_latency
-from envpipe_megatron.cli.machine.latency import measure_latency
+from envpipe_megatron.cli.machine.clocks import _cuda_device, measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -46,7 +45,7 @@ def test_a_device_that_cuda_does_not_show_is_refused(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(EnvPipeError, match="CUDA shows 2 GPUs"):
-        clocks_latency._cuda_device(2)
+        _cuda_device(2)
 
 
 def test_forbidden_before_anything_is_touched(invoke, fake_nvml, monkeypatch):

@@ -14,11 +14,10 @@ from typing import Any
 from energy_lines import Line, window
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.agent.collector import Collector
-from envpipe_megatron.launch.agent.node_log import NodeLog
-from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.agent.collector import Collector, Uplink
+from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
-from envpipe_megatron.launch.bill.tables import Tariff, bill_facts
+from envpipe_megatron.launch.bill.report import Tariff, bill_facts
 
 #: For what should take no time at all.
 LONG_S = 20.0

@@ -23,7 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
-from envpipe_megatron.launch.agent import node_log
+from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
@@ -294,7 +294,7 @@ def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypa
 
     for times in (1, 2):
         with monkeypatch.context() as filled:
-            filled.setattr(node_log, "append_line", full)
+            filled.setattr(ledger_module, "append_line", full)
             for iteration in range(3):
                 rank.train(iteration)
                 assert tried.acquire(timeout=LONG_S)

@@ -25,7 +25,7 @@ from agent_ranks import LONG_S, Nodes, Rank
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import Tariff
 
 FOLDER = Path(__file__).parents[3] / "configs/dashboards"
 DASHBOARD = json.loads((FOLDER / "envpipe.json").read_text())
@@ -186,15 +186,15 @@ FACTS = {
     "model": "GPT, 2 layers", "level": "units", "type": "optimal", "scheduling": "1f1b",
     "reconfigure": "default", "num_gpus": 2, "tokens_per_iteration": 1024,
     "predicted": {"saving_percent": 20.0, "slowdown_percent": 0.1},
-    "baseline": {
-        "iterations": 9, "time_s": 0.5, "time_uncertainty_s": 0.001, "energy_j": 400.0,
-        "metering_uncertainty_j": 0.1,
-    },
+}  # fmt: skip
+BASELINE = {
+    "iterations": 9, "time_s": 0.5, "time_uncertainty_s": 0.001, "energy_j": 400.0,
+    "metering_uncertainty_j": 0.1,
 }  # fmt: skip
 
 
 def _train(rank: Rank, iteration: int) -> None:
-    rank.train(iteration)
+    rank.train(iteration, baseline=BASELINE)
     seen = {"requested_mhz": 1200, "observed_mhz": 1185, "power_limit_w": 400.0}
     send(rank.connection, {"op": "clock", "throttle_reasons": ["power cap"], **seen})
 

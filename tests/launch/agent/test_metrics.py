@@ -23,7 +23,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.tables import Tariff
+from envpipe_megatron.launch.bill.report import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0
@@ -136,10 +136,10 @@ def test_figures_of_the_job(node):
         "energy_j": 800,
         "energy_uncertainty_j": 1,
     }
-    baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None, "energy_j": 100,
-                "metering_uncertainty_j": 1}  # fmt: skip
+    window["baseline"] = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
+                          "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip
     facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
-             "baseline": baseline, "predicted": {"saving_percent": 25.0}}  # fmt: skip
+             "predicted": {"saving_percent": 25.0}}  # fmt: skip
     note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
     bill.add(parse_line(json.dumps(note).encode()))
     bill.add(parse_line(json.dumps(window).encode()))

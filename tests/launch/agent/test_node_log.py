@@ -13,7 +13,7 @@ from energy_lines import window
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import bill_of
 
 
@@ -118,7 +118,7 @@ def test_a_torn_first_line_costs_no_identity(tmp_path, torn):
 def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from envpipe_megatron.launch.agent.node_log import NodeLog\n"
+        "from envpipe_megatron.launch.agent.ledger import NodeLog\n"
         "log = NodeLog(Path(sys.argv[1]), 'n0'); print(log.identity, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

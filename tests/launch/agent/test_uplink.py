@@ -20,7 +20,7 @@ from collecting_nodes import (
 )
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.agent import uplink as uplink_module
+from envpipe_megatron.launch.agent import collector as collector_module
 from envpipe_megatron.launch.agent.collector import Collector
 from envpipe_megatron.launch.bill.bill import bill_of
 
@@ -148,7 +148,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         with agent.log.path.open("ab") as file:
             file.write(b'{"format": "envpipe-ener\n{"torn')
     before, sent = agent.log.path.stat().st_size, []
-    monkeypatch.setattr(uplink_module, "_PIECE_BYTES", before // 5)
+    monkeypatch.setattr(collector_module, "_PIECE_BYTES", before // 5)
     take = Collector._take
 
     def take_and_cut(collector: Collector, log: tuple[str, str], lines: list[bytes]) -> None:
@@ -177,8 +177,8 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
 async def test_a_collector_that_is_there_only_later(tmp_path, monkeypatch, caplog):
     """The first tries fail; the pause between tries grows, and is short again after a cut."""
     pauses_s: list[float] = []
-    monkeypatch.setattr(uplink_module, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(uplink_module, "_LONGEST_PAUSE_S", 0.004)
+    monkeypatch.setattr(collector_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(collector_module, "_LONGEST_PAUSE_S", 0.004)
     sleep = asyncio.sleep
 
     async def noted(pause_s: float) -> None:
@@ -232,7 +232,7 @@ async def pretending(serve: Serve) -> AsyncIterator[dict[str, Any]]:
 @pytest.mark.parametrize("answers", [b"", b'{"have": 0}\n'])
 @in_time
 async def test_a_collector_that_falls_silent_is_tried_again(tmp_path, monkeypatch, answers):
-    monkeypatch.setattr(uplink_module, "_ANSWER_S", SHORT_S / 2)
+    monkeypatch.setattr(collector_module, "_ANSWER_S", SHORT_S / 2)
     connections = asyncio.Queue[None]()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -250,7 +250,7 @@ async def test_a_collector_that_falls_silent_is_tried_again(tmp_path, monkeypatc
         for _ in range(3):
             await connections.get()
         assert await agent.is_troubled() == "no answer within 0.05 s"
-        monkeypatch.setattr(uplink_module, "_ANSWER_S", LONG_S)
+        monkeypatch.setattr(collector_module, "_ANSWER_S", LONG_S)
         agent.uplink.send_to(await collector.start("localhost"))
         await agent.is_known()
         assert_is_the_files_bill(collector.bill, agent)

@@ -12,7 +12,7 @@ from energy_lines import bill, job, note, window
 from rich.console import Console
 
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.tables import (
+from envpipe_megatron.launch.bill.report import (
     Tariff,
     bill_csv,
     bill_facts,

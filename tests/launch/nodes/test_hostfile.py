@@ -1,7 +1,7 @@
 import pytest
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.nodes.hostfile import Host, read_hostfile
+from envpipe_megatron.launch.hosts import Host, read_hostfile
 
 
 def read(tmp_path, text, encoding="utf-8"):

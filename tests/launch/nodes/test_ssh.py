@@ -13,9 +13,13 @@ from launch_helpers import LONG_S, Launcher, run
 from sshd import ssh_server
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.nodes.hostfile import Host
-from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
-from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
+from envpipe_megatron.launch.hosts import (
+    Host,
+    NodeProcess,
+    carried_environment,
+    run_nodes,
+    ssh_command,
+)
 
 #: A node as the launcher knows it: it ends, with a last word, when its standard input does.
 WAITS = "echo ready; cat; echo bye"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import LONG_S, run_well
 
-from envpipe_megatron.launch.nodes.ssh import CARRIED_PREFIXES
+from envpipe_megatron.launch.hosts import CARRIED_PREFIXES
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"

@@ -15,9 +15,9 @@ from torch.distributed.run import get_args_parser
 
 import envpipe_megatron.launch.node as node
 from envpipe_megatron.cli.jobs.launch import launch
+from envpipe_megatron.launch.hosts import CARRIED_NAMES, CARRIED_PREFIXES
 from envpipe_megatron.launch.node import NodeSettings
-from envpipe_megatron.launch.nodes.ssh import CARRIED_NAMES, CARRIED_PREFIXES
-from envpipe_megatron.launch.torchrun.command_line import TORCHRUN
+from envpipe_megatron.launch.torchrun import TORCHRUN
 
 # `envpipe_megatron.cli` has the command under the name of its module.
 launch_module = sys.modules["envpipe_megatron.cli.jobs.launch"]

@@ -1,5 +1,7 @@
 """How torchrun is started and ended, and what becomes of ranks whose torchrun was killed."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -8,17 +10,38 @@ import threading
 
 import pytest
 
+from envpipe_megatron import child
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.guard.messages import wait_readable
+from envpipe_megatron.launch import torchrun
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import child
-from envpipe_megatron.launch.torchrun import run as torchrun
-from envpipe_megatron.launch.torchrun.command_line import handled_signals
+from envpipe_megatron.launch.torchrun import handled_signals
 
 DEAF = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 signal.pause()
+"""
+
+LONG_S = 20.0
+
+#: Says its pid, and when it gets SIGTERM.
+COMMAND = """
+import os, signal
+def end(*signal):
+    print("was told to end", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+PARENT = f"""
+import os, subprocess, sys
+program = [sys.executable, "-P", {child.__file__!r}, str(os.getpid())]
+command = [*program, sys.executable, "-c", {COMMAND!r}]
+subprocess.Popen(command).wait()
 """
 
 
@@ -73,7 +96,7 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
     told, (command, how), ended = run(Process(status), Signals(until_stdin_ends=stdin))
     assert told == code
     assert command == [
-        sys.executable, child.__file__, str(os.getpid()), sys.executable,
+        sys.executable, "-P", child.__file__, str(os.getpid()), sys.executable,
         "-P", "-m", "torch.distributed.run", "--nnodes", "1", "a.py",
     ]  # fmt: skip
     mark = how["env"].pop("ENVPIPE_TORCHRUN")
@@ -210,3 +233,49 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):
         finally:
             for process in (deaf, rank, stranger):
                 process.kill()
+
+
+def read_line(pipe) -> str:
+    assert wait_readable([pipe.fileno()], LONG_S)
+    return pipe.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_is_told_to_end_when_its_parent_dies(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        command = int(read_line(parent.stdout))
+        assert command != parent.pid
+        ended = os.pidfd_open(command)
+        try:
+            assert not wait_readable([ended], 0)
+            parent.send_signal(number)
+            assert parent.wait(LONG_S) == -number
+            assert wait_readable([ended], LONG_S)
+        finally:
+            os.close(ended)
+        assert read_line(parent.stdout) == "was told to end\n"
+
+
+def run_child(parent: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", child.__file__, str(parent), *command],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+
+
+def test_a_command_runs_as_it_is():
+    done = run_child(
+        os.getpid(), "sh", "-c", 'echo "$0 $*"; echo to err >&2; exit 7', "a b", "c", "-d"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "a b c -d\n", "to err\n")
+
+
+def test_a_command_whose_parent_has_died_already_does_not_run():
+    done = run_child(os.getpid() + 1, "echo", "ran")
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser, parse_args
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.nodes.hostfile import Host
-from envpipe_megatron.launch.nodes.slurm import Slurm
-from envpipe_megatron.launch.torchrun import options as options_module
-from envpipe_megatron.launch.torchrun.command_line import TorchrunParser, split
-from envpipe_megatron.launch.torchrun.options import (
+from envpipe_megatron.launch import options as options_module
+from envpipe_megatron.launch.hosts import Host
+from envpipe_megatron.launch.options import (
     VARIABLES,
+    Slurm,
     options_here,
     options_of_hosts,
 )
+from envpipe_megatron.launch.torchrun import TorchrunParser, split
 
 OWN_OPTIONS = {"--output": True, "--dry-run": False}
 SLURM = {

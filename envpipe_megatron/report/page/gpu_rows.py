@@ -1,4 +1,4 @@
-"""Clocks over the time of a job: asked for and seen, and what held them back."""
+"""A row for each GPU: clocks asked for and seen, what held them back, and where its time goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from bokeh.plotting import figure
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.timeline import IDLE, ClockSamples
-from envpipe_megatron.report.drawing.style import BLUE, GREY, ORANGE, SERIES
+from envpipe_megatron.report.drawing.style import BLUE, GREY, ORANGE, SERIES, SKY
+from envpipe_megatron.report.facts import Bubbles
 from envpipe_megatron.report.page.plots import (
     add_legend,
     add_tips,
@@ -148,4 +149,36 @@ def _held_back(looks: Sequence[_Looks], first_s: float, shared: Range1d) -> figu
         items.append((reasons, drawn))
         add_tips(plot, drawn, ("rank", "@rank"), ("held back by", "@why"), ("s", "$x{0.00}"))
     add_legend(plot, items)
+    return plot
+
+
+def bubbles_figure(found: Bubbles) -> figure:
+    """A bar for each GPU: units on the critical path, other units, bubbles."""
+    plot = gpu_rows_plot(
+        "ms of an iteration",
+        [each.gpu for each in found.gpus],
+        160,
+        x_range=Range1d(start=0.0, end=1.02e3 * found.pipeline_s),
+    )
+    times_ms = 1e3 * np.array(
+        [(each.critical_s, each.units_s - each.critical_s, each.bubbles_s) for each in found.gpus]
+    )
+    source = ColumnDataSource(
+        {
+            "row": list(range(len(found.gpus))),
+            "rank": [each.gpu.rank for each in found.gpus],
+            "critical": times_ms[:, 0],
+            "others": times_ms[:, 1],
+            "bubbles": times_ms[:, 2],
+        }
+    )
+    columns = {"critical": ORANGE, "others": SKY, "bubbles": GREY}
+    bars = plot.hbar_stack(
+        list(columns), y="row", height=0.8, color=list(columns.values()), source=source
+    )
+    names = ("units on the critical path", "other units", "bubbles")
+    add_legend(plot, zip(names, bars, strict=True))
+    tips = [(name, f"@{column}{{0.0}} ms") for name, column in zip(names, columns, strict=True)]
+    for bar in bars:
+        add_tips(plot, bar, ("rank", "@rank"), *tips)
     return plot

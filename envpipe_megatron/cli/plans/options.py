@@ -1,16 +1,27 @@
-"""Options for what surrounds the units, shared by the subcommands that plan."""
+"""Options of `envpipe plan` for the order of units, and for what surrounds them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    Finite,
+    amounts,
+    counts,
+    known_blocking_power,
+)
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
 from envpipe_megatron.core.fields import ENERGY, POWER, SHORT_TIME, TIME
+from envpipe_megatron.core.plan import read_order_and_groups
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.formats.torch_csv import read_torch_csv
+from envpipe_megatron.policies.planner import SCHEDULES
+from envpipe_megatron.policies.request import SCHEDULE_ALIASES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,12 +65,13 @@ _OPTIONS = (
     ),
 )
 
-
 #: Names of the options' values, as commands get them.
 CONDITION_NAMES = (
     "blocking_power", "use", "p2p_latency", "tail_time", "tensor_parallel", "change_time",
     "change_energy",
 )  # fmt: skip
+
+_ENDINGS = (".json", ".csv")
 
 
 def conditions_options(command: Command) -> Command:
@@ -87,3 +99,44 @@ def read_conditions(profile: Profile, **values: Any) -> Conditions:
         change_time_s=values["change_time"],
         change_energy_j=values["change_energy"],
     )
+
+
+class _NameOrFile(click.Choice[str]):
+    """The name of an order, or the path of a file that holds one."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read the name; the file is read by `job_options`."""
+        path = Path(value)
+        if str(value).lower() in self.choices or not (path.suffix in _ENDINGS or path.is_file()):
+            return super().convert(value, param, ctx)
+        return EXISTING_FILE.convert(path, param, ctx)
+
+
+_NAMES = (*SCHEDULES, *SCHEDULE_ALIASES)
+SCHEDULE_OPTION = click.option(
+    "--schedule",
+    type=_NameOrFile(_NAMES, case_sensitive=False),
+    metavar=f"[{'|'.join(_NAMES)}|FILE]",
+    help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto', the default with "
+    "the optimal policy, is planned together with the frequencies. Or a file with any order: a "
+    "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "
+    "policies the default is 1f1b.",
+)
+
+
+def job_options(
+    schedule: str | Path | None, num_microbatches: int | None, policy: str
+) -> dict[str, Any]:
+    """Fields of a `PlanRequest` from the options for order and microbatches; reads the file."""
+    if isinstance(schedule, Path):
+        group_size = None
+        if schedule.suffix == ".json":
+            order, group_size = read_order_and_groups(schedule)
+        else:
+            order = read_torch_csv(schedule)
+        num_microbatches = num_microbatches or order.num_microbatches
+        return {"order": order, "group_size": group_size, "num_microbatches": num_microbatches}
+    if num_microbatches is None:
+        raise click.UsageError("Missing option '--num-microbatches'.")
+    usual = "auto" if policy == "optimal" else "1f1b"
+    return {"schedule": schedule or usual, "num_microbatches": num_microbatches}

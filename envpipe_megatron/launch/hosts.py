@@ -1,25 +1,56 @@
-"""Runs one process for each node, and ends all of them together."""
+"""Runs a job on the hosts of a hostfile: reads the file, and starts each node over ssh.
+
+Enter at `read_hostfile`, `ssh_command` and `run_nodes`, as `cli/jobs/launch.py` does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv6Address
+from pathlib import Path
 from typing import IO
 
-from envpipe_megatron.console import drop_output
+from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.saying import say
+from envpipe_megatron.files import read_text
 from envpipe_megatron.launch.signals import handled
+
+_SLOTS, _MOST = r"(0*[1-9]\d*)", r"(\s+max[_-]slots=\d+)*"
+#: No leading dash: ssh would take such a host for an option. Two colons: an IPv6 address.
+_LINE = re.compile(
+    r"(?P<user>\w[\w.-]*@)?(\[(?P<address>[\w.]*:[\w.:]*)\]|(?P<host>\w[\w.-]*|[\w.]*(:[\w.]*){2,}))"
+    rf"(:(?P<colon>{_SLOTS})|{_MOST}\s+slots=(?P<slots>{_SLOTS}))?{_MOST}",
+    re.ASCII,
+)
+
+#: Variables of this environment that a node gets; PET_ are torchrun's own.
+CARRIED_PREFIXES = ("ENVPIPE_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_", "MKL_", "PET_")
+CARRIED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
+#: These are of one machine alone.
+_NOT_CARRIED = ("ENVPIPE_AGENT_SOCKET", "CUDA_VISIBLE_DEVICES")
+
+#: No questions for passwords, an end when the host does not answer, and no shared connection that
+#: would stay in the background with our pipes. Options that the user gives come first, and win.
+_SSH_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=30"),
+    *("-o", "ServerAliveInterval=15"),
+    *("-o", "ControlMaster=no"),
+)
 
 #: For a node to end, beside twice what torchrun gives its ranks, which may have to be ended once
 #: more: then the energy bill waits for other nodes.
@@ -32,8 +63,127 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
+class Host:
+    """One line of a hostfile: `host` or `user@host`, processes to start, and where it stands."""
+
+    target: str
+    slots: int | None
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The host without a user."""
+        return self.target.rpartition("@")[2]
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Read the hosts, in the order of their node ranks.
+
+    Blank lines and what follows `#` are passed over, and so is MPI's `max_slots=N`. Raises
+    EnvPipeError if a line is not of these forms, a host is there twice, or there is none.
+    """
+    hosts: dict[str, Host] = {}
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise EnvPipeError(f"Hostfile {path} is not readable: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        host = _read_line(words, f"{path}:{number}")
+        before = hosts.setdefault(host.name.lower(), host)
+        if before is not host:
+            raise EnvPipeError(
+                f"{host.where}: the host was named before, at {before.where}",
+                value=host.name,
+                remedy="Name each host once, with all of its slots.",
+            )
+    if not hosts:
+        raise EnvPipeError(
+            f"{path} names no host", remedy="Write one on each line, such as: node1 slots=8"
+        )
+    return tuple(hosts.values())
+
+
+def _read_line(words: str, where: str) -> Host:
+    if match := _LINE.fullmatch(words):
+        host, slots = match["address"] or match["host"], match["colon"] or match["slots"]
+        # The end of a bare address may be meant as a number of processes.
+        is_clear = match["address"] or slots or not _is_address(host.rpartition(":")[0])
+        if ":" not in host or (is_clear and _is_address(host)):
+            return Host((match["user"] or "") + host, int(slots) if slots else None, where)
+    raise EnvPipeError(
+        f"{where}: this is not a host and its number of processes",
+        value=words,
+        remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(IPv6Address(text))
+    except ValueError:
+        return False
+
+
+def carried_environment(environ: Mapping[str, str], exported: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a node gets from this environment, `exported` ones among them.
+
+    Raises EnvPipeError if a name to export is not set here.
+    """
+    for name in exported:
+        if name not in environ:
+            raise EnvPipeError(
+                "--export names a variable that is not set here",
+                value=name,
+                remedy="Give a name alone, and set the variable before.",
+            )
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in exported
+        or (
+            name not in _NOT_CARRIED
+            and (name in CARRIED_NAMES or name.startswith(CARRIED_PREFIXES))
+        )
+    }
+
+
+def ssh_command(
+    ssh: str,
+    host: Host,
+    arguments: Sequence[str],
+    *,
+    python: str,
+    folder: Path,
+    environ: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return the words that start `envpipe launch` on a host.
+
+    Args:
+        ssh: the client and options of it, as a shell would read them; EnvPipeError if one cannot.
+        arguments: those of `envpipe launch` there.
+        python: the Python there.
+        folder: the folder to run in there.
+        environ: variables to set there.
+    """
+    try:
+        client = shlex.split(ssh)
+    except ValueError as error:
+        raise EnvPipeError(f"--ssh is not a command: {error}", value=ssh) from error
+    if not client:
+        raise EnvPipeError("--ssh is empty", remedy="Leave it out for the system's ssh.")
+    assignments = [f"{name}={value}" for name, value in sorted(environ.items())]
+    words = ["env", *assignments, python, "-m", "envpipe_megatron.cli", "launch", *arguments]
+    # The node takes the shell's place, and its exit status is the connection's.
+    there = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
+    return (*client, *_SSH_OPTIONS, host.target, there)
+
+
+@dataclass(frozen=True)
 class NodeProcess:
-    """What runs a node: a command that ends it when its standard input ends."""
+    """A command that runs a node, and ends it when its standard input ends."""
 
     host: str
     command: tuple[str, ...]
@@ -153,7 +303,7 @@ class _Run:
             return
         self._status = status
         others = f"Stopping {', '.join(self._live)}." if self._live else "No other node runs."
-        say(f"{why}. {others}")
+        say_as_launcher(f"{why}. {others}")
         late_s = time.monotonic() + self._stop_grace_s
         self._deadlines = [
             (late_s, self._stop_grace_s, signal.SIGTERM),
@@ -167,17 +317,19 @@ class _Run:
             return
         _, grace_s, number = self._deadlines.pop(0)
         for host in self._live:
-            say(f"{host} did not end within {grace_s:g} s; processes may be left there.")
+            say_as_launcher(
+                f"{host} did not end within {grace_s:g} s; processes may be left there."
+            )
         self._send(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         kills = self._interrupted and number is signal.SIGINT
         self._interrupted |= number is signal.SIGINT
         if kills:
-            say(f"Killing the connections to {', '.join(self._live)}.")
+            say_as_launcher(f"Killing the connections to {', '.join(self._live)}.")
             self._send(signal.SIGKILL)
         elif self._status is not None:
-            say(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
+            say_as_launcher(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
         else:
             self._stop(128 + number, f"{number.name} arrived; another Ctrl-C kills")
 

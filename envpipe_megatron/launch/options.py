@@ -10,15 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.nodes.hostfile import Host
-from envpipe_megatron.launch.nodes.slurm import Slurm
-from envpipe_megatron.launch.torchrun.command_line import CommandLine, TorchrunParser
+from envpipe_megatron.launch.hosts import Host
+from envpipe_megatron.launch.torchrun import MASTER_PORT, CommandLine, TorchrunParser
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
-HOSTFILE = "hostfile"
-#: torchrun's own default.
-MASTER_PORT = "29500"
+#: SLURM numbers its batch, interactive and external steps from here.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+#: Below the ports that Linux gives to outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 12000, 20000
+_PORTS_PER_JOB = 10
+_BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpipe launch ..."
+
+_COMMAND_LINE = "command line"
+_DEFAULT = "default"
+_HOSTFILE = "hostfile"
 #: EnvPipe's names of torchrun's options, in the order in which they are shown.
 VARIABLES = {
     "--nnodes": "NNODES",
@@ -43,6 +47,99 @@ _FORMS = {
 _Found = tuple[str, str]
 #: Finds an option's value.
 _Source = Callable[[str], _Found | None]
+
+
+class Slurm:
+    """A SLURM job as its environment shows it. Empty variables count as unset."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = {name: value for name, value in environ.items() if value}
+        step = self._environ.get("SLURM_STEP_ID", "")
+        by_srun = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+        #: Number of the step of srun; None outside one, as in the batch script.
+        self._step = int(step) if by_srun else None
+
+    def find(self, option: str) -> tuple[str, str] | None:
+        """Return the value of one of torchrun's options as text, and the name of its variable.
+
+        Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
+        and if the list of hosts is not in SLURM's form.
+        """
+        if "SLURM_JOB_ID" not in self._environ:
+            return None
+        match option:
+            case "--nnodes":
+                return self._num_nodes()
+            case "--node-rank":  # a number among nodes that are not counted would mean nothing
+                return self._first("SLURM_NODEID") if self._num_nodes() else None
+            case "--nproc-per-node":
+                found = self._first("SLURM_GPUS_ON_NODE")
+                return None if found and found[0] == "0" else found
+            case "--master-addr":
+                return self._first_host()
+            case "--master-port":
+                return self._port()
+        return None
+
+    def _num_nodes(self) -> tuple[str, str] | None:
+        """The nodes of this step, or of the job if it is no step of srun."""
+        names = ["SLURM_NNODES", "SLURM_JOB_NUM_NODES"]
+        if self._step is not None:
+            self._check_one_task_per_node()
+            names.insert(0, "SLURM_STEP_NUM_NODES")
+        found = self._first(*names)
+        if found is not None and found[0] != "1" and self._step is None:
+            raise EnvPipeError(
+                f"This is the batch script or shell of a SLURM job of {found[0]} nodes, and would "
+                "train on one",
+                remedy=f"{_BY_SRUN} For this node alone: --nnodes 1.",
+            )
+        return found
+
+    def _first_host(self) -> tuple[str, str] | None:
+        """The name of the node with rank 0.
+
+        SLURM's short form of host names is read here, because containers have no `scontrol`.
+        """
+        found = self._first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        if found is None:
+            return None
+        hosts, name = found
+        # rack[1-2]node[03,07-09],other: the first is rack1node03.
+        first = re.match(r"(?:[^][,]|\[\d[-\d,]*\])+(?=,|$)", hosts)
+        if first is None:
+            raise EnvPipeError(
+                f"{name} is not a list of hosts as SLURM writes them",
+                value=hosts,
+                remedy="Give --master-addr or MASTER_ADDR.",
+            )
+        return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]), name
+
+    def _port(self) -> tuple[str, str] | None:
+        """A port that differs from those of other jobs and steps of about the same time."""
+        job = self._environ["SLURM_JOB_ID"]
+        if not job.isdecimal():
+            return None
+        place = int(job) * _PORTS_PER_JOB + (self._step or 0)
+        return str(_FIRST_PORT + place % _NUM_PORTS), "SLURM_JOB_ID"
+
+    def _check_one_task_per_node(self) -> None:
+        tasks = self._environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+        # 2(x3),1: two tasks on each of three nodes, one on the next.
+        most = max(map(int, re.findall(r"(?:^|,)(\d+)", tasks)), default=1)
+        name, value = "SLURM_STEP_TASKS_PER_NODE", tasks
+        if most <= 1:
+            name, value = "SLURM_LOCALID", self._environ.get("SLURM_LOCALID", "0")
+        if most > 1 or value != "0":
+            raise EnvPipeError(
+                f"SLURM started more than one task on a node ({name})",
+                value=value,
+                remedy=f"torchrun starts the processes of a node itself. {_BY_SRUN}",
+            )
+
+    def _first(self, *names: str) -> tuple[str, str] | None:
+        found = [(self._environ[name], name) for name in names if name in self._environ]
+        return found[0] if found else None
 
 
 class Setting(NamedTuple):
@@ -80,7 +177,7 @@ def options_here(line: CommandLine, environ: Mapping[str, str]) -> TorchrunOptio
         "--nproc-per-node",
         known.variable,
         slurm.find,
-        lambda _: ("gpu" if _cuda_gpus() else "1", DEFAULT),
+        lambda _: ("gpu" if _cuda_gpus() else "1", _DEFAULT),
     )
     if not known.standalone:
         known.settle("--nnodes", known.variable, slurm.find)
@@ -133,8 +230,8 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
             f"--nnodes is {num_nodes}, and the hostfile names {len(hosts)} hosts",
             remedy="Leave it out, or name the hosts you want in the file.",
         )
-    known.settle("--nnodes", lambda _: (str(len(hosts)), HOSTFILE))
-    slots = None if host.slots is None else (str(host.slots), HOSTFILE)
+    known.settle("--nnodes", lambda _: (str(len(hosts)), _HOSTFILE))
+    slots = None if host.slots is None else (str(host.slots), _HOSTFILE)
     known.settle("--nproc-per-node", known.variable if slots is None else lambda _: slots)
     if "--nproc-per-node" not in known.settings:
         raise EnvPipeError(
@@ -143,15 +240,15 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
             remedy="Write host slots=N, or give --nproc-per-node.",
         )
     if known.static:
-        known.settle("--node-rank", lambda _: (str(rank), HOSTFILE))
+        known.settle("--node-rank", lambda _: (str(rank), _HOSTFILE))
         if not known.has_endpoint:
-            known.settle("--master-addr", known.variable, lambda _: (hosts[0].name, HOSTFILE))
-            known.settle("--master-port", known.variable, lambda _: (MASTER_PORT, DEFAULT))
+            known.settle("--master-addr", known.variable, lambda _: (hosts[0].name, _HOSTFILE))
+            known.settle("--master-port", known.variable, lambda _: (MASTER_PORT, _DEFAULT))
     return known.complete()
 
 
 class _Known:
-    """What is known of torchrun's options so far."""
+    """torchrun's options as far as they are known."""
 
     def __init__(
         self, line: CommandLine, environ: Mapping[str, str], parser: TorchrunParser
@@ -181,7 +278,7 @@ class _Known:
     def settle(self, option: str, *sources: _Source) -> None:
         """Settle an option by the command line or the first source that has it; check it."""
         given = self.given(option)
-        found = None if given is None else (given, COMMAND_LINE)
+        found = None if given is None else (given, _COMMAND_LINE)
         for source in sources:
             found = found or source(option)
         if found is not None:
@@ -212,7 +309,7 @@ class _Known:
         added = [
             f"{setting.option}={setting.value}"
             for setting in settings
-            if setting.origin not in (COMMAND_LINE, _pet(setting.option))
+            if setting.origin not in (_COMMAND_LINE, _pet(setting.option))
         ]
         # The dashes keep torchrun from looking for its own abbreviated options in the script's.
         return TorchrunOptions((*self._line.options, *added, "--", *self._line.script), settings)
@@ -244,7 +341,7 @@ def _check(setting: Setting, most_nodes: int) -> None:
         good = 1 <= int(value) <= 65535
     if not good:
         raise EnvPipeError(
-            f"{option if origin == COMMAND_LINE else origin} is not "
+            f"{option if origin == _COMMAND_LINE else origin} is not "
             f"{meaning.format(last_node=most_nodes - 1)}",
             value=value,
             remedy="Correct it, or leave it out.",

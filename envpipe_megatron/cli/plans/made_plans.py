@@ -1,0 +1,268 @@
+"""Commands on plans that are made: `envpipe simulate`, `compare` and `straggler`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    NEW_PLAN_OPTION,
+    OUTPUT_FOLDER,
+    PLAN_OPTION,
+    PROFILE_OPTION,
+    Finite,
+    check_outputs,
+    numbers,
+    summary_table,
+)
+from envpipe_megatron.console import say, say_working, show_tables, table_of
+from envpipe_megatron.core.fields import FACTOR, TIME
+from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import refuse_foreign, replace_files
+from envpipe_megatron.formats.frontier import read_frontier
+
+#: What is left in the folder of pictures.
+_FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")
+
+#: What a run leaves beside its plan.
+_PROFILE_NAME = "profile.csv"
+
+
+@click.command()
+@PROFILE_OPTION
+@PLAN_OPTION
+@click.option("--output", type=OUTPUT_FOLDER, help="Folder for the pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: bool) -> None:
+    """Compute timeline and energy of a plan.
+
+    Example:
+
+      envpipe simulate --profile profile.csv --plan plan.json --output pictures
+    """
+    say_working(f"Simulating {plan_path}")
+    profile = read_profile(profile_path)
+    simulated = read_plan(plan_path, profile)
+    facts = _simulation_facts(simulated)
+    if output is not None:
+        say_working("Drawing")
+        from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
+
+        refuse_foreign(output, _FILES, _FILES[0])
+        output.mkdir(parents=True, exist_ok=True)
+        replace_files({output / _FILES[0]: [json.dumps(facts, indent=1), "\n"]})
+        longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
+        for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
+            title = f"{drawn.policy} on {drawn.schedule.name}"
+            plot_timeline(drawn, output / f"{name}.png", title=title, x_max_s=longest)
+        plot_energy_valley(profile, output / "energy_valley.png", title=profile_path.name)
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    show_tables(console, summary_table(simulated))
+    show_tables(console, _stage_table(simulated))
+    if output is not None:
+        say(console, f"Pictures written to {output}")
+
+
+def _simulation_facts(plan: Plan) -> dict[str, Any]:
+    """Figures of a plan that `simulate` prints as JSON."""
+    baseline = plan.baseline.cost
+    return {
+        "policy": plan.policy,
+        "schedule": plan.schedule.name,
+        "iteration_time_s": plan.cost.iteration_time_s,
+        "energy_j": plan.cost.energy_j,
+        "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
+        "saving_percent": plan.cost.saving_percent(baseline),
+        "saving_uncertainty_percent": saving_uncertainty_percent(plan),
+        "slowdown_percent": plan.cost.slowdown_percent(baseline),
+        "extra_forwards": list(plan.schedule.extra_forwards),
+        "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "baseline": {
+            "schedule": plan.baseline.schedule.name,
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+        },
+        "bubble_s": _waits(plan),
+    }
+
+
+def _waits(plan: Plan) -> list[float]:
+    busy = plan.timeline.duration_s.sum(axis=1)
+    return [plan.cost.iteration_time_s - float(b) for b in busy]
+
+
+def _stage_table(plan: Plan) -> Table:
+    busy = plan.timeline.duration_s.sum(axis=1)
+    rows = [
+        (
+            str(stage),
+            f"{plan.energy_by_stage_j[stage]:.1f}",
+            f"{busy[stage]:.4f}",
+            f"{wait_s:.4f}",
+            f"{plan.frequency_mhz[stage].min()}-{plan.frequency_mhz[stage].max()}",
+        )
+        for stage, wait_s in enumerate(_waits(plan))
+    ]
+    columns = ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)")
+    return table_of("By stage", columns, rows)
+
+
+@click.command()
+@click.argument("plan_paths", metavar="PLAN...", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option(
+    "--profile", "profile_path", type=EXISTING_FILE,
+    help=f"Profile CSV that prices all plans; by default {_PROFILE_NAME} beside the first.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool) -> None:
+    """Show plans of one job side by side: one profile, and the conditions of the first, for all.
+
+    Example:
+
+      envpipe compare plan.json other.json --profile profile.csv
+    """
+    if profile_path is None:
+        profile_path = plan_paths[0].parent / _PROFILE_NAME
+        if not profile_path.is_file():
+            raise PlanError(
+                f"There is no {_PROFILE_NAME} beside {plan_paths[0]}",
+                remedy="Give --profile: it says what the units of a plan cost.",
+            )
+    profile = read_profile(profile_path)
+    read = [read_plan(path, profile) for path in plan_paths]
+    first = read[0]
+    for path, plan in zip(plan_paths, read, strict=True):
+        if plan.schedule.num_microbatches != first.schedule.num_microbatches:
+            raise PlanError(
+                f"{path} is for another number of microbatches than {plan_paths[0]}",
+                value=plan.schedule.num_microbatches,
+                remedy=f"Compare plans for {first.schedule.num_microbatches}.",
+            )
+    baseline = first.baseline
+    facts = []
+    for path, plan in zip(plan_paths, read, strict=True):
+        try:
+            facts.append(_facts(replace(plan, conditions=first.conditions), baseline.cost))
+        except PlanError as error:
+            raise PlanError(
+                f"{path} cannot run under the conditions of {plan_paths[0]}: {error.what}",
+                remedy="Name the plan first that parks in waits.",
+            ) from error
+    if as_json:
+        listed = [{"plan": str(p), **each} for p, each in zip(plan_paths, facts, strict=True)]
+        click.echo(json.dumps(listed, indent=1))
+        return
+    console = Console()
+    for path, plan in zip(plan_paths, read, strict=True):
+        if plan.conditions != first.conditions:
+            say(console, f"Note: {path} was made for other conditions than {plan_paths[0]}.")
+    columns = ("", *map(str, plan_paths))
+    rows = [(shown, *(write(each[name]) for each in facts)) for name, shown, write in _ROWS]
+    title = f"Against {baseline.schedule.name} at the highest clocks"
+    show_tables(console, table_of(title, columns, rows))
+
+
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("schedule", "order", str),
+    ("policy", "clocks", str),
+    ("iteration_time_s", "iteration time (s)", "{:.4f}".format),
+    ("energy_j", "energy (J)", "{:.1f}".format),
+    ("saving_percent", "saving (%)", "{:.2f}".format),
+    ("slowdown_percent", "slowdown (%)", "{:.3f}".format),
+    ("mean_power_w", "mean power (W)", "{:.1f}".format),
+    ("num_chunks", "chunks of a stage", str),
+    ("microbatches_in_flight", "peak in flight by stage", numbers),
+    ("clock_changes", "changes of clock by stage", numbers),
+)
+
+
+def _facts(plan: Plan, baseline: Cost) -> dict[str, Any]:
+    return {
+        "schedule": plan.schedule.name,
+        "policy": plan.policy,
+        **vars(plan.cost),
+        "saving_percent": plan.cost.saving_percent(baseline),
+        "slowdown_percent": plan.cost.slowdown_percent(baseline),
+        "mean_power_w": plan.cost.mean_power_w,
+        "num_chunks": plan.schedule.num_chunks,
+        "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),
+        "clock_changes": plan.evaluation.clock_changes.tolist(),
+    }
+
+
+@click.command()
+@PROFILE_OPTION
+@click.option(
+    "--frontier", "frontier_path", type=EXISTING_FILE, required=True,
+    help="Plans of a frontier, the .jsonl that envpipe plan --frontier writes.",
+)  # fmt: skip
+@click.option(
+    "--factor",
+    type=Finite(1, of=replace(FACTOR, least=1)),
+    help="Time of the slower replica over that of the framework's own order at the highest clocks.",
+)
+@click.option(
+    "--time", "time_s", type=Finite(min_open=True, of=replace(TIME, positive=True, below=1e300)),
+    help="Measured iteration time of the slower replica, s.",
+)  # fmt: skip
+@NEW_PLAN_OPTION
+def straggler(
+    profile_path: Path,
+    frontier_path: Path,
+    factor: float | None,
+    time_s: float | None,
+    output: Path,
+) -> None:
+    """Pick the plan that is just as slow as a slower replica.
+
+    The other replicas wait for it at the gradient reduction anyway; as slow as that one, they use
+    less energy and lose no time.
+
+    Example:
+
+      envpipe straggler --profile profile.csv --frontier frontier.jsonl --factor 1.1
+      --output plan.json
+    """
+    if (factor is None) == (time_s is None):
+        raise EnvPipeError(
+            "How slow the straggler is must be said once",
+            value=(factor, time_s),
+            remedy="Give --factor or --time.",
+        )
+    check_outputs([output], [profile_path, sidecar_path(profile_path), frontier_path])
+    stored = read_frontier(frontier_path)
+    allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
+    if allowed_s >= FACTOR.below * stored.baseline_s:
+        raise EnvPipeError(
+            f"The slower replica takes {allowed_s / stored.baseline_s:.0f} times as long as others",
+            value=allowed_s,
+            remedy=f"Give --time in s, not ms: the others take {stored.baseline_s:.4f} s.",
+        )
+    plan = stored.plan_for(allowed_s, read_profile(profile_path))
+    plan.write(output)
+    console = Console()
+    if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):
+        say(console, f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
+    show_tables(console, summary_table(plan))
+    say(
+        console,
+        f"The plan takes {plan.cost.iteration_time_s:.4f} s, the slower replica {allowed_s:.4f} s. "
+        f"Plan written to {output}",
+    )
