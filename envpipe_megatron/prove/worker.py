@@ -14,8 +14,7 @@ import torch
 
 from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device
-from envpipe_megatron.integrations.megatron.cpu import use_cpu
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device, use_cpu
 from envpipe_megatron.prove.arms import order_of_round
 from envpipe_megatron.prove.settings import TURN_S, ProveSettings
 from envpipe_megatron.prove.turns import Trainer

@@ -32,12 +32,12 @@ from envpipe_megatron.integrations.deepspeed import (
     configuration,
     initialize,
 )
-from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     check_engine,
     check_units,
 )
+from envpipe_megatron.integrations.deepspeed.initialize import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.runtime.memory.peak import MemoryFullError

@@ -41,8 +41,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.policies.request import PlanRequest

@@ -13,17 +13,15 @@ import os
 from collections.abc import Mapping
 
 from envpipe_megatron.integrations.levels import (
+    FREES_WHILE_TRAINING,
     Asks,
     Level,
     Limit,
+    RefusedError,
     above_one,
     any_of,
-    on,
-)
-from envpipe_megatron.integrations.refusals import (
-    FREES_WHILE_TRAINING,
-    RefusedError,
     frees_while_training,
+    on,
 )
 
 #: Why a job's own first iteration is to show that EnvPipe's order gives the same result.

@@ -24,7 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded, once
+from envpipe_megatron.integrations.framework_units import Followed, Recorded, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -33,6 +33,7 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_level_of_files,
     close_at_exit,
+    limits_of_ranks,
     limits_of_replicas,
     observing,
     own_gloo_group,
@@ -42,7 +43,6 @@ from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_ag
 from envpipe_megatron.integrations.options import OptionError, Options, prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
-from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     Runner,
     facts_of,
@@ -51,8 +51,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     own_order,
     stages_of,
 )
-from envpipe_megatron.integrations.torch_pipelining.units import Units
-from envpipe_megatron.runtime.channel.collectives import of_all_ranks
+from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -141,7 +140,7 @@ class AttachedPipeline:
         )
         prepare_files(self._options, self._num_stages)
         self._own, why_not = _own_order(schedule)
-        self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
+        self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._limits += limits_of_replicas(schedule._n_microbatches)
         timeout = timeout or timeout_of(group)
         self._placement = Placement(
@@ -161,13 +160,8 @@ class AttachedPipeline:
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
-        try:
-            self.job = self._make_job()
-        except WithoutEnvPipeError:
-            self._without = True
-            self._release()
+        if not self._begins_job():
             return
-        self._announce()
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
@@ -305,7 +299,7 @@ class AttachedPipeline:
         followed.complete()
         if runs is None:
             self._end_step()
-            self._lower(_of_all_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self._lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +320,7 @@ class AttachedPipeline:
             own = _own_order(self._schedule)[0] or self._own  # of the number in this step
             as_told = seen.shows(own.stages[self._placement.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
-            self._lower(_of_all_ranks(found))
+            self._lower(limits_of_ranks(found))
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:
@@ -339,15 +333,9 @@ class AttachedPipeline:
         self.job.close()
         atexit.unregister(self.job.close)
         self._options = replace(self._options, plan_file=None, profile_file=None)
-        try:
-            self.job = self._make_job()
-        except WithoutEnvPipeError:
-            self._without = True
-            self._release()
-            return
-        self.job.session.begin_step()
-        self._begun = True
-        self._announce()
+        if self._begins_job():
+            self.job.session.begin_step()
+            self._begun = True
 
     def _end_step(self) -> None:
         """The last step ends: the optimizer has stepped, or the step has failed."""
@@ -367,9 +355,17 @@ class AttachedPipeline:
                     IntervalReport.gather(self.job.session)
             self.job.session.end_step()
 
-    def _announce(self) -> None:
+    def _begins_job(self) -> bool:
+        """Make and announce the job of the present level; False where torch trains without."""
+        try:
+            self.job = self._make_job()
+        except WithoutEnvPipeError:
+            self._without = True
+            self._release()
+            return False
         if self.job.collectives.is_planner:
             self._say(f"{self._decision}; {self.job.banner()}")
+        return True
 
     def _make_job(self) -> Job:
         """Make the job of this rank at its level, as `Job` says."""
@@ -452,10 +448,3 @@ def _message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
                 spec = TensorSpec.of(tensors)
                 return spec.shapes, spec.dtypes
     return ((1,),), (torch.uint8,)
-
-
-def _of_all_ranks(limits: Sequence[Limit]) -> list[Limit]:
-    """What stands against levels on any rank, the same on all of them."""
-    own = [(limit.feature, limit.highest, limit.reason) for limit in limits]
-    found = dict.fromkeys(each for of_rank in of_all_ranks(own) for each in of_rank)
-    return [stands_against(*each) for each in found]
