@@ -29,7 +29,6 @@ from envpipe_megatron.integrations.deepspeed import (
     BlockError,
     UnsupportedEngineError,
     VersionError,
-    configuration,
     initialize,
 )
 from envpipe_megatron.integrations.deepspeed.engine import (
@@ -122,7 +121,7 @@ def test_a_model_without_a_pipeline_is_refused() -> None:
 @pytest.mark.parametrize("version", ["0.18.9", "0.19.6rc1", "0.20.0rc1", "1.0"])
 def test_versions_that_were_not_tried(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_version()
-    monkeypatch.setattr(configuration.deepspeed, "__version__", version)
+    monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(VersionError, match=f"'{version}'.*0.19.6"):
         check_version()
 
