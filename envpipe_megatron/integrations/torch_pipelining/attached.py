@@ -60,8 +60,6 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 _REPORT_EVERY = 10
 #: Limits of this framework ask for none.
 _NO_ARGUMENTS = argparse.Namespace()
-
-
 #: Options that do not go with a framework that sends its messages itself.
 _NOT_OFFERED = ("channel", "profile_only", "self_check")
 
@@ -70,19 +68,14 @@ class AttachError(EnvPipeError):
     """A schedule that EnvPipe cannot be attached to."""
 
 
-def attach(
-    schedule: Any,
-    *,
-    facts: Mapping[str, Any] | None = None,
-    timeout: timedelta | None = None,
-    say: Callable[[str], None] = say_line,
-    **settings: object,
-) -> AttachedPipeline:
-    """Attach EnvPipe to a schedule, whose `step` and `eval` are called as ever.
+class AttachedPipeline:
+    """EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
 
-    Every rank of the job calls this at the same point of the program, replicas and the other ranks
-    of a stage too, before the schedule's first step. Where a GPU cannot be read, the schedule stays
-    torch's.
+    Every rank of the job makes one at the same point of the program, replicas and the other ranks
+    of a stage too, before the schedule's first step, and calls its methods at the same points.
+    Where a GPU cannot be read, the schedule stays torch's. A step lasts from one call of the
+    schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
+    step before.
 
     Args:
         schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
@@ -101,23 +94,15 @@ def attach(
         LevelError: the level that settings name cannot be had.
         EnvPipeError: an option or file is wrong, or there is no control that is required.
     """
-    return AttachedPipeline(schedule, facts, timeout, say, settings)
-
-
-class AttachedPipeline:
-    """What `attach` returns; every rank calls its methods at the same points of the program.
-
-    A step lasts from one call of the schedule's `step` to the next one: what lies between, such as
-    the optimizer, is billed to the step before.
-    """
 
     def __init__(
         self,
         schedule: Any,
-        facts: Mapping[str, Any] | None,
-        timeout: timedelta | None,
-        say: Callable[[str], None],
-        settings: Mapping[str, object],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        timeout: timedelta | None = None,
+        say: Callable[[str], None] = say_line,
+        **settings: object,
     ) -> None:
         refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
         if refused:
@@ -403,6 +388,9 @@ class AttachedPipeline:
         )
         close_at_exit(job.close)
         return job
+
+
+attach = AttachedPipeline
 
 
 def _checked_stages(schedule: Any) -> list[Any]:
