@@ -17,11 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.framework_units import Followed, Recorded, once
@@ -44,12 +41,14 @@ from envpipe_megatron.integrations.options import OptionError, Options, prepare_
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.orders import (
+    AttachError,
     Runner,
     facts_of,
     group_size,
     is_prepared,
-    own_order,
-    stages_of,
+    known_order,
+    message_of,
+    stages_trained_by,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -62,10 +61,6 @@ _REPORT_EVERY = 10
 _NO_ARGUMENTS = argparse.Namespace()
 #: Options that do not go with a framework that sends its messages itself.
 _NOT_OFFERED = ("channel", "profile_only", "self_check")
-
-
-class AttachError(EnvPipeError):
-    """A schedule that EnvPipe cannot be attached to."""
 
 
 class AttachedPipeline:
@@ -112,7 +107,13 @@ class AttachedPipeline:
                 remedy="Leave it out.",
             )
         self._schedule, self._say = schedule, say
-        self._stages = _checked_stages(schedule)
+        self._stages = stages_trained_by(schedule)
+        if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
+            raise AttachError(
+                "EnvPipe is attached to this schedule already",
+                value=type(schedule).__name__,
+                remedy="Call end_training of what the first attach returned.",
+            )
         for stage in self._stages:
             check_current(torch.device(stage.device))
         self._facts = facts
@@ -124,7 +125,7 @@ class AttachedPipeline:
             settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
         )
         prepare_files(self._options, self._num_stages)
-        self._own, why_not = _own_order(schedule)
+        self._own, why_not = known_order(schedule)
         self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._limits += limits_of_replicas(schedule._n_microbatches)
         timeout = timeout or timeout_of(group)
@@ -246,7 +247,7 @@ class AttachedPipeline:
             alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
             result = self._told(run, alone, *args, **kwargs)
         if infers_shapes:
-            same = _message_of(self._stages) == self._own_message
+            same = message_of(self._stages) == self._own_message
             self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
@@ -297,12 +298,12 @@ class AttachedPipeline:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
         self._seen = True
-        self._own_message = _message_of(self._stages)
+        self._own_message = message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = self.job.collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
-            own = _own_order(self._schedule)[0] or self._own  # of the number in this step
+            own = known_order(self._schedule)[0] or self._own  # of the number in this step
             as_told = seen.shows(own.stages[self._placement.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(limits_of_ranks(found))
@@ -391,48 +392,3 @@ class AttachedPipeline:
 
 
 attach = AttachedPipeline
-
-
-def _checked_stages(schedule: Any) -> list[Any]:
-    try:
-        stages = stages_of(schedule)
-        trains = schedule._loss_fn is not None
-        attached = isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline)
-    except AttributeError:
-        raise AttachError(
-            "This is no schedule of torch.distributed.pipelining, or of another version of torch",
-            value=f"{type(schedule).__name__}, torch {torch.__version__}",
-            remedy="Attach to what torch's Schedule1F1B and others make.",
-        ) from None
-    if attached:
-        raise AttachError(
-            "EnvPipe is attached to this schedule already",
-            value=type(schedule).__name__,
-            remedy="Call end_training of what the first attach returned.",
-        )
-    if not trains:
-        raise AttachError(
-            "The schedule has no loss function, so it does not train",
-            value=type(schedule).__name__,
-            remedy="Attach to the schedule of training, made with loss_fn.",
-        )
-    return stages
-
-
-def _own_order(schedule: Any) -> tuple[Schedule | None, str]:
-    """The order of a schedule, or why it is not known."""
-    try:
-        return own_order(schedule), ""
-    except ScheduleError as error:
-        return None, str(error)
-
-
-def _message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
-    """Shapes and types of what this rank receives, near enough to measure what a message takes."""
-    for stage in stages:
-        for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
-            tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
-            if tensors:
-                spec = TensorSpec.of(tensors)
-                return spec.shapes, spec.dtypes
-    return ((1,),), (torch.uint8,)

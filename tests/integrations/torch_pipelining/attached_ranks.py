@@ -24,7 +24,7 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.torch_pipelining import attach, attached, orders
-from envpipe_megatron.integrations.torch_pipelining.attached import AttachError
+from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
