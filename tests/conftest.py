@@ -43,7 +43,7 @@ def pool() -> Iterator[RankPool]:
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
         "envpipe_megatron.integrations.megatron.core",
-        "envpipe_megatron.integrations.megatron.cpu",
+        "envpipe_megatron.integrations.device",
     )
     with RankPool(4, preload=preload) as ranks:
         yield ranks

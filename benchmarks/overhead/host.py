@@ -271,7 +271,7 @@ OPTIONS: dict[str, Any] = {
 
 def compare_schedules(rank: int) -> dict[str, Any]:
     """What `Bench.compare` reports of each order; every rank calls it."""
-    from envpipe_megatron.integrations.megatron.cpu import use_cpu
+    from envpipe_megatron.integrations.device import use_cpu
 
     warnings.filterwarnings("ignore", module="megatron")  # of Apex, which no CPU has
     use_cpu()

@@ -24,8 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed
-from envpipe_megatron.integrations.hooks.recorded_order import recognized
+from envpipe_megatron.integrations.framework_units import Followed, recognized
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,

@@ -6,7 +6,7 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -384,6 +384,16 @@ def limits_of_replicas(num_microbatches: int) -> list[Limit]:
     feature = "replicas with other numbers of microbatches"
     limit = stands_against(feature, Level.OBSERVE, "they cannot follow one plan")
     return [limit] if len(set(of_all_ranks(num_microbatches))) > 1 else []
+
+
+def limits_of_ranks(own: Iterable[Limit]) -> list[Limit]:
+    """Gather what stands against levels on any rank, the same on all; every rank calls it.
+
+    Stages may have models of different classes, and layers of different kinds.
+    """
+    named = [(limit.feature, limit.highest, limit.reason) for limit in own]
+    found = dict.fromkeys(each for of_rank in of_all_ranks(named) for each in of_rank)
+    return [stands_against(*each) for each in found]
 
 
 def observing(options: Options) -> Options:

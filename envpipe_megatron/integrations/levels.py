@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -138,3 +139,28 @@ def above_one(*names: str) -> Asks:
 def any_of(*several: Asks) -> Asks:
     """Whether one of several questions is answered by yes."""
     return lambda args: any(asks(args) for asks in several)
+
+
+class RefusedError(EnvPipeError):
+    """A feature of the framework that does not run under EnvPipe."""
+
+
+def frees_while_training() -> bool:
+    """Whether torch's allocator may give memory back at any time.
+
+    That waits for all that the device does, and so for a posted receive whose sender may be waiting
+    for this stage: both would hang.
+    """
+    settings = [
+        setting.partition(":")
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        for setting in os.environ.get(variable, "").split(",")
+    ]
+    return any(
+        name.strip() == "garbage_collection_threshold" and value.strip() not in ("", "0", "0.0")
+        for name, _, value in settings
+    )
+
+
+#: What no framework may ask of torch, and whether the environment does.
+FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"

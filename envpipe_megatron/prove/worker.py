@@ -24,9 +24,8 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import DryRunGpu, Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import read_temperature_c
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, Device, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.prove.settings import (
     CONSTANT,

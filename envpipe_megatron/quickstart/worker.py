@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart import ranks

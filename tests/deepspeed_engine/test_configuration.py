@@ -29,15 +29,14 @@ from envpipe_megatron.integrations.deepspeed import (
     BlockError,
     UnsupportedEngineError,
     VersionError,
-    configuration,
     initialize,
 )
-from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     check_engine,
     check_units,
 )
+from envpipe_megatron.integrations.deepspeed.initialize import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -122,7 +121,7 @@ def test_a_model_without_a_pipeline_is_refused() -> None:
 @pytest.mark.parametrize("version", ["0.18.9", "0.19.6rc1", "0.20.0rc1", "1.0"])
 def test_versions_that_were_not_tried(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_version()
-    monkeypatch.setattr(configuration.deepspeed, "__version__", version)
+    monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(VersionError, match=f"'{version}'.*0.19.6"):
         check_version()
 

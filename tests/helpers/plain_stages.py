@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +21,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated import store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.store import EmulatedState, StateFile
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, EmulatedState, StateFile
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -103,6 +105,24 @@ class FastTime:
         StateFile._write = _remembering  # type: ignore[method-assign]
         # Its meter looks at each refresh before the next: a long past would only be written anew.
         store.KEPT_TICKS = 16
+
+
+def run_fast(session: Session) -> None:
+    """Let a session, and its emulated GPU, run by such a clock."""
+    fast_time = FastTime()
+    for owner in (session, session.executor):
+        fast_time.install(owner._gpu)  # type: ignore[attr-defined]
+    fast_time.meanwhile = session.meter._try_sample
+
+
+def emulate(rank: int, root: Path, preset: Path | str, forward_s: Iterable[float]) -> None:
+    """Let this process find an emulated GPU, as a launcher's environment does."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        ROOT_VARIABLE: str(root),
+        PRESET_VARIABLE: str(preset),
+        FORWARD_VARIABLE: ",".join(map(str, forward_s)),
+    }
 
 
 #: The state of each file that this process has read or written last, and what tells that file from

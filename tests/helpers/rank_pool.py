@@ -7,8 +7,10 @@ megatron-core, where asked for): that takes seconds, which no rank and no later 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -53,9 +55,10 @@ class RankPool:
         self.processes = []
         for rank in range(self.size):
             here, there = self._context.Pipe()
-            store = f"{self._folder.name}/store"
             process = self._context.Process(
-                target=_serve, args=(rank, self.size, store, self.timeout_s, there), daemon=True
+                target=_serve,
+                args=(rank, self.size, self._folder.name, self.timeout_s, there),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -93,17 +96,29 @@ class RankPool:
         """Values of all ranks; where one fails, all are replaced.
 
         Raises:
-            RankFailedError: with the tracebacks of the ranks that raised, or who did not answer.
+            RankFailedError: with the tracebacks of the ranks that raised, who did not answer, and
+                how those ended that are gone.
         """
         self.start(function, *args)
         outcomes = self.outcomes()
         failures = [text for worked, text in outcomes.values() if not worked]
         silent = sorted(set(range(self.size)) - outcomes.keys())
         if failures or silent:
+            ends = [self._end(rank) for rank in silent]
             self.close()  # what the ranks still wait for would spoil the next test
             self._fork()
-            raise RankFailedError("\n".join([*failures, f"ranks without an answer: {silent}"]))
+            raise RankFailedError("\n".join([*failures, *ends]))
         return [outcomes[rank][1] for rank in range(self.size)]
+
+    def _end(self, rank: int) -> str:
+        """How a rank ended that did not answer, with the last it wrote to its stderr."""
+        self.processes[rank].join(1)  # its pipe may close a moment before
+        code = self.processes[rank].exitcode
+        if code is None:
+            return f"rank {rank}: without an answer"
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        written = _stderr_file(self._folder.name, rank).read_text(errors="replace")
+        return f"rank {rank}: ended by {how}\n{written[-4000:]}"
 
     def close(self) -> None:
         """End every rank; one that does not listen is killed."""
@@ -148,8 +163,15 @@ def share_one_device() -> None:
     c10d.ProcessGroupGloo = OfGloo("ProcessGroupGloo", (), {})  # type: ignore[misc,assignment]
 
 
-def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> None:
+def _stderr_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stderr{rank}.txt"
+
+
+def _serve(rank: int, size: int, folder: str, timeout_s: float, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
+    with _stderr_file(folder, rank).open("wb") as stderr:
+        os.dup2(stderr.fileno(), 2)  # that of the server is what pytest captured for another test
+    faulthandler.enable()
     import torch
     import torch.distributed as dist
 
@@ -157,7 +179,7 @@ def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> Non
     share_one_device()
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, size),
+        store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),

@@ -20,9 +20,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.policies.request import PlanRequest
@@ -43,10 +42,7 @@ class FastPipeline(InstrumentedPipeline):
 
     def _begin_job(self) -> Any:
         job, order = super()._begin_job()
-        fast_time = plain_stages.FastTime()
-        fast_time.install(job.session._gpu)
-        fast_time.install(job.session.executor._gpu)
-        fast_time.meanwhile = job.session.meter._try_sample
+        plain_stages.run_fast(job.session)
         self.made.append(self)
         return job, order
 
@@ -58,12 +54,7 @@ class FastPipeline(InstrumentedPipeline):
 
 def emulate(rank: int, root: Path, preset: Path) -> None:
     """Let this process find an emulated GPU, as a launcher's environment does."""
-    os.environ |= {
-        "LOCAL_RANK": str(rank),
-        ROOT_VARIABLE: str(root),
-        PRESET_VARIABLE: str(preset),
-        FORWARD_VARIABLE: ",".join(map(str, FORWARD_S)),
-    }
+    plain_stages.emulate(rank, root, preset, FORWARD_S)
     FastPipeline.made = []
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
 from envpipe_megatron.integrations.options import OptionError
-from envpipe_megatron.integrations.refusals import RefusedError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -113,14 +112,14 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
 def arguments() -> Any:
     """The module that reads a configuration."""
     pytest.importorskip("megatron.core")
-    from envpipe_megatron.integrations.megatron_bridge import arguments
+    from envpipe_megatron.integrations import megatron_bridge
 
-    return arguments
+    return megatron_bridge
 
 
 @pytest.fixture
 def trainings(loop: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeTraining]:
-    from envpipe_megatron.integrations.megatron_bridge import callback
+    from envpipe_megatron.integrations import megatron_bridge as callback
 
     monkeypatch.setattr(FakeTraining, "made", [], raising=False)
     monkeypatch.setattr(callback, "Training", FakeTraining)
@@ -347,8 +346,8 @@ def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTrainin
 def test_a_job_that_trains_without_envpipe(
     loop: Any, monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
+    from envpipe_megatron.integrations import megatron_bridge as module
     from envpipe_megatron.integrations.job import WithoutEnvPipeError
-    from envpipe_megatron.integrations.megatron_bridge import callback as module
 
     def without(*arguments: Any, **named: Any) -> None:
         raise WithoutEnvPipeError("NVML is not there")

@@ -10,7 +10,7 @@ import pytest
 from envpipe_megatron.core.kinds import Kind, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.hooks.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import Followed
 
 pytestmark = pytest.mark.xdist_group("megatron")
 

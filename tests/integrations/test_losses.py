@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from envpipe_megatron.integrations.losses import IGNORED_LABEL, language_model_loss
+from envpipe_megatron.integrations.huggingface.skeleton import IGNORED_LABEL, language_model_loss
 
 
 def test_the_loss_is_that_of_the_labels_that_count():

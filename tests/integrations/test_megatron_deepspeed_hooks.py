@@ -18,14 +18,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.flags import add_arguments
-from envpipe_megatron.integrations.hooks.hooking import HookError, Reached
+from envpipe_megatron.integrations.hooking import HookError, Reached
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
+from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
-from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
+from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
     REFUSED,
     check_supported,
 )
-from envpipe_megatron.integrations.refusals import RefusedError
 
 LOG_INTERVAL = 4
 

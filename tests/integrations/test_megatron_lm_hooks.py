@@ -18,7 +18,7 @@ import torch
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.flags import add_arguments
-from envpipe_megatron.integrations.hooks.hooking import HookError, Reached
+from envpipe_megatron.integrations.hooking import HookError, Reached
 from envpipe_megatron.integrations.job import Job, JobError, WithoutEnvPipeError
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy
@@ -509,7 +509,7 @@ def test_a_job_that_trains_without_envpipe(
 
     monkeypatch.setattr(hooks, "_state", hooks._State(options=SimpleNamespace()))
     monkeypatch.setattr(hooks, "Training", without)
-    monkeypatch.setattr(hooks.recomputation, "by_stage", lambda args: None)
+    monkeypatch.setattr(hooks, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
     if later:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.levels import Level, LevelError, decide
+from envpipe_megatron.integrations.levels import FREES_WHILE_TRAINING, Level, LevelError, decide
 from envpipe_megatron.integrations.megatron.limits import LIMITS
-from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING
 
 #: As Megatron-LM has it until 0.17.
 Scope = enum.Enum("Scope", "full_iteration attn")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrun_ranks import Ended, run_ranks
+
 HERE = Path(__file__).parent
+CPU_RUN = HERE / "mds_cpu_run.py"
 STAGES, MICROBATCHES, ITERATIONS, WARMUP = 4, 8, 12, 3
 PRESET, FORWARD_S = "a100-sxm", 0.02
 
@@ -39,7 +39,7 @@ class Run:
     """A run that has ended.
 
     Attributes:
-        returncode: of torchrun; None when the run took too long.
+        ended: torchrun's ranks.
         losses: by iteration, as they were printed.
         evaluations: what was evaluated, and its loss as it was printed.
         phases: EnvPipe's, by iteration.
@@ -49,7 +49,7 @@ class Run:
         folder: the working directory.
     """
 
-    returncode: int | None
+    ended: Ended
     losses: list[tuple[str, str]]
     evaluations: list[tuple[str, str]]
     phases: list[str]
@@ -65,7 +65,7 @@ class Run:
 
     def require_success(self) -> Run:
         """The run itself; an AssertionError with what the ranks said where it failed."""
-        assert self.returncode == 0, f"exit {self.returncode}\n{self.output[-6000:]}"
+        self.ended.require_success()
         return self
 
 
@@ -115,46 +115,31 @@ def run_script(
         iterations: to train, if `args` say no number of samples.
         timeout_s: after which the run is ended.
     """
-    folder.mkdir(parents=True)
     configuration = {
         "train_batch_size": MICROBATCHES,
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 5,
         "zero_optimization": {"stage": 0},
     }
-    (folder / "deepspeed.json").write_text(json.dumps(configuration))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(STAGES), "--redirects", "3", "--log-dir", "logs"]
-    command += [str(HERE / "mds_cpu_run.py"), str(script), *shlex.split(args)]
-    command += ["--deepspeed_config", "deepspeed.json"]
+    file = folder.with_suffix(".json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(configuration))
+    program = [str(CPU_RUN), str(script), *shlex.split(args), "--deepspeed_config", str(file)]
     if "--train-samples" not in args:
-        command += ["--train-iters", str(iterations)]
+        program += ["--train-iters", str(iterations)]
     environment = {
-        **os.environ,
         # Its Makefile asks `python3` where pybind11 is.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": str(STAGES),
-        "OMP_NUM_THREADS": "1",
         "ENVPIPE_EMULATED_GPU": PRESET,
         "ENVPIPE_EMULATED_FORWARD_S": str(FORWARD_S),
         "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
     }
-    with (folder / "torchrun.txt").open("w") as said:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
-        )
-        returncode: int | None = None
-        try:
-            returncode = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
-            process.wait()
-    files = sorted(folder.glob("logs/*/attempt_0/*/std*.log"))
-    output = "\n".join(file.read_text(errors="replace") for file in files)
+    ended = run_ranks(program, CPU_RUN, folder, nproc=STAGES, env=environment, timeout_s=timeout_s)
+    output = "\n".join(ended.outputs)
     return Run(
-        returncode,
+        ended,
         _LOSS.findall(output),
         _EVALUATION.findall(output),
         _PHASE.findall(output),

@@ -154,7 +154,7 @@ def test_what_is_not_run_is_refused_before_anything_is_built(
 ):
     args = f"{gpt_args(data).replace(*change)} --envpipe"
     run = run_script(patched / script, args, tmp_path / "run")
-    assert run.returncode == 1
+    assert run.ended.returncode == 1
     assert f"{script}: error: " in run.output
     assert why in run.output
     assert "building" not in run.output.split("error: ")[0]

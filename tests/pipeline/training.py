@@ -27,6 +27,7 @@ from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
@@ -41,8 +42,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.cpu import use_cpu
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.policies.request import PlanRequest
@@ -67,6 +68,20 @@ def _on_cpu(create: Any) -> Any:
     return created
 
 
+_start_param_sync = _ParamAndGradBucketGroup.start_param_sync
+
+
+def _gather_at_once(group: Any, force_sync: bool = False) -> None:
+    """Gather parameters when megatron-core begins to, and not beside what follows.
+
+    Torch 2.13 crashes once in some hundred jobs where two of gloo's workers gather slices of one
+    buffer while a forward takes others: a version counter of a tensor is freed twice.
+    """
+    _start_param_sync(group, force_sync)
+    if group.param_gather_handle is not None:
+        group.param_gather_handle.wait()  # megatron-core waits again, for nothing
+
+
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """What megatron-core's own schedules, reducers and optimizers need besides `use_cpu`."""
@@ -82,6 +97,7 @@ def cuda_on_cpu() -> Iterator[None]:
         patch("torch.cuda.random.get_rng_state", lambda *a, **k: torch.zeros(1, dtype=torch.uint8)),
         patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *a, **k: None),
         patch.object(torch.Tensor, "type", type_),
+        patch.object(_ParamAndGradBucketGroup, "start_param_sync", _gather_at_once),
         # By name, since a torch function mode would be called at every operation.
         patch.object(torch.Tensor, "cuda", lambda self, *a, **k: self),
         patch("torch.tensor", _on_cpu(torch.tensor)),

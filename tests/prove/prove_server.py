@@ -66,8 +66,7 @@ def run_rank(path: Path) -> None:
 
     from envpipe_megatron.gpu import control
     from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-    from envpipe_megatron.integrations.device import Device
-    from envpipe_megatron.integrations.megatron.cpu import use_cpu
+    from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.prove import worker
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu

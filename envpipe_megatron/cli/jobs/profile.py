@@ -108,7 +108,7 @@ def _profile_layers(
             variables = {JOB_VARIABLE: job.to_text()}
             if visible := narrowed(job.gpus(speeds)):
                 variables[VISIBLE_VARIABLE] = visible
-            code = _run(command, job.num_ranks, [_MODULE], variables)
+            code = _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
             for size in job.microbatch_sizes:
                 if job.file(size).is_file():
                     known = merged(known, read_layers(job.file(size)))

@@ -1,8 +1,12 @@
 """EnvPipe under DeepSpeed, without a fork: `initialize` stands in for `deepspeed.initialize`."""
 
-from envpipe_megatron.integrations.deepspeed.configuration import BlockError, VersionError
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine, UnsupportedEngineError
-from envpipe_megatron.integrations.deepspeed.initialize import end_training, initialize
+from envpipe_megatron.integrations.deepspeed.initialize import (
+    BlockError,
+    VersionError,
+    end_training,
+    initialize,
+)
 
 __all__ = [
     "BlockError",

@@ -24,7 +24,7 @@ from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capaci
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
+from envpipe_megatron.integrations.levels import FREES_WHILE_TRAINING, frees_while_training
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session

@@ -5,7 +5,11 @@ For DeepSpeed's engine `deepspeed_stages.pipeline_module` follows, for torch.dis
 """
 
 from envpipe_megatron.integrations.huggingface.skeleton import ModelError
-from envpipe_megatron.integrations.huggingface.split import SplitModel, split_model, weights_of
-from envpipe_megatron.integrations.huggingface.weights import WeightsError
+from envpipe_megatron.integrations.huggingface.split import (
+    SplitModel,
+    WeightsError,
+    split_model,
+    weights_of,
+)
 
 __all__ = ["ModelError", "SplitModel", "WeightsError", "split_model", "weights_of"]

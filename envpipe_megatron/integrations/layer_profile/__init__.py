@@ -1,6 +1,6 @@
 """Measures the layers of a model in a job of Megatron-LM, for `envpipe profile --layers`.
 
-    torchrun --nproc-per-node 2 -m envpipe_megatron.integrations.layer_profile pretrain_gpt.py ...
+    torchrun -m envpipe_megatron.integrations.layer_profile.hooks pretrain_gpt.py ...
 
 The script runs as it is, patched or not. Once it has built model and optimizer, of which a few
 layers of each kind are built, pieces of the model are measured in place of training (`hooks`), and

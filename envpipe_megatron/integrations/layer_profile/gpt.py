@@ -17,6 +17,7 @@ import torch
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LAYER, LOSS, SELECTIVE, Block
 
 _SEED = 1234
@@ -145,7 +146,7 @@ class GptPieces:
     def _only(self, layers: Iterable[torch.nn.Module], norm: Any) -> Any:
         """While these are the transformer block's layers, and this its norm behind them."""
         modules = torch.nn.ModuleList(layers)
-        return _replaced(
+        return replaced(
             self._decoder,
             layers=modules,
             num_layers_per_pipeline_rank=len(modules),
@@ -198,11 +199,11 @@ def _recomputing(layers: Iterable[Any], config: Any, way: str | None) -> Iterato
     if way == SELECTIVE:
         with ExitStack() as stack:
             for layer in layers:
-                change = _replaced(layer.self_attention, checkpoint_core_attention=True)
+                change = replaced(layer.self_attention, checkpoint_core_attention=True)
                 stack.enter_context(change)
             yield
     elif way == FULL:
-        with _replaced(
+        with replaced(
             config,
             recompute_granularity=FULL,
             recompute_method="uniform",
@@ -211,15 +212,3 @@ def _recomputing(layers: Iterable[Any], config: Any, way: str | None) -> Iterato
             yield
     else:
         yield
-
-
-@contextmanager
-def _replaced(target: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(target, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(target, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)

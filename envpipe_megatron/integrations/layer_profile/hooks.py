@@ -11,16 +11,19 @@ import argparse
 import dataclasses
 import importlib.util
 import inspect
+import os
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooks.hooking import refuse
-from envpipe_megatron.search.layer_jobs import LayerJob
+from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 
 #: Of a job without stages, data parallelism, recomputation, checkpoints and logs.
 _PLAIN: Mapping[str, Any] = {
@@ -155,7 +158,7 @@ def _build_rows(module: Any) -> None:
     build = block._build_layers
 
     def build_rows(self: Any) -> None:
-        from envpipe_megatron.integrations.layer_profile.row import row_lengths
+        from envpipe_megatron.integrations.layer_profile.measuring import row_lengths
 
         specs = list(self.submodules.layer_specs)
         kinds = [spec for at, spec in enumerate(specs) if spec not in specs[:at]]
@@ -203,3 +206,16 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
 
     module.pretrain = pretrain_up_to_there
     module.setup_model_and_optimizer = set_up_and_measure
+
+
+def main() -> None:
+    """Attach the hooks to what the script will import, and run it with its arguments."""
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    attach(LayerJob.of_text(os.environ[JOB_VARIABLE]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(f"{sys.argv[0]} ended before it set up a model: its layers were not measured")
+
+
+if __name__ == "__main__":
+    main()

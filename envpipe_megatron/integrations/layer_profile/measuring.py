@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ _WARM_UP, _LEAST, _MOST = 2, 4, 200
 _HOST_ROUNDS = 3
 #: On a CPU, where nothing is learnt of a GPU.
 _CPU_WINDOW_S = 0.02
+_LAYERS_IN_A_ROW = 4
+#: Weight, gradient and optimizer of mixed precision, none of it shared.
+_BYTES_PER_PARAMETER = 18
+#: Of the free memory, for all kinds together.
+_SHARE = 0.25
 
 
 class Window(NamedTuple):
@@ -121,10 +127,8 @@ def repeats_that_fit(held: Held, wanted: int) -> int:
     """How often a piece can run before its backwards do, on all ranks; 0 to `wanted`."""
     if not torch.cuda.is_available():
         return wanted
-    free, _ = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     workspace = max(held.forward_workspace_bytes, held.backward_workspace_bytes)
-    fit = int((0.8 * free - workspace) // max(held.activation_bytes, 1))
+    fit = int((0.8 * _free_bytes() - workspace) // max(held.activation_bytes, 1))
     return lowest(min(max(fit, 0), wanted))
 
 
@@ -217,3 +221,28 @@ def _highest(value: int) -> int:
     tensor = torch.tensor([value], device=current_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor.item())
+
+
+def _free_bytes() -> int:
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def row_lengths(of_kind: Sequence[int], parameters: Sequence[int]) -> list[int]:
+    """For each kind of layers how many are built, the same on all ranks; every rank calls it.
+
+    They run in a row while time is taken, as in training. One layer that ran several times would
+    have its gradients summed by autograd, and added to the model's once.
+
+    Args:
+        of_kind: layers that the model has of each kind.
+        parameters: of one layer of each kind.
+    """
+    wanted = [min(count, _LAYERS_IN_A_ROW) for count in of_kind]
+    if not torch.cuda.is_available():
+        return wanted
+    each = _SHARE * _free_bytes() / len(of_kind) / _BYTES_PER_PARAMETER
+    return [
+        lowest(max(1, min(count, int(each // size))))
+        for count, size in zip(wanted, parameters, strict=True)
+    ]

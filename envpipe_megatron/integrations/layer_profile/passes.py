@@ -7,13 +7,22 @@ shorter one would run at a higher clock. Each holds three refreshes of the GPU's
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.control import choose_control, open_controlled
+from envpipe_megatron.gpu.devices import uid_of_cuda_device
+from envpipe_megatron.gpu.opening import open_reader
+from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (
     Held,
@@ -26,11 +35,110 @@ from envpipe_megatron.integrations.layer_profile.measuring import (
     repeats_that_fit,
     run_forwards,
 )
-from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
-from envpipe_megatron.integrations.layer_profile.undisturbed import not_held_up, undisturbed_s
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
+#: A clock that was set has settled.
+_SETTLE_S = 0.2
+#: The counter refreshes after a window, without an event.
+_MARGIN_S = 0.3
+#: Stands for the clock of a CPU, which nobody sets.
+_CPU_MHZ = 1000
 _PASSES = 3
 _WINDOW_S, _RESTED_WINDOW_S = 0.3, 0.15
+#: Work of a GPU varies by less from repeat to repeat, with its clock.
+_HELD_UP = 1.05
+
+
+def not_held_up(times_s: FloatArray) -> BoolArray:
+    """[num_repeats] which repeats took about as long as the shortest.
+
+    A host that others use, too, starts kernels more slowly for half a second to a second at times.
+    Work that waits for the host is then longer, by 40 % to twofold, and never shorter.
+    """
+    kept: BoolArray = times_s <= _HELD_UP * times_s.min()
+    return kept
+
+
+def undisturbed_s(times_s: FloatArray) -> float:
+    """The median of the repeats that were not held up."""
+    return float(np.median(times_s[not_held_up(times_s)]))
+
+
+class RankGpu:
+    """This rank's GPU, or its CPU, which has no counter and no clock.
+
+    Args:
+        clocks_mhz: those that will be set, the highest first. None leaves the clock alone, and the
+            GPU is opened for reading.
+
+    Raises GpuError if the GPU cannot be opened, or clocks may not be set.
+    """
+
+    def __init__(self, clocks_mhz: Sequence[int]) -> None:
+        self.name: str | None = None
+        self.frequency_mhz: tuple[int, ...] = (_CPU_MHZ,)
+        self._meter: EnergyMeter | None = None
+        self._clock: RankClock | None = None
+        if torch.cuda.is_available():
+            gpu = _open(clocks_mhz)
+            self._clock = RankClock(gpu) if clocks_mhz else None
+            self._meter = EnergyMeter(gpu)
+            self.name = gpu.name
+            self.frequency_mhz = tuple(clocks_mhz) or gpu.supported_frequencies_mhz[:1]
+        elif clocks_mhz:
+            raise EnvPipeError(
+                "Clocks were asked for where there is no GPU",
+                value=list(clocks_mhz),
+                remedy="Leave out --clocks.",
+            )
+
+    def set(self, frequency_mhz: int) -> None:
+        """Run at this clock from now on, where clocks are set; EnvPipeError if that fails."""
+        if self._clock is None:
+            return
+        controller = self._clock.controller
+        controller.request(frequency_mhz, Done())
+        controller.wait_idle()
+        if controller.error is not None:
+            raise EnvPipeError(f"The clock could not be set: {controller.error}")
+        time.sleep(_SETTLE_S)
+
+    def energies_j(self, windows: Sequence[Window | None]) -> list[float]:
+        """Of a run in each window, the last of which ended just now.
+
+        NaN where there is no window, or the meter failed.
+        """
+        if self._meter is None:
+            return [math.nan] * len(windows)
+        time.sleep(_MARGIN_S)
+        self._meter.catch_up()
+        return [_energy_j(self._meter, window) for window in windows]
+
+    def close(self) -> None:
+        """Stop reading, and reset the clock if it was set."""
+        if self._meter is not None:
+            self._meter.close()
+        if self._clock is not None:
+            self._clock.close()
+
+
+def _energy_j(meter: EnergyMeter, window: Window | None) -> float:
+    if window is None:
+        return math.nan
+    try:
+        return meter.energy_j(window.begin_s, window.end_s) / window.runs
+    except MeterError:
+        return math.nan
+
+
+def _open(clocks_mhz: Sequence[int]) -> Gpu:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    uid = uid_of_cuda_device(str(properties.uuid))
+    if not clocks_mhz:
+        return open_reader(GpuAddress("none", uid))
+    site = read_site()
+    return open_controlled(uid, choose_control("auto", site, require=True), site)
 
 
 @dataclass(frozen=True)

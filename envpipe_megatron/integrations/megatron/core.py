@@ -9,7 +9,7 @@ schedule says which comes when.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,17 @@ from envpipe_megatron.integrations.megatron.work import (
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
+
+#: What a call may leave out, with Megatron's defaults, and what none leaves out.
+_DEFAULTS = {
+    **dict.fromkeys(("decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn")),
+    **dict.fromkeys(("p2p_communicator", "pg_collection")),
+    **dict.fromkeys(("forward_only", "collect_non_loss_data", "force_all_reduce"), False),
+}
+_NEEDED = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"),
+    "micro_batch_size",
+)
 
 
 class ForwardBackward:
@@ -73,24 +84,7 @@ class ForwardBackward:
         self._against: str | None = None
         self._is_looked_at = False
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Iterator[Any] | list[Iterator[Any]],
-        model: torch.nn.Module | list[torch.nn.Module],
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        force_all_reduce: bool | None = False,
-    ) -> list[Any]:
+    def __call__(self, **arguments: Any) -> list[Any]:
         """Run all forwards and backwards of one iteration.
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
@@ -98,23 +92,9 @@ class ForwardBackward:
         training call has, goes to that function (see `failed`). Raises MemoryFullError as `Session`
         does.
         """
-        arguments = {
-            "forward_step_func": forward_step_func,
-            "data_iterator": data_iterator,
-            "model": model,
-            "num_microbatches": num_microbatches,
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "decoder_seq_length": decoder_seq_length,
-            "forward_only": forward_only,
-            "collect_non_loss_data": collect_non_loss_data,
-            "first_val_step": first_val_step,
-            "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn,
-            "p2p_communicator": p2p_communicator,
-            "pg_collection": pg_collection,
-            "force_all_reduce": force_all_reduce,
-        }
-        groups = pg_collection or _default_groups()
+        given, arguments = arguments, {**_DEFAULTS, **arguments}
+        forward_only = arguments["forward_only"]
+        groups = arguments["pg_collection"] or _default_groups()
         alone = groups.pp.size() == 1  # nothing to order
         if forward_only:
             # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
@@ -126,9 +106,9 @@ class ForwardBackward:
             self._against = found and found[1]
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
-        if alone or forward_only or collect_non_loss_data or self._against or left:
+        if alone or forward_only or arguments["collect_non_loss_data"] or self._against or left:
             self._framework_iterations_left -= left > 0 and not (alone or forward_only)
-            losses: list[Any] = own(**arguments)
+            losses: list[Any] = own(**given)
             return losses
         if self._check is not None and not self._check.done:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
@@ -202,7 +182,9 @@ class ForwardBackward:
         ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
         given = [arguments[name] is not None for name in ("p2p_communicator", "pg_collection")]
         alone = len(joined) == 1
+        unknown = sorted(arguments.keys() - {*_DEFAULTS, *_NEEDED})
         against = {
+            f"arguments of another version: {', '.join(unknown)}": bool(unknown),
             f"a call for a pipeline of ranks {ranks}, not {joined}": ranks != joined,
             "p2p_communicator and pg_collection apart": not alone and len(set(given)) > 1,
             "a model without pipeline_dtype": not alone and config.pipeline_dtype is None,

@@ -20,6 +20,7 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.integrations.hooking import same_job
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -39,66 +40,6 @@ from envpipe_megatron.runtime.channel.links import timeout_of
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
-#: What units cost rests on; another value of one of these makes a stored profile useless.
-_SAME_JOB = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "seq_length",
-    "padded_vocab_size",
-    "swiglu",
-    "normalization",
-    "untie_embeddings_and_output_weights",
-    "micro_batch_size",
-    "params_dtype",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "overlap_moe_expert_parallel_comm",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_token_dispatcher_type",
-    "moe_layer_freq",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "fp8",
-    "fp4",
-    "fp8_recipe",
-    "cuda_graph_impl",
-    "tp_comm_overlap",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "transformer_impl",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "envpipe_recompute",
-    "kv_channels",
-    "attention_backend",
-    "use_flash_attn",
-    "calculate_per_token_loss",
-    "cross_entropy_loss_fusion",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "optimizer",
-    "use_precision_aware_optimizer",
-    "main_params_dtype",
-    "main_grads_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:
@@ -161,7 +102,7 @@ def make_job(
             "samples_per_iteration": _full_batch(args),
             "microbatch_size": args.micro_batch_size,
         },
-        {name: getattr(args, name, None) for name in _SAME_JOB},
+        same_job(args),
     )
     one_clock = level is Level.UNIFORM and options.policy != "baseline"
     return Job(options, placement, facts, say_line, one_clock=one_clock)

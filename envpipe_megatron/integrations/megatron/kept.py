@@ -22,13 +22,13 @@ from megatron.core.pipeline_parallel import schedules
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.hooks.framework_units import (
+from envpipe_megatron.integrations.framework_units import (
     Followed,
     Recorded,
     Reporter,
     once,
 )
-from envpipe_megatron.integrations.megatron.replacing import replaced
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from envpipe_megatron.integrations.levels import (
+    FREES_WHILE_TRAINING,
     Asks,
     Level,
     Limit,
+    RefusedError,
     above_one,
     any_of,
-    on,
-)
-from envpipe_megatron.integrations.refusals import (
-    FREES_WHILE_TRAINING,
-    RefusedError,
     frees_while_training,
+    on,
 )
 
 #: Why a job's own first iteration is to show that EnvPipe's order gives the same result.
@@ -37,20 +35,15 @@ POSTED_AHEAD = (
 WAITS = "waits for the device, where no receive may have been posted ahead"
 
 
-def _to_check(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
-    return Limit(feature, asks, Level.ORDER, reason)
+def _at_most(highest: Level) -> Callable[..., Limit]:
+    def limit(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
+        return Limit(feature, asks, highest, reason)
+
+    return limit
 
 
-def _against_order(feature: str, asks: Asks, reason: str) -> Limit:
-    return Limit(feature, asks, Level.UNITS, reason)
-
-
-def _against_units(feature: str, asks: Asks, reason: str) -> Limit:
-    return Limit(feature, asks, Level.UNIFORM, reason)
-
-
-def _against_uniform(feature: str, asks: Asks, reason: str) -> Limit:
-    return Limit(feature, asks, Level.OBSERVE, reason)
+_to_check, _against_order = _at_most(Level.ORDER), _at_most(Level.UNITS)
+_against_units, _against_uniform = _at_most(Level.UNIFORM), _at_most(Level.OBSERVE)
 
 
 def _full_iteration_graph(args: argparse.Namespace) -> bool:

@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import unwrap_model
 
-from envpipe_megatron.integrations.megatron.replacing import replaced
+from envpipe_megatron.integrations.hooking import replaced
 
 #: Sums that megatron-core keeps for its log beside the model, in its versions from 0.16 on: module,
 #: name in it.

@@ -23,8 +23,8 @@ from megatron.core.pipeline_parallel import schedules
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
-from envpipe_megatron.integrations.megatron.replacing import replaced
 from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from envpipe_megatron.integrations.hooks.hooking import check_profiled
-from envpipe_megatron.integrations.job import Job, close_at_exit, limits_of_replicas, say_line
+from envpipe_megatron.integrations.hooking import check_profiled
+from envpipe_megatron.integrations.job import (
+    Job,
+    close_at_exit,
+    limits_of_ranks,
+    limits_of_replicas,
+    say_line,
+)
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import (
@@ -24,7 +30,6 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 
@@ -57,11 +62,8 @@ class Training:
     ) -> None:
         self._args, self._options, self._model = args, options, model
         self._pipeline_group = pipeline_group
-        # Stages may have models of different classes, and layers of different kinds.
-        own = [(limit.feature, limit.highest, limit.reason) for limit in limits_of(model)]
-        of_all = dict.fromkeys(found for stage in of_all_ranks(own) for found in stage)
-        of_replicas = limits_of_replicas(num_microbatches_of(args))
-        self._limits = *limits, *of_replicas, *(stands_against(*found) for found in of_all)
+        of_ranks = limits_of_ranks(limits_of(model))
+        self._limits = *limits, *limits_of_replicas(num_microbatches_of(args)), *of_ranks
         self._decision = self._decide(options.level)
         self._checked = bool(self._decision.to_check) or options.self_check == "always"
         self.job = self._make_job()

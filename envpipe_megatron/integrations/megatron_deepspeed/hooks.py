@@ -7,17 +7,20 @@ when it has ended. `hooking` tells what happens where a hook is never reached.
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.deepspeed.configuration import check_version
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.deepspeed.initialize import begin
+from envpipe_megatron.integrations.deepspeed.initialize import begin, check_version
 from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
-from envpipe_megatron.integrations.hooks.hooking import (
+from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
     Reached,
@@ -25,41 +28,145 @@ from envpipe_megatron.integrations.hooks.hooking import (
     options_of,
     refuse,
     running,
+    same_job,
     validated,
 )
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
-    check_supported,
-    deepspeed_config,
+from envpipe_megatron.integrations.levels import (
+    AUTO,
+    FREES_WHILE_TRAINING,
+    Asks,
+    Level,
+    RefusedError,
+    above_one,
+    any_of,
+    frees_while_training,
+    on,
 )
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.refusals import RefusedError
+
+#: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
+_WITHOUT_PIPELINE = {
+    "pretrain_bert.py": "BERT",
+    "pretrain_gpt_core.py": "GPT on megatron.core",
+    "pretrain_ict.py": "ICT",
+    "pretrain_retro.py": "Retro",
+    "pretrain_t5.py": "T5",
+    "pretrain_vision_classify.py": "a vision model",
+    "pretrain_vision_dino.py": "a vision model",
+    "pretrain_vision_inpaint.py": "a vision model",
+}
+
+
+def _configured(*path: str) -> Asks:
+    """Whether a block or a switch of DeepSpeed's configuration is on."""
+
+    def asks(args: argparse.Namespace) -> bool:
+        value: Any = deepspeed_config(args)
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            return bool(value.get("enabled", bool(value)))
+        return bool(value)
+
+    return asks
+
+
+#: Feature, and whether arguments or DeepSpeed's configuration ask for it.
+REFUSED: Mapping[str, Asks] = {
+    "a level below order (--envpipe-level)": lambda args: (
+        getattr(args, "envpipe_level", AUTO) not in (AUTO, str(Level.ORDER))
+    ),
+    "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
+    "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
+    "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage)": on(
+        "num_layers_per_virtual_pipeline_stage"
+    ),
+    "a split rank or a stage for the embedding alone": any_of(
+        on("standalone_embedding_stage"),
+        lambda args: getattr(args, "pipeline_model_parallel_split_rank", None) is not None,
+    ),
+    "mixture of experts": lambda args: max(getattr(args, "num_experts", None) or [1]) > 1,
+    "distillation and mixtures of students (--kd, --mos)": on("kd", "mos"),
+    "compression (compression_training)": _configured("compression_training"),
+    "curriculum learning": any_of(
+        on("data_efficiency_curriculum_learning"), _configured("curriculum_learning")
+    ),
+    "random layer token dropping (--random-ltd)": on("random_ltd"),
+    "data efficiency (data_efficiency)": _configured("data_efficiency"),
+    "progressive layer dropping (progressive_layer_drop)": _configured("progressive_layer_drop"),
+    "elastic batch sizes (elasticity)": _configured("elasticity"),
+    "autotuning": _configured("autotuning"),
+    "the zero-bubble schedule (--enable-zbh1-pipeline, --enable-zbh1-exact-semantics)": on(
+        "enable_zbh1_pipeline", "enable_zbh1_exact_semantics"
+    ),
+    "DeepSpeed's sequence parallelism": any_of(
+        above_one("ds_sequence_parallel_size"),
+        on("force_ds_sequence_parallel", "ds_sequence_parallel_fpdt"),
+    ),
+    "inference (--inference, --ds-inference)": on("inference", "ds_inference"),
+    "Retro": on("retro_add_retriever"),
+    "FP8": on("fp8_e4m3", "fp8_hybrid"),
+    "contiguous activation checkpoints (--contigious-checkpointing)": any_of(
+        on("contigious_checkpointing"),
+        _configured("activation_checkpointing", "contiguous_memory_optimization"),
+    ),
+    # These wait for the device in each unit, and so for a posted receive.
+    "waiting for the device in each unit (--synchronize-each-layer, --profile-backward, "
+    "wall_clock_breakdown)": any_of(
+        on("synchronize_each_layer", "profile_backward"),
+        _configured("wall_clock_breakdown"),
+        _configured("activation_checkpointing", "synchronize_checkpoint_boundary"),
+        _configured("activation_checkpointing", "profile"),
+    ),
+    "--skip-train": on("skip_train"),
+    FREES_WHILE_TRAINING: lambda _: frees_while_training(),
+}
+
+
+def check_supported(args: argparse.Namespace) -> None:
+    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe.
+
+    And a job without a pipeline.
+    """
+    script = Path(sys.argv[0]).name
+    if script in _WITHOUT_PIPELINE:
+        raise RefusedError(
+            f"{script} trains {_WITHOUT_PIPELINE[script]} without DeepSpeed's pipeline, and its "
+            "stages are not known to run",
+            remedy="Leave --envpipe out. pretrain_gpt.py and finetune_llama.py train in a "
+            "pipeline, and Megatron-LM under --envpipe does.",
+        )
+    if args.pipeline_model_parallel_size < 2:
+        raise RefusedError(
+            "--envpipe needs a pipeline",
+            value=args.pipeline_model_parallel_size,
+            remedy="Give --pipeline-model-parallel-size of at least 2, or leave --envpipe out.",
+        )
+    if asked_for := [feature for feature, asks in REFUSED.items() if asks(args)]:
+        raise RefusedError(
+            f"Under --envpipe, these are refused until they are proven: {'; '.join(asked_for)}",
+            remedy="Leave them out, or train without --envpipe.",
+        )
+
+
+def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
+    given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    try:
+        config: dict[str, Any] = json.loads(Path(given).read_text())
+    except (OSError, ValueError) as error:
+        raise RefusedError(
+            f"The configuration of DeepSpeed cannot be read: {error}",
+            value=str(given),
+            remedy="Give the path of a JSON file by --deepspeed_config.",
+        ) from error
+    return config
+
 
 _NEEDED = ("validate", "begin_training", "end_step")
-
-#: What units cost rests on, beside what DeepSpeed knows of the job.
-_SAME_JOB = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "seq_length",
-    "padded_vocab_size",
-    "swiglu",
-    "normalization",
-    "untie_embeddings_and_output_weights",
-    "params_dtype",
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "checkpoint_activations",
-    "checkpoint_num_layers",
-    "deepspeed_activation_checkpointing",
-    "recompute_granularity",
-    "use_flash_attn",
-    "optimizer",
-    "cpu_optimizer",
-)
 
 
 @dataclass
@@ -107,7 +214,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             options,
             {
                 **deepspeed_config(args),
-                "megatron": {name: getattr(args, name, None) for name in _SAME_JOB},
+                "megatron": same_job(args),
             },
             sequence_length=args.seq_length,
             tells=False,

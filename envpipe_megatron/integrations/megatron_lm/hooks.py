@@ -1,6 +1,9 @@
 """What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
 
-`hooking` says what happens where a hook is never reached.
+`hooking` says what happens where a hook is never reached. Recomputation by stage is here too:
+Megatron's flags are for all stages alike, but what layers do is read from their configuration and
+attributes when they run, so a stage can be changed after it was built. Results stay the same, for
+what is recomputed is what was forgotten.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import flags
-from envpipe_megatron.integrations.hooks.hooking import (
+from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
     Reached,
@@ -26,11 +30,12 @@ from envpipe_megatron.integrations.hooks.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError, WithoutEnvPipeError
 from envpipe_megatron.integrations.levels import LevelError, decide
-from envpipe_megatron.integrations.megatron import recomputation
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import Options
 
+FLAG = "--envpipe-recompute"
+_NONE, _FULL, _SELECTIVE = "none", "full", "selective"
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
 
 
@@ -51,7 +56,13 @@ _state = _State()
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add EnvPipe's options to Megatron's command line."""
     flags.add_arguments(group)
-    recomputation.add_argument(group)
+    group.add_argument(
+        FLAG,
+        metavar="WHAT[,WHAT...]",
+        help="What each stage recomputes, in place of --recompute-granularity: none, full:N or "
+        "selective:N for the first N layers of each of its virtual stages; `envpipe search` prints "
+        "it.",
+    )
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -62,7 +73,7 @@ def validate(args: argparse.Namespace) -> None:
     _state.reached.note("validate")
     try:
         check_metered(args)
-        recomputation.by_stage(args)
+        by_stage(args)
         _state.options = options_of(args)
         options = _state.options
         decide(args, LIMITS, options.level, checks=options.self_check != "off")
@@ -85,9 +96,9 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         refuse(error)
     if not args.log_energy:
         _quiet_energy_monitor()
-    if (stages := recomputation.by_stage(args)) is not None:
+    if (stages := by_stage(args)) is not None:
         own = stages[parallel_state.get_pipeline_model_parallel_rank()]
-        recomputation.recompute(model, *own)
+        recompute(model, *own)
     try:
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _state.training = Training(args, options, LIMITS, model, group)
@@ -210,3 +221,65 @@ def _hooked_schedules() -> Any:
             "megatron-core; `envpipe patch check` looks at it.",
         )
     return schedules
+
+
+class RecomputationError(EnvPipeError):
+    """Recomputation by stage that is not one, or does not go with other arguments."""
+
+
+def by_stage(args: argparse.Namespace) -> list[tuple[str, int]] | None:
+    """What each stage recomputes, and of how many layers; None if nothing was said.
+
+    RecomputationError: unreadable, not one for each stage, or beside Megatron's own flag.
+    """
+    text = getattr(args, "envpipe_recompute", None)
+    if text is None:
+        return None
+    if args.recompute_granularity is not None:
+        raise RecomputationError(
+            f"{FLAG} goes with no --recompute-granularity",
+            value=args.recompute_granularity,
+            remedy="Leave out one of the two.",
+        )
+    stages = [_read(part) for part in text.split(",")]
+    if len(stages) != args.pipeline_model_parallel_size:
+        raise RecomputationError(
+            f"{FLAG} says what {len(stages)} stages recompute",
+            value=text,
+            remedy=f"The job has {args.pipeline_model_parallel_size}; say it for each.",
+        )
+    return stages
+
+
+def recompute(chunks: Sequence[Any], what: str, count: int) -> None:
+    """Make the first layers of each chunk of a model recompute, and the others not.
+
+    Args:
+        chunks: a rank's, perhaps wrapped.
+        what: none, full or selective.
+        count: layers of each chunk, at most.
+    """
+    for chunk in chunks:
+        for block in chunk.modules():
+            if isinstance(block, TransformerBlock):
+                _recompute_in(block, what, count)
+
+
+def _recompute_in(block: TransformerBlock, what: str, count: int) -> None:
+    config = block.config
+    full = what == _FULL and count > 0
+    config.recompute_granularity = _FULL if full else None
+    config.recompute_method = "block" if full else None
+    config.recompute_num_layers = count if full else None
+    for number, layer in enumerate(block.layers):
+        selected = what == _SELECTIVE and number < count
+        layer.self_attention.checkpoint_core_attention = selected
+
+
+def _read(text: str) -> tuple[str, int]:
+    what, _, count = text.strip().partition(":")
+    if (what == _NONE and not count) or (what in (_FULL, _SELECTIVE) and count.isdecimal()):
+        return what, int(count or 0)
+    raise RecomputationError(
+        f"{FLAG} is wrong", value=text, remedy="Say none, full:N or selective:N for each stage."
+    )

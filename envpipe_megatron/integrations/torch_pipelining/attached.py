@@ -17,14 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.hooks.framework_units import Followed, Recorded, once
+from envpipe_megatron.integrations.framework_units import Followed, Recorded, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
@@ -33,6 +30,7 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_level_of_files,
     close_at_exit,
+    limits_of_ranks,
     limits_of_replicas,
     observing,
     own_gloo_group,
@@ -42,18 +40,18 @@ from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_ag
 from envpipe_megatron.integrations.options import OptionError, Options, prepare_files
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
-from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import (
+    AttachError,
     Runner,
     facts_of,
     group_size,
     is_prepared,
-    own_order,
-    stages_of,
+    known_order,
+    message_of,
+    stages_trained_by,
 )
-from envpipe_megatron.integrations.torch_pipelining.units import Units
+from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
@@ -61,29 +59,18 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 _REPORT_EVERY = 10
 #: Limits of this framework ask for none.
 _NO_ARGUMENTS = argparse.Namespace()
-
-
 #: Options that do not go with a framework that sends its messages itself.
 _NOT_OFFERED = ("channel", "profile_only", "self_check")
 
 
-class AttachError(EnvPipeError):
-    """A schedule that EnvPipe cannot be attached to."""
+class AttachedPipeline:
+    """EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
 
-
-def attach(
-    schedule: Any,
-    *,
-    facts: Mapping[str, Any] | None = None,
-    timeout: timedelta | None = None,
-    say: Callable[[str], None] = say_line,
-    **settings: object,
-) -> AttachedPipeline:
-    """Attach EnvPipe to a schedule, whose `step` and `eval` are called as ever.
-
-    Every rank of the job calls this at the same point of the program, replicas and the other ranks
-    of a stage too, before the schedule's first step. Where a GPU cannot be read, the schedule stays
-    torch's.
+    Every rank of the job makes one at the same point of the program, replicas and the other ranks
+    of a stage too, before the schedule's first step, and calls its methods at the same points.
+    Where a GPU cannot be read, the schedule stays torch's. A step lasts from one call of the
+    schedule's `step` to the next one: what lies between, such as the optimizer, is billed to the
+    step before.
 
     Args:
         schedule: of torch.distributed.pipelining, of one stage a rank or several, or its runtime
@@ -102,23 +89,15 @@ def attach(
         LevelError: the level that settings name cannot be had.
         EnvPipeError: an option or file is wrong, or there is no control that is required.
     """
-    return AttachedPipeline(schedule, facts, timeout, say, settings)
-
-
-class AttachedPipeline:
-    """What `attach` returns; every rank calls its methods at the same points of the program.
-
-    A step lasts from one call of the schedule's `step` to the next one: what lies between, such as
-    the optimizer, is billed to the step before.
-    """
 
     def __init__(
         self,
         schedule: Any,
-        facts: Mapping[str, Any] | None,
-        timeout: timedelta | None,
-        say: Callable[[str], None],
-        settings: Mapping[str, object],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        timeout: timedelta | None = None,
+        say: Callable[[str], None] = say_line,
+        **settings: object,
     ) -> None:
         refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
         if refused:
@@ -128,7 +107,13 @@ class AttachedPipeline:
                 remedy="Leave it out.",
             )
         self._schedule, self._say = schedule, say
-        self._stages = _checked_stages(schedule)
+        self._stages = stages_trained_by(schedule)
+        if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
+            raise AttachError(
+                "EnvPipe is attached to this schedule already",
+                value=type(schedule).__name__,
+                remedy="Call end_training of what the first attach returned.",
+            )
         for stage in self._stages:
             check_current(torch.device(stage.device))
         self._facts = facts
@@ -140,8 +125,8 @@ class AttachedPipeline:
             settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
         )
         prepare_files(self._options, self._num_stages)
-        self._own, why_not = _own_order(schedule)
-        self._limits = _of_all_ranks(limits_of(schedule, self._own, why_not, self._stages))
+        self._own, why_not = known_order(schedule)
+        self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._limits += limits_of_replicas(schedule._n_microbatches)
         timeout = timeout or timeout_of(group)
         self._placement = Placement(
@@ -161,13 +146,8 @@ class AttachedPipeline:
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
         check_level_of_files(self._options, self.level)
-        try:
-            self.job = self._make_job()
-        except WithoutEnvPipeError:
-            self._without = True
-            self._release()
+        if not self._begins_job():
             return
-        self._announce()
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
@@ -267,7 +247,7 @@ class AttachedPipeline:
             alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
             result = self._told(run, alone, *args, **kwargs)
         if infers_shapes:
-            same = _message_of(self._stages) == self._own_message
+            same = message_of(self._stages) == self._own_message
             self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
@@ -305,7 +285,7 @@ class AttachedPipeline:
         followed.complete()
         if runs is None:
             self._end_step()
-            self._lower(_of_all_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self._lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,15 +298,15 @@ class AttachedPipeline:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
         self._seen = True
-        self._own_message = _message_of(self._stages)
+        self._own_message = message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = self.job.collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
-            own = _own_order(self._schedule)[0] or self._own  # of the number in this step
+            own = known_order(self._schedule)[0] or self._own  # of the number in this step
             as_told = seen.shows(own.stages[self._placement.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
-            self._lower(_of_all_ranks(found))
+            self._lower(limits_of_ranks(found))
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:
@@ -339,15 +319,9 @@ class AttachedPipeline:
         self.job.close()
         atexit.unregister(self.job.close)
         self._options = replace(self._options, plan_file=None, profile_file=None)
-        try:
-            self.job = self._make_job()
-        except WithoutEnvPipeError:
-            self._without = True
-            self._release()
-            return
-        self.job.session.begin_step()
-        self._begun = True
-        self._announce()
+        if self._begins_job():
+            self.job.session.begin_step()
+            self._begun = True
 
     def _end_step(self) -> None:
         """The last step ends: the optimizer has stepped, or the step has failed."""
@@ -367,9 +341,17 @@ class AttachedPipeline:
                     IntervalReport.gather(self.job.session)
             self.job.session.end_step()
 
-    def _announce(self) -> None:
+    def _begins_job(self) -> bool:
+        """Make and announce the job of the present level; False where torch trains without."""
+        try:
+            self.job = self._make_job()
+        except WithoutEnvPipeError:
+            self._without = True
+            self._release()
+            return False
         if self.job.collectives.is_planner:
             self._say(f"{self._decision}; {self.job.banner()}")
+        return True
 
     def _make_job(self) -> Job:
         """Make the job of this rank at its level, as `Job` says."""
@@ -409,53 +391,4 @@ class AttachedPipeline:
         return job
 
 
-def _checked_stages(schedule: Any) -> list[Any]:
-    try:
-        stages = stages_of(schedule)
-        trains = schedule._loss_fn is not None
-        attached = isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline)
-    except AttributeError:
-        raise AttachError(
-            "This is no schedule of torch.distributed.pipelining, or of another version of torch",
-            value=f"{type(schedule).__name__}, torch {torch.__version__}",
-            remedy="Attach to what torch's Schedule1F1B and others make.",
-        ) from None
-    if attached:
-        raise AttachError(
-            "EnvPipe is attached to this schedule already",
-            value=type(schedule).__name__,
-            remedy="Call end_training of what the first attach returned.",
-        )
-    if not trains:
-        raise AttachError(
-            "The schedule has no loss function, so it does not train",
-            value=type(schedule).__name__,
-            remedy="Attach to the schedule of training, made with loss_fn.",
-        )
-    return stages
-
-
-def _own_order(schedule: Any) -> tuple[Schedule | None, str]:
-    """The order of a schedule, or why it is not known."""
-    try:
-        return own_order(schedule), ""
-    except ScheduleError as error:
-        return None, str(error)
-
-
-def _message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
-    """Shapes and types of what this rank receives, near enough to measure what a message takes."""
-    for stage in stages:
-        for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
-            tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
-            if tensors:
-                spec = TensorSpec.of(tensors)
-                return spec.shapes, spec.dtypes
-    return ((1,),), (torch.uint8,)
-
-
-def _of_all_ranks(limits: Sequence[Limit]) -> list[Limit]:
-    """What stands against levels on any rank, the same on all of them."""
-    own = [(limit.feature, limit.highest, limit.reason) for limit in limits]
-    found = dict.fromkeys(each for of_rank in of_all_ranks(own) for each in of_rank)
-    return [stands_against(*each) for each in found]
+attach = AttachedPipeline

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -22,7 +23,9 @@ from torch.distributed.pipelining.schedules import (
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.torch_csv import order_of_rows, table_rows
+from envpipe_megatron.runtime.channel.carrier import TensorSpec
 
 #: What a step goes by besides its order.
 _HANDED_ON = (
@@ -38,10 +41,34 @@ _KEPT_TABLES = 2
 _WITHOUT_TABLE = {Schedule1F1B: builders.one_f_one_b, ScheduleGPipe: builders.gpipe}
 
 
+class AttachError(EnvPipeError):
+    """A schedule that EnvPipe cannot be attached to."""
+
+
 def stages_of(schedule: Any) -> list[Any]:
     """The stages of this rank, by their place in the model."""
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     return sorted(stages, key=lambda stage: stage.stage_index)
+
+
+def stages_trained_by(schedule: Any) -> list[Any]:
+    """The stages of this rank; an AttachError if this is no schedule of torch's that trains."""
+    try:
+        stages = stages_of(schedule)
+        trains = schedule._loss_fn is not None and callable(schedule.step)
+    except AttributeError:
+        raise AttachError(
+            "This is no schedule of torch.distributed.pipelining, or of another version of torch",
+            value=f"{type(schedule).__name__}, torch {torch.__version__}",
+            remedy="Attach to what torch's Schedule1F1B and others make.",
+        ) from None
+    if not trains:
+        raise AttachError(
+            "The schedule has no loss function, so it does not train",
+            value=type(schedule).__name__,
+            remedy="Attach to the schedule of training, made with loss_fn.",
+        )
+    return stages
 
 
 def own_order(schedule: Any) -> Schedule:
@@ -69,6 +96,14 @@ def own_order(schedule: Any) -> Schedule:
         if known.stages == found.stages and known.placement is found.placement:
             return known
     return found
+
+
+def known_order(schedule: Any) -> tuple[Schedule | None, str]:
+    """The order of a schedule, or why it is not known."""
+    try:
+        return own_order(schedule), ""
+    except ScheduleError as error:
+        return None, str(error)
 
 
 def _apart(order: Schedule) -> Schedule:
@@ -169,3 +204,14 @@ def is_prepared(schedule: Any) -> bool:
     """True if shapes are known: else, as behind an evaluation, the next step infers them."""
     stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
     return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))
+
+
+def message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
+    """Shapes and types of what this rank receives, near enough to measure what a message takes."""
+    for stage in stages:
+        for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
+            tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+            if tensors:
+                spec = TensorSpec.of(tensors)
+                return spec.shapes, spec.dtypes
+    return ((1,),), (torch.uint8,)

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.integrations.job import say_line
-from envpipe_megatron.integrations.torch_pipelining.attached import (
-    AttachedPipeline,
-    AttachError,
-    attach,
-)
+from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
+from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.integrations.hooks.framework_units import Reporter
+from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.integrations.framework_units import Reporter
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 
@@ -153,3 +158,116 @@ def _random_states(device: torch.device) -> tuple[object, ...]:
 def _versions(stage: Any) -> list[int]:
     """They count writes in place, as a recomputed forward of a BatchNorm makes them."""
     return [each._version for each in stage.submod.buffers() if not each.is_inference()]
+
+
+#: Functions of a schedule that make its order, or no step. One with others of its own is to be
+#: called as it is.
+_HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
+
+
+def limits_of(
+    schedule: Any, order: Schedule | None, why_not: str, stages: Sequence[Any]
+) -> list[Limit]:
+    """Limits by a schedule's own order, by what stages share, and by functions of the user's.
+
+    Args:
+        order: None if it is not known, for the reason `why_not`.
+        stages: of this rank.
+    """
+    if order is None:
+        return [stands_against("this schedule", Level.UNIFORM, why_not)]
+    found = []
+    if order.num_stages == 1:
+        found.append(stands_against("one rank", Level.UNIFORM, "there is no pipeline"))
+    if missing := _missing(order):
+        why = f"not every stage has a {missing} to be measured"
+        found.append(stands_against(order.name, Level.UNIFORM, why))
+    found += [stands_against(order.name, Level.UNITS, why) for why in _against_others(order)]
+    if getattr(schedule, "_comp_type_to_function_map", None):
+        why = "it may run several units at once"
+        found.append(stands_against("a function of one's own for units", Level.UNIFORM, why))
+    if own := _functions_of_ones_own(schedule):
+        why = "torch's runtime of tables does not have it"
+        found.append(stands_against(f"{own[0]} of one's own", Level.UNITS, why))
+    if _share_parameters(stages):
+        why = "their gradients add up in the order of the units"
+        found.append(stands_against("parameters of several stages on a rank", Level.UNITS, why))
+    return found
+
+
+def limits_seen(
+    order: Schedule, stages: Sequence[Any], *, as_told: bool, seen: Collection[SideEffect]
+) -> list[Limit]:
+    """Limits by the first step: what ran, as it was told or not, and what else its units changed.
+
+    The stages know by then what they receive.
+    """
+    found = []
+    if not as_told:
+        why = "its units did not run one by one as the schedule says"
+        found.append(stands_against(order.name, Level.UNIFORM, why))
+    if SideEffect.BUFFERS_BY_BACKWARDS in seen:
+        why = "another order gives them other values"
+        found.append(stands_against("buffers that backwards change", Level.UNITS, why))
+    if SideEffect.DRAWN_BY_BACKWARDS in seen:
+        why = "another order gives units other numbers"
+        found.append(stands_against("random numbers in backwards", Level.UNITS, why))
+    elif SideEffect.DRAWN_BY_FORWARDS in seen and order.num_chunks > 1:
+        # Each stage's forwards keep their order in any order of units; a rank's do not.
+        why = "another order gives forwards other numbers"
+        found.append(stands_against("random numbers on ranks of several stages", Level.UNITS, why))
+    if any(abs(source - stage.stage_index) > 1 for stage in stages for source in _sources(stage)):
+        why = "torch's runtime of tables has none"
+        found.append(stands_against("messages that skip a stage", Level.UNITS, why))
+    return found
+
+
+def _functions_of_ones_own(schedule: Any) -> list[str]:
+    """Those that a schedule, or a class of it that is not torch's, has in place of torch's."""
+    classes = type(schedule).__mro__
+    torchs = [each for each in classes if each.__module__.startswith("torch.")]
+    own = {name for each in (schedule, *classes) if each not in torchs for name in vars(each)}
+    return sorted(
+        name
+        for name in own - _HARMLESS
+        if not name.startswith("__") and any(callable(vars(each).get(name)) for each in torchs)
+    )
+
+
+def _against_others(order: Schedule) -> Iterator[str]:
+    """Why no other order may take the place of this one, with the same bits."""
+    if order.split:
+        yield "its backwards are split"
+    if order.placement is not Placement.LOOPED:
+        yield "its stages lie in a V"
+    for units in order.stages:
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for chunk in range(order.num_chunks):
+                own = [u.microbatch for u in units if u.kind is kind and u.chunk == chunk]
+                if any(after < before for before, after in pairwise(own)):
+                    yield f"its {kind}s do not come in the order of microbatches"
+                    return
+
+
+def _missing(order: Schedule) -> Kind | None:
+    """A kind of units that some chunk of a stage has and another lacks."""
+    kinds = profiled_kinds(order)
+    parts = order.num_stages * order.num_chunks
+    found = Counter(order.unit_keys(order.num_chunks, (*kinds, Kind.NOTHING)).ravel().tolist())
+    for part in range(parts):
+        for place, kind in enumerate(kinds):
+            if not found[part * (len(kinds) + 1) + place]:
+                return kind
+    return None
+
+
+def _share_parameters(stages: Sequence[Any]) -> bool:
+    seen = [id(each) for stage in stages for each in set(stage.submod.parameters())]
+    return len(set(seen)) < len(seen)
+
+
+def _sources(stage: Any) -> Iterator[int]:
+    """The stages whose outputs a stage receives."""
+    for info in stage.args_recv_info.get(0, ()):
+        if getattr(info, "source", None) is not None:
+            yield info.source

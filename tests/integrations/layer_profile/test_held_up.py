@@ -15,15 +15,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from envpipe_megatron.integrations.layer_profile import (  # noqa: E402
-    measuring,
-    microbatch,
-    passes,
-)
+from envpipe_megatron.integrations.layer_profile import job, measuring, passes  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, Piece  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.measuring import Timing, Window  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.undisturbed import undisturbed_s  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.passes import (  # noqa: E402
+    Way,
+    measure_pieces,
+    undisturbed_s,
+)
 
 #: Of a layer; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S = 1.25, 2.75, 6.0
@@ -212,7 +211,7 @@ def test_a_slow_phase_does_not_lengthen_a_microbatch(
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     args = Namespace(seq_length=4, micro_batch_size=1, create_attention_mask_in_dataloader=False)
     model = Model()
-    times = microbatch.measure_microbatches(model, args, forward_step, [2, 3])
+    times = job.measure_microbatches(model, args, forward_step, [2, 3])
     np.testing.assert_allclose(times, [(2.0, 0.5), (3.0, 0.75)])
     assert not model._forward_pre_hooks
     assert clock.run == 23

@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig, transformer_block  # no
 from one_rank_job import one_rank_job  # noqa: E402
 
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
-from envpipe_megatron.integrations.layer_profile import hooks, job, row  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import hooks, job, measuring  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.measuring import Window  # noqa: E402
@@ -108,9 +108,9 @@ def test_a_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> N
         ("memory_allocated", 100),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(row, "lowest", lambda value: value)
-    assert row.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
-    assert row.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
+    monkeypatch.setattr(measuring, "lowest", lambda value: value)
+    assert measuring.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
+    assert measuring.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 from one_rank_job import one_rank_job  # noqa: E402
 from test_layer_pieces import make_model  # noqa: E402
 
-from envpipe_megatron.integrations.megatron.recomputation import (  # noqa: E402
+from envpipe_megatron.integrations.megatron_lm.hooks import (  # noqa: E402
     RecomputationError,
-    add_argument,
+    add_arguments,
     by_stage,
     recompute,
 )
@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.megatron.recomputation import (  # noqa: E402
 
 def given(text: str | None, stages: int = 2, granularity: str | None = None) -> Any:
     parser = argparse.ArgumentParser()
-    add_argument(parser.add_argument_group())
+    add_arguments(parser.add_argument_group())
     args = parser.parse_args([] if text is None else ["--envpipe-recompute", text])
     return SimpleNamespace(
         **vars(args), pipeline_model_parallel_size=stages, recompute_granularity=granularity

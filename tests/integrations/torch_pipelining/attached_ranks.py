@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from waiting_plans import plans_are_waited_for
 
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
-from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
+from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.torch_pipelining import attach, attached, orders
-from envpipe_megatron.integrations.torch_pipelining.attached import AttachError
+from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
@@ -104,10 +103,7 @@ class FastJob(Job):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        fast_time = plain_stages.FastTime()
-        fast_time.install(self.session._gpu)
-        fast_time.install(self.session.executor._gpu)
-        fast_time.meanwhile = self.session.meter._try_sample
+        plain_stages.run_fast(self.session)
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -145,21 +141,22 @@ def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn
 
 def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None:
     """Let this process find an emulated GPU, as a launcher's environment does."""
-    os.environ |= {
-        "LOCAL_RANK": str(rank),
-        ROOT_VARIABLE: str(root),
-        PRESET_VARIABLE: preset,
-        FORWARD_VARIABLE: ",".join(map(str, case.forward_s)),
-    }
+    plain_stages.emulate(rank, root, preset, case.forward_s)
     attached.Job = FastJob  # type: ignore[misc]
+
+
+def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
+    """A step on data of ones."""
+    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
+    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
+    inputs, target = [data[0]] if 0 in mine else [], data[1] if last in mine else None
+    schedule.step(*inputs, target=target)
 
 
 def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
     """What a second attach says beside the first, and the levels of those that follow it."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
-    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
-    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
     refused, levels = "", []
     for _ in range(2):
         pipeline = attach(schedule, say=lambda text: None)
@@ -168,8 +165,7 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
         except AttachError as error:
             refused = str(error)
         for _ in range(2):
-            inputs = [data[0]] if 0 in mine else []
-            schedule.step(*inputs, target=data[1] if last in mine else None)
+            step_of_ones(schedule, case, rank)
         levels.append(str(pipeline.level))
         pipeline.end_training()
     return refused, levels
@@ -179,17 +175,14 @@ def train_where_no_gpu_is_read(rank: int, case: Case, root: Path, *, later: bool
     """What a schedule and what is attached to it do where rank 1's GPU is not there, or no more."""
     emulate(rank, case, root)
     schedule, _ = make(case, rank, dist.get_world_size())
-    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() - 1
     own, said = schedule.step, []
-    data = torch.ones(2, case.microbatches * MICROBATCH, WIDTH)
     with patch.dict(os.environ):
         pipeline = attach(schedule, say=said.append) if later else None
         if rank == 1:
             del os.environ[PRESET_VARIABLE]
         pipeline = pipeline or attach(schedule, say=said.append)
         for _ in range(2):
-            inputs, target = [data[0]] if 0 in mine else [], data[1] if last in mine else None
-            schedule.step(*inputs, target=target)
+            step_of_ones(schedule, case, rank)
             pipeline.pause()
     untouched = schedule.step == own
     told = pipeline.phase, pipeline.report().line(), said

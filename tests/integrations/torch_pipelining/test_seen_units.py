@@ -12,12 +12,16 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.hooks.framework_units import Recorded
+from envpipe_megatron.integrations.framework_units import Recorded
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline
-from envpipe_megatron.integrations.torch_pipelining.limits import limits_of, limits_seen
 from envpipe_megatron.integrations.torch_pipelining.orders import own_order
-from envpipe_megatron.integrations.torch_pipelining.units import SideEffect, Units
+from envpipe_megatron.integrations.torch_pipelining.units import (
+    SideEffect,
+    Units,
+    limits_of,
+    limits_seen,
+)
 
 
 class Stage:

@@ -11,7 +11,7 @@ import pytest
 
 from envpipe_megatron import torchtitan as command
 from envpipe_megatron.integrations.torch_pipelining import torchtitan
-from envpipe_megatron.integrations.torch_pipelining.attached import AttachError
+from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.torchtitan import TorchtitanError, divided
 
 

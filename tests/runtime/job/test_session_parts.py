@@ -17,7 +17,7 @@ from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.integrations.hooks.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import Followed
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives

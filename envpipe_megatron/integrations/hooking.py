@@ -1,4 +1,4 @@
-"""What the hooks of all patched frameworks share.
+"""What the hooks of all frameworks share.
 
 A hook that is never reached would leave a job that trains without EnvPipe and says nothing of it.
 So each notes that it was reached, and an error is logged if one was not; training goes on.
@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -23,6 +24,28 @@ from envpipe_megatron.integrations.options import Options, prepare_files, read_o
 logger = logging.getLogger(__name__)
 
 NEEDED_BY_ITERATION = 3
+#: What units cost rests on, of any Megatron's arguments: the model, its split, experts, number
+#: formats, kernels, recomputation, optimizer. Another value makes a stored profile useless.
+_SAME_JOB = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups",
+    "num_key_value_heads seq_length padded_vocab_size micro_batch_size swiglu normalization",
+    "kv_channels mtp_num_layers multi_latent_attention untie_embeddings_and_output_weights",
+    "pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "tensor_model_parallel_size sequence_parallel context_parallel_size tp_comm_overlap",
+    "num_experts moe_ffn_hidden_size moe_router_topk moe_token_dispatcher_type moe_layer_freq",
+    "expert_model_parallel_size expert_tensor_parallel_size overlap_moe_expert_parallel_comm",
+    "params_dtype fp8 fp4 fp8_recipe transformer_impl attention_backend use_flash_attn",
+    "cuda_graph_impl cross_entropy_loss_fusion calculate_per_token_loss",
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules",
+    "envpipe_recompute checkpoint_activations checkpoint_num_layers",
+    "deepspeed_activation_checkpointing",
+    "optimizer cpu_optimizer use_distributed_optimizer overlap_grad_reduce overlap_param_gather",
+    "use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
 T = TypeVar("T")
 
 
@@ -67,6 +90,14 @@ def options_of(args: argparse.Namespace) -> Options:
     return options
 
 
+def same_job(args: argparse.Namespace) -> dict[str, object]:
+    """What units cost rests on, for `JobFacts`, from Megatron's arguments; None where it has none.
+
+    Of Megatron-DeepSpeed, what its flags say beside DeepSpeed's configuration.
+    """
+    return {name: getattr(args, name, None) for row in _SAME_JOB for name in row.split()}
+
+
 def validated(options: Options | None, file: str) -> Options:
     """The options that the hook in a file of the framework has read; a HookError without."""
     if options is None:
@@ -105,3 +136,16 @@ def refuse(error: EnvPipeError) -> NoReturn:
 
 def _logs_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Within, the owner's names have these values; it has all of them."""
+    own = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
