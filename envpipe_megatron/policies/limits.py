@@ -14,6 +14,32 @@ from envpipe_megatron.errors import EnvPipeError
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What limits the orders of a problem; None sets no limit.
+
+    Args:
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order.
+        max_in_flight: for each stage, the most microbatches x chunks that it holds.
+        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+        channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
+    """
+
+    max_extra_forwards: int | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    max_warmup_step: int | None = None
+    channel_capacity: int | None = None
+
+    @property
+    def of_one_chunk(self) -> bool:
+        """Whether there are limits that only orders of whole backwards in one chunk can keep."""
+        return self.max_warmup_step is not None or self.channel_capacity is not None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
 class OrderLimits:
     """The extra forwards that an order may have.
 
@@ -52,11 +78,10 @@ def order_limits(
     max_warmup_step: int | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
-    """The limits of a job; None sets none.
+    """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
 
-    `max_in_flight` lists microbatches for each stage, `max_warmup_step` says how far neighbouring
-    stages' extra forwards may differ, `channel_capacity` is of `channel_model`. ScheduleError:
-    fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even 1F1B finishes.
+    ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
+    1F1B finishes.
     """
     if channel_capacity is not None:
         own = builders.one_f_one_b(num_stages, num_microbatches)

@@ -19,12 +19,7 @@ from envpipe_megatron.policies.limits import (
     in_flight_by_memory,
     order_limits,
 )
-from envpipe_megatron.policies.request import (
-    BY_MEMORY,
-    PlanRequest,
-    request_in_flight,
-    request_profile,
-)
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, make_problem
 
 FIXED = settings(max_examples=examples(150), deadline=None, derandomize=True)
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
@@ -131,12 +126,14 @@ def test_memory_limits_microbatches_of_each_chunk():
     halves = with_memory((50.0, 50.0, 50.0), (300.0, 199.0, 200.0), num_chunks=2)
     assert whole.for_chunks(2).sidecar == halves.sidecar
     request = PlanRequest(16, "auto", "optimal", num_chunks=2, max_in_flight=BY_MEMORY)
-    for profile in (whole, halves):
-        assert request_in_flight(request_profile(profile, request), request) == (7, 4, 5)
+
+    def in_flight(profile, **limit):
+        return make_problem(profile, replace(request, **limit)).limits.max_in_flight
+
+    assert in_flight(whole) == in_flight(halves) == (7, 4, 5)
     assert in_flight_by_memory(halves, 2) == (4, 4, 4)  # no more than there are
-    assert request_in_flight(halves, replace(request, max_in_flight=3.5)) == (7, 7, 7)
-    given = replace(request, max_in_flight=(3, 2, 1.5))
-    assert request_in_flight(halves, given) == (6, 4, 3)
+    assert in_flight(halves, max_in_flight=3.5) == (7, 7, 7)
+    assert in_flight(halves, max_in_flight=(3, 2, 1.5)) == (6, 4, 3)
 
 
 @pytest.mark.parametrize("missing", [(None, (1.0,) * 3), ((1.0,) * 3, None), (None, None)])

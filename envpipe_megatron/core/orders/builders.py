@@ -115,6 +115,15 @@ def interleaved(
         ) from error
 
 
+def framework_order(
+    num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """Megatron's own order: 1F1B, or interleaved where stages have chunks."""
+    if num_chunks == 1:
+        return one_f_one_b(num_stages, num_microbatches)
+    return interleaved(num_stages, num_microbatches, num_chunks, group_size)
+
+
 def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """All forwards, chunk by chunk, then all backwards (Lamy-Poirier, MLSys'23, section 4).
 

@@ -16,33 +16,25 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.limits import envpipe_counts
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.orders.judged import check_own_within, within
-from envpipe_megatron.policies.request import (
-    PlanRequest,
-    framework_order,
-    request_conditions,
-    request_in_flight,
-    request_limits,
-)
+from envpipe_megatron.policies.problem import Problem
 
 
-def envpipe_order(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
-    """EnvPipe's order for a request's job, and notes on what limited it.
-
-    The profile is that of the request's chunks.
-    """
-    if request.num_chunks > 1:
-        return _in_chunks(profile, request)
-    stages, microbatches = profile.num_stages, request.num_microbatches
-    limits = request_limits(profile, request)
-    unbounded = request_limits(profile, replace(request, channel_capacity=None))
-    wanted = unbounded.fit(envpipe_counts(profile, microbatches, limits.most))
+def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
+    """EnvPipe's order for a problem's job, and notes on what limited it."""
+    if problem.num_chunks > 1:
+        return _in_chunks(problem)
+    microbatches, capacity = problem.num_microbatches, problem.limits.channel_capacity
+    limits = problem.order_limits()
+    unbounded = problem.order_limits(replace(problem.limits, channel_capacity=None))
+    wanted = unbounded.fit(envpipe_counts(problem.profile, microbatches, limits.most))
     extra = limits.fit(wanted)
     lowered = _lowered(wanted, extra)
     note = (
-        f"Extra forwards lowered on {lowered}: on a channel of capacity {request.channel_capacity} "
+        f"Extra forwards lowered on {lowered}: on a channel of capacity {capacity} "
         f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
     )
-    return builders.envpipe(stages, microbatches, extra), (note,) if lowered else ()
+    order = builders.envpipe(problem.num_stages, microbatches, extra)
+    return order, (note,) if lowered else ()
 
 
 def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
@@ -54,32 +46,31 @@ def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
     )
 
 
-def _in_chunks(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
+def _in_chunks(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
     """Megatron's interleaved order with as many more forwards in the warm-up as the rule has.
 
     Fewer on all stages where memory is short, where stages would wait in circles, or where that
     order would take longer at the highest clocks; a note says so. ScheduleError: Megatron's own
     order holds more than the limit.
     """
-    own = framework_order(profile.num_stages, request)
-    conditions = request_conditions(profile, request)
+    profile, conditions, own = problem.profile, problem.conditions, problem.own_order
     longest_s = order_at_maximum_s(own, profile, conditions) * (1 + RELATIVE_TOLERANCE)
-    most = request_in_flight(profile, request)
+    most = problem.limits.max_in_flight
     check_own_within(own, most)
     # More than the forwards that are left would change nothing, and be Megatron's own order.
     left = [own.units_per_stage // 2 - int(first) for first in own.is_backward.argmax(axis=1)]
     rule = list(map(min, _counts_in_chunks(profile), left))
-    if request.max_extra_forwards is not None:
-        rule = [min(count, request.num_chunks * request.max_extra_forwards) for count in rule]
+    if (limit := problem.limits.max_extra_forwards) is not None:
+        rule = [min(count, problem.num_chunks * limit) for count in rule]
     order, extra, why = own, [0] * len(rule), ""
     for at_most in range(max(rule), 0, -1):
         tried = [min(count, at_most) for count in rule]
         try:
             longer = builders.interleaved(
-                profile.num_stages,
-                request.num_microbatches,
-                request.num_chunks,
-                request.group_size,
+                problem.num_stages,
+                problem.num_microbatches,
+                problem.num_chunks,
+                problem.group_size,
                 extra_warmup=tried,
             )
         except ScheduleError:

@@ -21,7 +21,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
-from envpipe_megatron.policies.request import PlanRequest, request_profile
+from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 CURVE = {1410: (0.1, 30.0), 1200: (0.112, 26.0), 1000: (0.13, 24.0), 800: (0.16, 23.5)}
 
@@ -231,7 +231,7 @@ def test_orders_in_a_v_are_found_where_they_are_better():
     searched = " ".join(answer.notes)
     assert "zero-bubble-v" in searched
     request = PlanRequest(8, "auto", "optimal", num_chunks=2, split=SplitBackward())
-    priced = request_profile(profile, request)
+    priced = make_problem(profile, request).profile
     assert (answer.plan.profile.rows, answer.plan.profile.assumed) == (priced.rows, priced.assumed)
     assert answer.plan.schedule.placement in (Placement.LOOPED, Placement.V)
     forwards = [u for u in answer.plan.schedule.stages[0] if u.kind is F]
