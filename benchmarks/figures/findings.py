@@ -15,8 +15,8 @@ from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, U
 from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL
 from benchmarks.figures.rows import Row, of_setting, savers, saving_difference
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 

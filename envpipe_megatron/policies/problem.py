@@ -1,24 +1,151 @@
 """A problem: times, conditions, limits and an objective of one iteration. A plan answers it.
 
 `request.make_problem` turns what a user or a job asks for into one; planners, orders and the
-process that plans beside training take nothing else.
+process that plans beside training take nothing else. Memory, the batch, the channel and the user
+may limit the extra forwards of a pipeline.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import NO_LIMITS, Limits, OrderLimits, order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the orders of a problem; None sets no limit.
+
+    Args:
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order.
+        max_in_flight: for each stage, the most microbatches x chunks that it holds.
+        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+        channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
+    """
+
+    max_extra_forwards: int | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    max_warmup_step: int | None = None
+    channel_capacity: int | None = None
+
+    @property
+    def of_one_chunk(self) -> bool:
+        """Whether there are limits that only orders of whole backwards in one chunk can keep."""
+        return self.max_warmup_step is not None or self.channel_capacity is not None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class OrderLimits:
+    """The extra forwards that an order may have.
+
+    Args:
+        most: the most extra forwards on each stage.
+        max_fall: how many more than its successor a stage may have; None for any number.
+        max_rise: how many more than its predecessor; one is the most that any order allows, since
+            no stage can warm up with more forwards than the one before has sent.
+    """
+
+    most: tuple[int, ...]
+    max_fall: int | None
+    max_rise: int
+
+    def fit(self, extra_forwards: Sequence[int]) -> tuple[int, ...]:
+        """The largest counts within the limits, none above the given."""
+        fitted = [max(0, min(pair)) for pair in zip(extra_forwards, self.most, strict=True)]
+        for stage in range(1, len(fitted)):
+            fitted[stage] = min(fitted[stage], fitted[stage - 1] + self.max_rise)
+        if self.max_fall is not None:
+            for stage in range(len(fitted) - 2, -1, -1):
+                fitted[stage] = min(fitted[stage], fitted[stage + 1] + self.max_fall)
+        return tuple(fitted)
+
+    def allow(self, extra_forwards: Sequence[int]) -> bool:
+        """Whether counts keep the limits as they are."""
+        return min(extra_forwards) >= 0 and self.fit(extra_forwards) == tuple(extra_forwards)
+
+
+def order_limits(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+    max_warmup_step: int | None = None,
+    channel_capacity: int | None = None,
+) -> OrderLimits:
+    """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
+
+    ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
+    1F1B finishes.
+    """
+    if channel_capacity is not None:
+        own = builders.one_f_one_b(num_stages, num_microbatches)
+        if stuck := find_stall(own, channel_capacity):
+            raise EnvPipeError(
+                "Not even 1F1B finishes on a channel of this capacity: "
+                + "; ".join(map(str, stuck)),
+                value=channel_capacity,
+                remedy=CHANNEL_REMEDY,
+            )
+    most = builders.extra_forward_caps(
+        num_stages,
+        num_microbatches,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+    )
+    falls = [s for s in (max_warmup_step, max_falling_step(channel_capacity)) if s is not None]
+    rise = 1 if max_warmup_step is None else min(1, max_warmup_step)
+    # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
+    return OrderLimits(tuple(most), max(0, min(falls)) if falls else None, rise)
+
+
+def envpipe_counts(
+    profile: Profile, num_microbatches: int, caps: Sequence[int] | None = None
+) -> list[int]:
+    """EnvPipe's extra forwards; by default nothing but the batch limits them."""
+    return builders.envpipe_extra_forwards(
+        [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
+        [
+            profile.row(stage, Kind.FORWARD, frequency).time_s
+            for stage, frequency in enumerate(profile.optimal_frequency_mhz)
+        ],
+        caps or builders.extra_forward_caps(profile.num_stages, num_microbatches),
+    )
+
+
+def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
+    """For each stage, the microbatches (x chunks) whose activations fit into its memory.
+
+    One is there already; the sidecar says what is free beside it. EnvPipeError: it does not.
+    """
+    sidecar = profile.sidecar
+    most = num_microbatches * sidecar.num_chunks
+    if sidecar.activation_bytes is None or sidecar.free_bytes is None:
+        raise EnvPipeError(
+            f"The sidecar of {profile.source} has no activation_bytes and free_bytes",
+            remedy="Measure them, or give the limit as a number of microbatches.",
+        )
+    return tuple(
+        min(most, 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one)) if one > 0 else most
+        for one, free in zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
+    )
 
 
 class PlannerError(EnvPipeError):

@@ -22,9 +22,9 @@ from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import PlanError, evaluate
-from envpipe_megatron.core.longest_path import latency_by_node
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.timeline import latency_by_node
 
 SCHEDULE = builders.one_f_one_b(2, 2)
 #: Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from core_cases import random_schedule
 
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.timeline import LongestPath
 
 SCHEDULES = [
     builders.one_f_one_b(5, 12),

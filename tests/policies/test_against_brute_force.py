@@ -22,13 +22,13 @@ from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
-from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
 from envpipe_megatron.policies.orders.families import FamilySearch, families
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 #: Stages, microbatches, frequencies: up to 65,536 assignments.

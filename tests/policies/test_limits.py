@@ -14,7 +14,7 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import (
+from envpipe_megatron.policies.problem import (
     OrderLimits,
     in_flight_by_memory,
     order_limits,

@@ -388,7 +388,9 @@ LIMITS = ({"max_extra_forwards": 1}, {"max_in_flight": 6}, {"max_warmup_step": 1
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: next(iter(limit)))
 def test_limits_go_with_orders_that_have_extra_forwards(schedule, limit):
     (value,) = limit.values()
-    with pytest.raises(PlannerError, match=rf"{schedule} .*got {value}\).*(envpipe or auto|envpipe, auto)"):
+    with pytest.raises(
+        PlannerError, match=rf"{schedule} .*got {value}\).*(envpipe or auto|envpipe, auto)"
+    ):
         make_plan(PROFILE, optimal(schedule, **limit))
 
 

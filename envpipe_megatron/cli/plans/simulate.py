@@ -17,9 +17,8 @@ from envpipe_megatron.cli.common import (
     summary_table,
 )
 from envpipe_megatron.console import say, say_working, show_tables, table_of
-from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.plan import Plan, read_plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
 from envpipe_megatron.files import refuse_foreign, replace_files
 
 #: What is left in the folder of pictures.

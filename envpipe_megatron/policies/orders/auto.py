@@ -15,7 +15,6 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
-from envpipe_megatron.policies.limits import Limits, envpipe_counts
 from envpipe_megatron.policies.objectives.objective import Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -28,7 +27,7 @@ from envpipe_megatron.policies.orders.judged import (
     check_own_within,
     within,
 )
-from envpipe_megatron.policies.problem import Problem
+from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4

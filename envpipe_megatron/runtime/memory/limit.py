@@ -9,7 +9,7 @@ from pathlib import Path
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
-from envpipe_megatron.policies.limits import in_flight_by_memory
+from envpipe_megatron.policies.problem import in_flight_by_memory
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.memory.device import CudaMemory
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory

@@ -7,9 +7,8 @@ import pytest
 
 from envpipe_megatron.core.kinds import SPLIT
 from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
-from envpipe_megatron.core.orders.fill import fill
 from envpipe_megatron.core.orders.greedy import shortest
-from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.job import OrderJob, fill
 from envpipe_megatron.core.schedule import Placement
 
 

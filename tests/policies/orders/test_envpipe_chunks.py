@@ -14,10 +14,10 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.orders.envpipe_rule import envpipe_order
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.schedules import envpipe_order
 
 #: The optimum is 1080 MHz, where a forward takes 1.25 s in place of 1 s.
 CURVE = {1200: (1.0, 16.0), 1140: (1.125, 13.0), 1080: (1.25, 10.0)}

@@ -12,7 +12,7 @@ from planning_cases import random_conditions, random_profile
 from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.splitting import split_in_place
+from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward

@@ -16,7 +16,6 @@ from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.policies.limits import envpipe_counts, order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -25,6 +24,7 @@ from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSear
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.problem import envpipe_counts, order_limits
 from envpipe_megatron.policies.request import PlanRequest
 
 QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"

@@ -23,17 +23,16 @@ from envpipe_megatron.core.channel_model import check_message_order, find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.splitting import split_in_place
+from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import Limits
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import PlannerError, Problem
+from envpipe_megatron.policies.problem import Limits, PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError

@@ -18,7 +18,7 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
