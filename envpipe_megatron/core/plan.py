@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from envpipe_megatron.core.fields import (
     of_type,
     read_json,
 )
-from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, parse_unit
+from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, Unit, marked_grid, parse_unit
 from envpipe_megatron.core.orders.builders import framework_schedule
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow, SplitBackward
@@ -262,11 +262,24 @@ def _read_schedule(fields: Fields) -> Schedule:
             fields.read("schedule_name", TEXT, "custom"),
             num_microbatches,
             num_chunks,
-            tuple(tuple(parse_unit(text) for text in order) for order in orders),
+            _read_units(orders),
             fields.read("placement", _placement, Placement.LOOPED),
         )
     except ScheduleError as error:
         raise PlanError(f"{fields.path}: field 'schedule': {error}") from error
+
+
+def _read_units(orders: Sequence[Sequence[str]]) -> tuple[tuple[Unit, ...], ...]:
+    """The units of each stage; ScheduleError marks one that is not readable."""
+    units: list[list[Unit]] = [[] for _ in orders]
+    for stage, order in enumerate(orders):
+        try:
+            for text in order:
+                units[stage].append(parse_unit(text))
+        except ScheduleError as error:
+            grid = marked_grid(orders, [(stage, len(units[stage]))])
+            raise ScheduleError(f"{error}\n{grid}") from error
+    return tuple(map(tuple, units))
 
 
 def plan_of_fields(fields: Fields, profile: Profile) -> Plan:

@@ -258,5 +258,5 @@ def _check_finishes(job: PhaseParts, order: Schedule) -> None:
             remedy += ", or plan with --channel-capacity 1"
         raise SessionError(
             f"The order '{order.name}' needs a deeper channel than this job has: {stall}",
-            remedy=f"{remedy}.",
+            remedy=f"{remedy}.\n{order.marked(*(each.node for each in stuck))}",
         )
