@@ -207,13 +207,14 @@ def prepare_files(options: Options, num_stages: int) -> None:
 
 def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
     try:
-        check_request(options.request(num_microbatches=1))
+        check_request(options.request(num_microbatches=1), of_job=True)
     except PlannerError as error:  # it names the options of `envpipe plan`
         text = str(error)
         for option, name in (
             ("--policy", "--envpipe-type"),
             ("--schedule", "--envpipe-scheduling"),
             ("--reconfigure", "--envpipe-reconfigure"),
+            ("--max-in-flight", "--envpipe-max-in-flight"),
         ):
             text = text.replace(option, name)
         raise OptionError(text) from None

@@ -125,8 +125,11 @@ def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = N
     )
 
 
-def check_request(request: PlanRequest) -> None:
-    """Refuse (PlannerError) unknown names and parts that contradict each other."""
+def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
+    """Refuse (PlannerError) unknown names and parts that contradict each other.
+
+    What it says of a job's request names only schedules that a job runs.
+    """
     for what, name, known in (
         ("policy", request.policy, POLICIES),
         ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
@@ -178,7 +181,7 @@ def check_request(request: PlanRequest) -> None:
             raise PlannerError(
                 f"{schedule} {has}",
                 value=value,
-                remedy=f"Use --schedule {that_take(field)}, or leave --{words} out.",
+                remedy=f"Use --schedule {that_take(field, of_job=of_job)}, or leave --{words} out.",
             )
     splits = row.splits if order is None else order.split
     if request.split is not None and splits is False:

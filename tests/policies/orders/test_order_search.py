@@ -24,7 +24,7 @@ from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSear
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import envpipe_counts, order_limits
+from envpipe_megatron.policies.problem import NO_LIMITS, envpipe_counts, order_limits
 from envpipe_megatron.policies.request import PlanRequest
 
 QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"
@@ -197,8 +197,8 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     more, own = search.judge(search.search())
     auto = Namespace(
         judged=[more, own],
-        judge=lambda request: [more, own][1 - request.max_extra_forwards :],
-        request=PlanRequest(4, "auto", "optimal"),
+        judge=lambda limits: [more, own][1 - limits.max_extra_forwards :],
+        problem=Namespace(limits=NO_LIMITS),
         most_extra_forwards=1,
         planner=ObjectivePlanner(LEAST_ENERGY, deadline_s),
     )

@@ -452,15 +452,6 @@ def test_many_jobs_in_chunks_get_another_order_than_megatrons():
     assert sum(plan.schedule.stages != plan.baseline.schedule.stages for plan in plans) >= 4
 
 
-def test_chunks_get_an_order_of_ours_elsewhere(tmp_path):
-    request = PlanRequest(6, "envpipe", "optimal", num_chunks=2)
-    job: Any = Starting(tmp_path / "none", request=request, num_microbatches=6)
-    times_s = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.4}
-    adopted = adopt_plan(job, preset_profile("a100-sxm", 2, times_s, (1200, 1005)), CLOCKS)
-    more = builders.interleaved(2, 6, 2, extra_warmup=(1, 0))
-    assert adopted.plan.schedule.stages == more.stages
-
-
 @pytest.mark.parametrize("limit", [None, (2, 1)])
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
     def limited(asked, own, profile, memory):
