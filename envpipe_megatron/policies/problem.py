@@ -33,19 +33,13 @@ class Limits:
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
             microbatches more than in the framework's own order.
         max_in_flight: for each stage, the most microbatches x chunks that it holds.
-        max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
     """
 
     max_extra_forwards: int | None = None
     max_in_flight: tuple[int, ...] | None = None
-    max_warmup_step: int | None = None
+    #: Only orders of whole backwards in one chunk are lowered to it.
     channel_capacity: int | None = None
-
-    @property
-    def of_one_chunk(self) -> bool:
-        """Whether there are limits that only orders of whole backwards in one chunk can keep."""
-        return self.max_warmup_step is not None or self.channel_capacity is not None
 
 
 NO_LIMITS = Limits()
@@ -58,19 +52,19 @@ class OrderLimits:
     Args:
         most: the most extra forwards on each stage.
         max_fall: how many more than its successor a stage may have; None for any number.
-        max_rise: how many more than its predecessor; one is the most that any order allows, since
-            no stage can warm up with more forwards than the one before has sent.
+
+    Nor more than one more than its predecessor: no stage can warm up with more forwards than the
+    one before has sent.
     """
 
     most: tuple[int, ...]
     max_fall: int | None
-    max_rise: int
 
     def fit(self, extra_forwards: Sequence[int]) -> tuple[int, ...]:
         """The largest counts within the limits, none above the given."""
         fitted = [max(0, min(pair)) for pair in zip(extra_forwards, self.most, strict=True)]
         for stage in range(1, len(fitted)):
-            fitted[stage] = min(fitted[stage], fitted[stage - 1] + self.max_rise)
+            fitted[stage] = min(fitted[stage], fitted[stage - 1] + 1)
         if self.max_fall is not None:
             for stage in range(len(fitted) - 2, -1, -1):
                 fitted[stage] = min(fitted[stage], fitted[stage + 1] + self.max_fall)
@@ -87,7 +81,6 @@ def order_limits(
     *,
     max_extra_forwards: int | None = None,
     max_in_flight: Sequence[int] | None = None,
-    max_warmup_step: int | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
     """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
@@ -110,10 +103,9 @@ def order_limits(
         max_extra_forwards=max_extra_forwards,
         max_in_flight=max_in_flight,
     )
-    falls = [s for s in (max_warmup_step, max_falling_step(channel_capacity)) if s is not None]
-    rise = 1 if max_warmup_step is None else min(1, max_warmup_step)
+    fall = max_falling_step(channel_capacity)
     # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
-    return OrderLimits(tuple(most), max(0, min(falls)) if falls else None, rise)
+    return OrderLimits(tuple(most), None if fall is None else max(0, fall))
 
 
 def envpipe_counts(
@@ -163,7 +155,6 @@ class Problem:
         order: an order that is there already, or the name of one, of `schedules.SCHEDULES`.
         policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced.
-        extra_warmup: as `PlanRequest` takes it.
         deadline_factor: as `PlanRequest` takes it.
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
@@ -180,7 +171,6 @@ class Problem:
     reconfigure: str = "default"
     limits: Limits = NO_LIMITS
     objective: Objective = LEAST_ENERGY
-    extra_warmup: tuple[int, ...] | None = None
     deadline_factor: float | None = None
     own_s: float | None = None
     min_dwell_s: float = 0.0

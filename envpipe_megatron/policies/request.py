@@ -22,10 +22,8 @@ RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 BY_MEMORY = "memory"
 #: What a schedule that may not be given a field of a request has instead.
 _HAS = {
-    "extra_warmup": "has a warm-up of its own",
     "max_extra_forwards": "has no extra forwards to limit",
     "max_in_flight": "takes no limit on microbatches in flight",
-    "max_warmup_step": "has no extra forwards to limit",
     "channel_capacity": "is not lowered to what a channel holds",
 }
 
@@ -43,13 +41,10 @@ class PlanRequest:
         num_chunks: chunks of each stage, for orders that have any.
         group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
             it.
-        extra_warmup: forwards of a chunk that stages warm up with beyond Megatron's interleaved
-            order, one number, or one for each stage.
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
             microbatches more than in the framework's own order.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
             `BY_MEMORY`. One of V chunks counts as 1/V.
-        max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
         deadline_factor: the optimal policy may take this many times as long as the framework's own
             order at the highest clocks; by default 1 for the least energy, and any time for other
@@ -73,10 +68,8 @@ class PlanRequest:
     blocking_power_w: float | tuple[float, ...] = 0.0
     num_chunks: int = 1
     group_size: int | None = None
-    extra_warmup: tuple[int, ...] | None = None
     max_extra_forwards: int | None = None
     max_in_flight: float | tuple[float, ...] | str | None = None
-    max_warmup_step: int | None = None
     channel_capacity: int | None = None
     deadline_factor: float | None = None
     conditions: Conditions | None = None
@@ -112,11 +105,9 @@ def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = N
         Limits(
             request.max_extra_forwards,
             _in_flight(profile, request, chunks),
-            request.max_warmup_step,
             request.channel_capacity,
         ),
         request.objective,
-        request.extra_warmup,
         request.deadline_factor,
         own_s,
         request.min_dwell_s,
@@ -190,10 +181,9 @@ def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )
     more = request.num_chunks > 1 or request.split is not None
-    if more and (request.max_warmup_step is not None or request.channel_capacity is not None):
+    if more and request.channel_capacity is not None:
         raise PlannerError(
-            "Limits of neighbours' extra forwards and of channels are of whole backwards in one "
-            "chunk a stage",
+            "Limits of channels are of whole backwards in one chunk a stage",
             value="split backwards" if request.split else f"{request.num_chunks} chunks",
             remedy="Leave out the limit, or the chunks and the split.",
         )

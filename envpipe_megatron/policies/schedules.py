@@ -65,7 +65,7 @@ def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
 Built = tuple[Schedule, tuple[str, ...]]
 
 _GROUPS = ("group_size",)
-_LIMITS = ("max_extra_forwards", "max_in_flight", "max_warmup_step", "channel_capacity")
+_LIMITS = ("max_extra_forwards", "max_in_flight", "channel_capacity")
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,8 @@ class Row:
 
 
 def _interleaved(problem: Problem, *, combined: bool = False) -> Schedule:
-    stages, extra = problem.num_stages, problem.extra_warmup or (0,)
-    if len(extra) not in (1, stages):
-        raise PlannerError(
-            "The extra warm-up must be one number, or one for each stage",
-            value=extra,
-            remedy=f"The pipeline has {stages} stages.",
-        )
-    return builders.interleaved(
-        stages,
-        problem.num_microbatches,
-        problem.num_chunks,
-        problem.group_size,
-        combined=combined,
-        extra_warmup=extra * (stages // len(extra)),
-    )
+    job = problem.num_stages, problem.num_microbatches, problem.num_chunks, problem.group_size
+    return builders.interleaved(*job, combined=combined)
 
 
 def _zero_bubble(
@@ -141,14 +128,14 @@ _ROWS = (
         lambda job: builders.gpipe(job.num_stages, job.num_microbatches),
         in_jobs=False,
     ),
-    Row("interleaved", _interleaved, None, (*_GROUPS, "extra_warmup"), in_jobs=False),
+    Row("interleaved", _interleaved, None, _GROUPS, in_jobs=False),
     Row("envpipe", envpipe_order, None, (*_GROUPS, *_LIMITS), alias="ours"),
     Row("auto", None, None, (*_GROUPS, *_LIMITS), splits=None),
     Row(
         "interleaved-combined",
         partial(_interleaved, combined=True),
         None,
-        (*_GROUPS, "extra_warmup"),
+        _GROUPS,
         in_jobs=False,
     ),
     Row(

@@ -18,7 +18,6 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     Finite,
     check_outputs,
-    counts,
     microbatches,
     numbers,
     summary_table,
@@ -54,9 +53,7 @@ from envpipe_megatron.policies.request import (
 
 _NO_DEADLINE = 1e3
 #: Options that only an order that is built or searched may be given.
-_OF_ORDERS = (
-    "max_in_flight", "max_extra_forwards", "max_warmup_step", "channel_capacity", "extra_warmup",
-)  # fmt: skip
+_OF_ORDERS = ("max_in_flight", "max_extra_forwards", "channel_capacity")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
@@ -130,11 +127,6 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "of two chunks is half of one: 5.5.",
 )
 @click.option(
-    "--max-warmup-step",
-    type=click.IntRange(min=0),
-    help="How far neighbouring stages' extra forwards may differ.",
-)
-@click.option(
     "--channel-capacity",
     type=click.IntRange(min=0),
     help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
@@ -158,11 +150,6 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "--group-size", type=click.IntRange(min=1),
     help="Microbatches that pass a chunk before the next, Megatron's "
     "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
-)  # fmt: skip
-@click.option(
-    "--extra-warmup", type=counts(lowest=0),
-    help="With --schedule interleaved: forwards of a chunk that stages warm up with beyond "
-    "Megatron's, one number, or one for each stage.",
 )  # fmt: skip
 @click.option(
     "--frontier",

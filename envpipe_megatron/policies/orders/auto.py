@@ -69,7 +69,7 @@ class AutoSearch:
             own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
         self._families = families(profile, problem.num_chunks, runnable=problem.runnable)
-        for family in self._families if not problem.limits.of_one_chunk else ():
+        for family in self._families if problem.limits.channel_capacity is None else ():
             job, in_order = (family, self._own, profile), problem.runnable
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
@@ -182,8 +182,8 @@ class AutoSearch:
             f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
             "deadline."
         ]
-        if self.problem.limits.of_one_chunk and self._families:
-            notes.append("Orders that split backwards were left out: they have no such limits.")
+        if self.problem.limits.channel_capacity is not None and self._families:
+            notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(

@@ -137,7 +137,6 @@ BASELINE = ("--policy", "baseline")
             ["gpipe has no extra forwards to limit (got 2)", "Use --schedule envpipe or auto"],
         ),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
-        (["--schedule", "gpipe", "--max-warmup-step", "1"], ["gpipe", "(got 1)"]),
         (["--schedule", "1f1b", "--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (
             ["--schedule", "envpipe", "--num-chunks", 2, "--channel-capacity", 1],

@@ -192,7 +192,7 @@ def runs_in_a_job(schedule):
 
 def test_auto_says_that_limits_leave_split_backwards_out():
     profile = uniform_profile(4, CURVE).with_split_backwards(SplitBackward())  # as if measured
-    for limit in ({"max_warmup_step": 1}, {"channel_capacity": 1}):
+    for limit in ({"channel_capacity": 2}, {"channel_capacity": 1}):
         answer = planned(profile, 8, **limit)
         assert not answer.plan.schedule.split
         assert any("were left out" in note for note in answer.notes)

@@ -64,7 +64,6 @@ def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
         stages,
         microbatches,
         max_extra_forwards=rng.choice([None, 1, 2]),
-        max_warmup_step=rng.choice([None, 0, 1, 2]),
         channel_capacity=capacity,
     )
     candidates = search.search(limits)
