@@ -112,7 +112,7 @@ def interleaved(
             f"{group_size}, would deadlock with this number of microbatches",
             value=num_microbatches,
             remedy="Leave no group smaller than the pipeline: change the number of microbatches "
-            f"(global batch size), the groups' size, or the extra warm-up. {error}",
+            f"(global batch size) or the groups' size. {error}",
         ) from error
 
 
