@@ -18,7 +18,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import Frequencies, envelope
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.problem import order_limits
 
 PRESET = "h200"
 

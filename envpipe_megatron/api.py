@@ -6,13 +6,12 @@ Modules behind them may move.
 
 from envpipe_megatron.core.conditions import Conditions, known_conditions, make_conditions
 from envpipe_megatron.core.kinds import Kind, Unit, parse_unit
-from envpipe_megatron.core.plan import Cost, Plan, read_order, read_plan
+from envpipe_megatron.core.plan import Cost, Plan, read_order, read_plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import read_frontier, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv

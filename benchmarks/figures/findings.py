@@ -14,8 +14,8 @@ from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, U
 from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Row, of_setting, savers, saving_difference
 from benchmarks.outputs import Claim
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 

@@ -38,7 +38,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import stage_run
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order

@@ -12,6 +12,7 @@ from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Faults, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
@@ -19,7 +20,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest, framework_order
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.config import SessionConfig
 
@@ -112,7 +113,9 @@ def run_job(
             assert job.planner is not None
             notes = job.planner.state.notes
     own, top = pipelines(), preset.max_frequency_mhz
-    order = framework_order(len(forward_s), config.request)
+    asked = config.request
+    counts = asked.num_microbatches, asked.num_chunks, asked.group_size
+    order = framework_order(len(forward_s), *counts)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, top, top)] * replicas)
     return Ran(controlled.iterations, own.iterations, said, notes)

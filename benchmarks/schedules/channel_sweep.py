@@ -27,7 +27,7 @@ from benchmarks.outputs import make_table
 from envpipe_megatron.core.channel_model import completes, max_falling_step
 from envpipe_megatron.core.orders.builders import envpipe
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.problem import order_limits
 
 Vectors = NDArray[np.int8]
 

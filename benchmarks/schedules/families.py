@@ -25,7 +25,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.auto import AutoSearch
 from envpipe_megatron.policies.orders.judged import best_by_family
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest, request_profile
+from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 _CHUNKS = (1, 2, 4)
 #: What splitting a backward is assumed to cost; whole backwards are in the first.
@@ -125,15 +125,15 @@ def compare(workload: Workload) -> Iterator[Row]:
 def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[Row]:
     """Rows of all families that a request leaves open; whole backwards at no overhead alone."""
     assert request.split is not None
-    profile = request_profile(workload.profile, request)
+    problem = make_problem(workload.profile, request)
     try:
-        own = AutoSearch(profile, request)
+        own = AutoSearch(problem)
     except (ScheduleError, LinearProgramError):
         return  # Megatron itself cannot run so few microbatches in chunks
     same: dict[str, Plan] = {}
     if request.num_chunks > 1:
         factor = full.cost.iteration_time_s / own.planner.longest_s
-        at_1f1b = AutoSearch(profile, replace(request, deadline_factor=factor))
+        at_1f1b = AutoSearch(replace(problem, deadline_factor=factor))
         same = {o.family: at_1f1b.planner.plan(o.optimizer) for o in best_by_family(at_1f1b.judged)}
     for order in best_by_family(own.judged):
         plan = own.planner.plan(order.optimizer)

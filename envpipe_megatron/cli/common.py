@@ -17,10 +17,9 @@ from rich.table import Table
 
 from envpipe_megatron.console import drop_output, table_of
 from envpipe_megatron.core.fields import AMOUNT, COUNT, Number
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import NORMAL_95, Plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.core.uncertainty import NORMAL_95, saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -19,16 +19,16 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.planner import solve
+from envpipe_megatron.policies.problem import Problem
 
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
-#: What to plan, from which profile, and what is known beforehand: for `planned`.
-Asked: TypeAlias = tuple[Profile, PlanRequest, tuple[str, ...]]
+#: What to plan, and what is known beforehand: for `planned`.
+Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
 #: Asks for a plan from a profile, for an order or the best there is, to take so many times as long
 #: as the framework's own order.
 Ask: TypeAlias = Callable[[Profile, Schedule | None, float], Asked]
@@ -58,11 +58,9 @@ class Limits:
         return self.deadline_factor * (1 + self.max_slowdown)
 
 
-def planned(
-    profile: Profile, request: PlanRequest, notes: tuple[str, ...]
-) -> tuple[Plan, tuple[str, ...]]:
+def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
     """A plan, and what the user should know of it, `notes` too; errors as of `make_plan`."""
-    made = make_plan(profile, request)
+    made = solve(problem)
     return made.plan, (*made.notes, *notes)
 
 
@@ -140,14 +138,11 @@ class Planner:
             if self._quick is None:
                 self._quick = self._make_background()
                 known = self._knowledge.profile(careful=True)
-                profile, request, notes = self._ask(known, order, self.limits.deadline_factor)
+                problem, notes = self._ask(known, order, self.limits.deadline_factor)
                 conditions = replace(
-                    known_conditions(profile),
-                    wait_power_w=None,
-                    change_time_s=0.0,
-                    change_energy_j=0.0,
+                    problem.conditions, wait_power_w=None, change_time_s=0.0, change_energy_j=0.0
                 )
-                asked = profile, replace(request, conditions=conditions), notes
+                asked = replace(problem, conditions=conditions), notes
                 self._quick.start(partial(first_plans, {0: [asked]}))
             plans = self._taken(self._quick) or {}
         except Exception:  # of any kind: the best plan comes later

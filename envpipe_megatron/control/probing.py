@@ -14,8 +14,8 @@ import numpy as np
 
 from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import LongestPath
 
 #: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter.
 _ENOUGH_S = 0.3

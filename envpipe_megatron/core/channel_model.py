@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
@@ -68,6 +69,7 @@ class StuckStage:
     unit: str
     sends: bool
     peer: int
+    node: int
 
     def __str__(self) -> str:
         sends, awaits = f"sends the output of {self.unit} to", f"awaits {self.unit}'s input from"
@@ -93,12 +95,13 @@ def check_message_order(schedule: Schedule) -> None:
     early = np.flatnonzero(same & (np.diff(receivers) < 0))
     if early.size:
         one, two = early[0], early[0] + 1
-        raise EnvPipeError(
+        raise ScheduleError(
             f"Schedule '{schedule.name}' runs {schedule.describe(senders[one])} before "
             f"{schedule.describe(senders[two])}, but their outputs are needed the other way round: "
             f"{schedule.describe(receivers[two])} comes before {schedule.describe(receivers[one])}",
             remedy="Messages arrive in the order they are sent: list the units of neighbouring "
-            "stages in the same order, or plan with --runnable.",
+            "stages in the same order, or plan with --runnable.\n"
+            + schedule.marked(*map(int, (*senders[one : two + 1], *receivers[one : two + 1]))),
         )
 
 
@@ -157,7 +160,7 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
         else:
             continue
         unit, peer = schedule.unit_at(node).label(schedule.num_chunks), int(neighbours[node])
-        stuck.append(StuckStage(stage, unit, behind >= 0, schedule.stage_of(peer)))
+        stuck.append(StuckStage(stage, unit, behind >= 0, schedule.stage_of(peer), node))
     return stuck
 
 

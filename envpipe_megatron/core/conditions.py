@@ -15,9 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
+from envpipe_megatron.core.fields import AMOUNT, COUNT, MAX_FREQUENCY_MHZ, Fields, Number, many
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.errors import EnvPipeError
+
+_GPUS = Number(whole=True, positive=True, below=1_000_000)
 
 WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
 
@@ -161,6 +164,38 @@ def known_conditions(profile: Profile) -> Conditions:
         use=[
             use for use, (_, fact) in SIDECAR_FIELDS.items() if getattr(sidecar, fact) is not None
         ],
+    )
+
+
+def conditions_to_json(conditions: Conditions) -> dict[str, Any]:
+    """The fields of conditions that are on, as a plan's file holds them."""
+    data = {
+        "p2p_latency_s": conditions.latency_s if np.any(conditions.latency_s) else None,
+        "tail_time_s": conditions.tail_time_s,
+        "gpus_per_stage": conditions.gpus_per_stage,
+        "wait_power_w": wait_power_entries(conditions.wait_power_w or ()) or None,
+        "frequency_change_s": conditions.change_time_s or None,
+        "frequency_change_j": conditions.change_energy_j or None,
+        "group_size": conditions.group_size,
+    }
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def read_conditions(fields: Fields, num_stages: int) -> Conditions:
+    """The inverse of `conditions_to_json`; fields that are absent are off."""
+    amounts = many(AMOUNT, num_stages)
+    curves = fields.read("wait_power_w", read_wait_power, None)
+    if curves is not None and len(curves) != num_stages:
+        raise fields.wrong("wait_power_w", f"It must list each of the {num_stages} stages.")
+    return Conditions(
+        fields.read("blocking_power_w", amounts),
+        fields.read("p2p_latency_s", many(AMOUNT, num_stages - 1), (0.0,) * (num_stages - 1)),
+        fields.read("tail_time_s", amounts, None),
+        fields.read("gpus_per_stage", many(_GPUS, num_stages), None),
+        curves,
+        fields.read("frequency_change_s", AMOUNT, 0.0),
+        fields.read("frequency_change_j", AMOUNT, 0.0),
+        group_size=fields.read("group_size", COUNT, None),
     )
 
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.timeline import LongestPath, Timeline
 from envpipe_megatron.errors import EnvPipeError
 
 

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
+
+#: Stages and positions of a schedule that a message shows: they fit a terminal of 100 columns.
+_SHOWN_STAGES, _SHOWN_POSITIONS = 16, 11
 
 
 class ScheduleError(EnvPipeError):
     """A schedule that cannot run: a unit is missing, repeated, too early, or never ready."""
+
+
+def marked_grid(
+    orders: Sequence[Sequence[Any]],
+    places: Sequence[tuple[int, int]],
+    write: Callable[[Any], str] = str,
+) -> str:
+    """Orders as a grid, stage by position, with the units at `places` in brackets.
+
+    A place behind the end of an order is where a unit is missing. Of many stages or positions, only
+    those near the places are shown.
+    """
+    stages = _near([stage for stage, _ in places], len(orders), _SHOWN_STAGES)
+    marked = [position for _, position in places]
+    longest = max(1 + max(marked), *(len(orders[stage]) for stage in stages))
+    positions = _near(marked, longest, _SHOWN_POSITIONS)
+    rows = [["position", *map(str, positions)]]
+    for stage in stages:
+        cells = [*map(write, orders[stage][positions.start : positions.stop])]
+        cells += [""] * (len(positions) - len(cells))
+        for at, position in enumerate(positions):
+            if (stage, position) in places:
+                cells[at] = f"[{cells[at]}]"
+        rows.append([f"stage {stage}", *cells])
+    width = max(len(cell) for row in rows for cell in row[1:])
+    lines = ["".join([f"{row[0]:<9}", *(f" {cell:>{width}}" for cell in row[1:])]) for row in rows]
+    return "\n".join(map(str.rstrip, lines))
+
+
+def _near(at: Sequence[int], count: int, most: int) -> range:
+    """At most so many of `count` numbers: the first that is asked for, and those around it."""
+    start = max(0, min(min(at) - most // 3, count - most))
+    return range(start, min(count, start + most))
 
 
 class Kind(StrEnum):

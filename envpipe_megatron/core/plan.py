@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ import numpy as np
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.conditions import Conditions, conditions_to_json, read_conditions
 from envpipe_megatron.core.evaluation import Evaluation, evaluate
 from envpipe_megatron.core.evaluation import PlanError as PlanError
 from envpipe_megatron.core.fields import (
@@ -36,12 +37,11 @@ from envpipe_megatron.core.fields import (
     of_type,
     read_json,
 )
-from envpipe_megatron.core.kinds import Kind, ScheduleError, parse_unit
-from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, Unit, marked_grid, parse_unit
+from envpipe_megatron.core.orders.builders import framework_schedule
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
+from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow, SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.files import replace_files
 
@@ -50,7 +50,6 @@ PLAN_FORMAT = "envpipe-plan/1"
 #: a lower bound may stand as far above the energy, by a solver's tolerances.
 _STORED_TOLERANCE = 1e-6
 _PARK = Number(whole=True, below=MAX_FREQUENCY_MHZ)
-_GPUS = Number(whole=True, positive=True, below=1_000_000)
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class Plan:
             "schedule": self.schedule.labels(),
             "frequency_mhz": self.frequency_mhz.tolist(),
             "blocking_power_w": list(self.conditions.blocking_power_w),
-            **_conditions_to_json(self.conditions),
+            **conditions_to_json(self.conditions),
             "iteration_time_s": self.cost.iteration_time_s,
             "energy_j": self.cost.energy_j,
             "peak_in_flight": list(self.schedule.peak_in_flight),
@@ -211,33 +210,6 @@ class Plan:
                 text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "]"
             lines.append(f" {json.dumps(name)}: {text}")
         replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
-
-
-def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Schedule:
-    """The order that Megatron itself would run for the same job.
-
-    With chunks in groups of `group_size` microbatches, by default of the pipeline's length unless
-    the schedule is Megatron's own in others; where that cannot run, the schedule itself.
-    """
-    job = schedule.num_stages, schedule.num_microbatches
-    if schedule.num_chunks == 1:
-        return (builders.forward_only if schedule.forward_only else builders.one_f_one_b)(*job)
-    if group_size is None:
-        own = _in_chunks(schedule, max(job[0], int((schedule.chunks[0] > 0).argmax())))
-        if own is not None and own.stages == schedule.stages:
-            return own
-    return _in_chunks(schedule, group_size or job[0]) or schedule
-
-
-def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
-    """Megatron's order of a job with chunks, combined if the schedule is; None: it cannot run."""
-    job = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, group_size
-    if schedule.forward_only:
-        return builders.forward_only(*job)
-    combined = bool((schedule.combined & ~schedule.is_backward).any())
-    with suppress(ScheduleError):
-        return builders.interleaved(*job, combined=combined)
-    return None
 
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
@@ -290,11 +262,24 @@ def _read_schedule(fields: Fields) -> Schedule:
             fields.read("schedule_name", TEXT, "custom"),
             num_microbatches,
             num_chunks,
-            tuple(tuple(parse_unit(text) for text in order) for order in orders),
+            _read_units(orders),
             fields.read("placement", _placement, Placement.LOOPED),
         )
     except ScheduleError as error:
         raise PlanError(f"{fields.path}: field 'schedule': {error}") from error
+
+
+def _read_units(orders: Sequence[Sequence[str]]) -> tuple[tuple[Unit, ...], ...]:
+    """The units of each stage; ScheduleError marks one that is not readable."""
+    units: list[list[Unit]] = [[] for _ in orders]
+    for stage, order in enumerate(orders):
+        try:
+            for text in order:
+                units[stage].append(parse_unit(text))
+        except ScheduleError as error:
+            grid = marked_grid(orders, [(stage, len(units[stage]))])
+            raise ScheduleError(f"{error}\n{grid}") from error
+    return tuple(map(tuple, units))
 
 
 def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
@@ -313,7 +298,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
         schedule,
         clocks("frequency_mhz", FREQUENCY),
         profile.for_chunks(schedule.num_chunks),
-        _read_conditions(fields, schedule.num_stages),
+        read_conditions(fields, schedule.num_stages),
         park_mhz=clocks("park_mhz", _PARK) if "park_mhz" in fields.data else None,
         energy_lower_bound_j=fields.read("energy_lower_bound_j", AMOUNT, None),
         objective=fields.read("objective", of_type(dict, "an object"), None),
@@ -366,33 +351,49 @@ def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
     return plan
 
 
-def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
-    """The fields of conditions that are on, as a plan's file holds them."""
-    data = {
-        "p2p_latency_s": conditions.latency_s if np.any(conditions.latency_s) else None,
-        "tail_time_s": conditions.tail_time_s,
-        "gpus_per_stage": conditions.gpus_per_stage,
-        "wait_power_w": wait_power_entries(conditions.wait_power_w or ()) or None,
-        "frequency_change_s": conditions.change_time_s or None,
-        "frequency_change_j": conditions.change_energy_j or None,
-        "group_size": conditions.group_size,
-    }
-    return {name: value for name, value in data.items() if value is not None}
+#: Half of the 95 % interval of a normal distribution, in standard deviations.
+NORMAL_95 = 1.96
 
 
-def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
-    """The inverse of `_conditions_to_json`; fields that are absent are off."""
-    amounts = many(AMOUNT, num_stages)
-    curves = fields.read("wait_power_w", read_wait_power, None)
-    if curves is not None and len(curves) != num_stages:
-        raise fields.wrong("wait_power_w", f"It must list each of the {num_stages} stages.")
-    return Conditions(
-        fields.read("blocking_power_w", amounts),
-        fields.read("p2p_latency_s", many(AMOUNT, num_stages - 1), (0.0,) * (num_stages - 1)),
-        fields.read("tail_time_s", amounts, None),
-        fields.read("gpus_per_stage", many(_GPUS, num_stages), None),
-        curves,
-        fields.read("frequency_change_s", AMOUNT, 0.0),
-        fields.read("frequency_change_j", AMOUNT, 0.0),
-        group_size=fields.read("group_size", COUNT, None),
-    )
+def saving_uncertainty_percent(plan: Plan) -> float | None:
+    """Standard uncertainty of the saving, in points, from that of the profile's energies.
+
+    Linear: the saving changes with a row's energy by how many units the row prices, in the plan
+    and in the baseline. Late clocks count as the clocks that come. None if a row that is used has
+    no uncertainty.
+    """
+    profile, base_j = plan.profile, plan.baseline.cost.energy_j
+    gpus = plan.conditions.gpus_by_stage
+    own, base = _row_uses(plan), _row_uses(plan.baseline)
+    net = own - plan.cost.energy_j / base_j * base
+    errors_j: dict[tuple[int, Kind, int], float] = defaultdict(float)
+    for at, (part, kind, row) in enumerate(_rows(profile)):
+        if kind is Kind.NOTHING or not (own[at] or base[at]):
+            continue
+        if row.energy_uncertainty_j is None:
+            return None
+        # Both parts of a backward that were priced by assumption share its row's error.
+        measured = Kind.BACKWARD if profile.assumed and kind in SPLIT[1:] else kind
+        error_j = net[at] * gpus[part // profile.listed_chunks] * row.energy_uncertainty_j
+        errors_j[part, measured, row.frequency_mhz] += error_j
+    return 100 * math.hypot(*errors_j.values()) / base_j
+
+
+def _rows(profile: Profile) -> list[tuple[int, Kind, ProfileRow]]:
+    """All rows with their part and kind, in the order of `Profile.curves`."""
+    return [
+        (part, kind, row)
+        for part, kinds in enumerate(profile.rows)
+        for kind, rows in kinds.items()
+        for row in reversed(rows)
+    ]
+
+
+def _row_uses(plan: Plan) -> FloatArray:
+    """How many units each of `_rows` prices; between two clocks, a share of a unit each."""
+    keys = plan.profile.keys(plan.schedule)
+    uses = []
+    for key, (clocks, *_) in enumerate(plan.profile.curves):
+        used_mhz = plan.frequency_mhz[keys == key]
+        uses += [np.interp(used_mhz, clocks, row).sum() for row in np.eye(len(clocks))]
+    return np.array(uses)

@@ -2,9 +2,8 @@
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
 GPU and one microbatch, its columns in any order. Columns `energy_uncertainty_j` (the standard
-uncertainty), `chunk` and `time_spread_s` (the standard deviation of the time from one such unit to
-the next) may follow, empty but for `chunk` where they are not known; others are kept out. With
-`chunk`, each row is of that virtual stage; without, all chunks are alike. An instruction is the
+uncertainty, empty where it is not known) and `chunk` may follow; others are kept out. With `chunk`,
+each row is of that virtual stage; without, all chunks are alike. An instruction is the
 name of a kind of unit: forwards and backwards always, both parts of a backward where that can be
 split, and `combined` (a backward of the chunk, and the forward that runs as one with it) where
 there are chunks. Zeus writes a row for each `rank`: a stage's time is that of its slowest GPU, for
@@ -31,7 +30,6 @@ from envpipe_megatron.core.fields import Number, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
     NOTHING_S,
-    SPREAD,
     UNCERTAINTY,
     ProfileError,
     ProfileRow,
@@ -253,13 +251,10 @@ class Profile:
         more = (_CHUNK,) * (self.listed_chunks > 1)
         if any(row.energy_uncertainty_j is not None for *_, row in listed):
             more = (UNCERTAINTY, *more)
-        if any(row.time_spread_s is not None for *_, row in listed):
-            more = (*more, SPREAD)
         writer.writerow([*COLUMNS, *more])
         for stage, chunk, instruction, row in listed:
             cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
-            known = row.energy_uncertainty_j, chunk, row.time_spread_s
-            optional = dict(zip((UNCERTAINTY, _CHUNK, SPREAD), known, strict=True))
+            optional = {UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
 
@@ -338,7 +333,7 @@ def read_profile(path: Path) -> Profile:
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    optional = (_RANK, UNCERTAINTY, _CHUNK, SPREAD)
+    optional = (_RANK, UNCERTAINTY, _CHUNK)
     content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
     units = list(lines_of(lines, _LISTED))
     chunks = [

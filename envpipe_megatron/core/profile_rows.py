@@ -22,8 +22,8 @@ from envpipe_megatron.errors import EnvPipeError
 
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
 NOTHING_S = 1e-15
-#: Optional columns of a profile's file.
-UNCERTAINTY, SPREAD = "energy_uncertainty_j", "time_spread_s"
+#: An optional column of a profile's file.
+UNCERTAINTY = "energy_uncertainty_j"
 #: How alike (difflib) the name of a kind and a misspelt one are: `send_forward` is not.
 _MISSPELT = 0.8
 
@@ -38,15 +38,13 @@ class ProfileError(EnvPipeError):
 class ProfileRow:
     """What one unit costs at one frequency, of one GPU and microbatch.
 
-    With the standard uncertainty of its energy, and the standard deviation of its time from one
-    such unit to the next.
+    With the standard uncertainty of its energy, if that is known.
     """
 
     frequency_mhz: int
     time_s: float
     energy_j: float
     energy_uncertainty_j: float | None = None
-    time_spread_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
@@ -57,22 +55,18 @@ class ProfileRow:
                 "energy (J) of at least 0",
                 value=(self.frequency_mhz, self.time_s, self.energy_j),
             )
-        for what, known in (
-            ("uncertainty of a row's energy", self.energy_uncertainty_j),
-            ("spread of a row's time", self.time_spread_s),
-        ):
-            if known is not None and not 0 <= known < math.inf:
-                raise ProfileError(f"The {what} is at least 0", value=known)
+        known_j = self.energy_uncertainty_j
+        if known_j is not None and not 0 <= known_j < math.inf:
+            raise ProfileError("The uncertainty of a row's energy is at least 0", value=known_j)
 
     def scaled(self, share: float) -> ProfileRow:
-        """The row of a share of the unit; shares vary each for itself, so variances add up."""
-        known_j, spread_s = self.energy_uncertainty_j, self.time_spread_s
+        """The row of a share of the unit."""
+        known_j = self.energy_uncertainty_j
         return ProfileRow(
             self.frequency_mhz,
             self.time_s * share,
             self.energy_j * share,
             None if known_j is None else known_j * share,
-            None if spread_s is None else spread_s * math.sqrt(share),
         )
 
 
@@ -138,10 +132,7 @@ def read_row(line: Row) -> ProfileRow:
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", UNIT_TIME, "s"),
         line.read("energy", AMOUNT, "J"),
-        *(
-            line.read(name, AMOUNT, unit) if line.cells.get(name) else None
-            for name, unit in ((UNCERTAINTY, "J"), (SPREAD, "s"))
-        ),
+        line.read(UNCERTAINTY, AMOUNT, "J") if line.cells.get(UNCERTAINTY) else None,
     )
 
 
@@ -163,13 +154,11 @@ def check_power(
 def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
     """One row from those of a stage's GPUs."""
     known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
-    slowest = max(ranks, key=lambda row: row.time_s)
     return ProfileRow(
         frequency_mhz,
-        slowest.time_s,
+        max(row.time_s for row in ranks),
         math.fsum(row.energy_j for row in ranks) / len(ranks),
         math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
-        slowest.time_spread_s,
     )
 
 

@@ -19,6 +19,7 @@ from envpipe_megatron.core.kinds import (
     ScheduleError,
     Unit,
     all_units,
+    marked_grid,
     unit,
 )
 
@@ -122,6 +123,13 @@ class Schedule:
     def stage_of(self, node: int) -> int:
         """The stage of a node."""
         return node // self.units_per_stage
+
+    def marked(self, *nodes: int) -> str:
+        """The orders as a grid with some nodes marked, for messages."""
+        return self._marked([divmod(node, self.units_per_stage) for node in nodes])
+
+    def _marked(self, places: Sequence[tuple[int, int]]) -> str:
+        return marked_grid(self.stages, places, lambda own: own.label(self.num_chunks))
 
     def describe(self, node: int) -> str:
         """A node for messages: `F3 on stage 1`."""
@@ -280,7 +288,8 @@ class Schedule:
             ]
             raise ScheduleError(
                 f"Schedule '{self.name}' would deadlock: " + "; ".join(stuck),
-                remedy="Each stage must run its units in an order its neighbours can feed.",
+                remedy="Each stage must run its units in an order its neighbours can feed.\n"
+                + self.marked(*next_node),
             )
         return order
 
@@ -358,19 +367,23 @@ class Schedule:
                 codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
             counts = np.bincount(codes + 1, minlength=len(known) + 1)
             if counts[0]:
+                at = int(np.flatnonzero(codes < 0)[0])
                 raise ScheduleError(
                     f"Stage {stage} lists a unit that the job does not have",
-                    value=str(order[np.flatnonzero(codes < 0)[0]]),
+                    value=str(order[at]),
                     remedy=f"The job has {self.num_microbatches} microbatches and "
-                    f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.",
+                    f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.\n"
+                    + self._marked([(stage, at)]),
                 )
-            needed = f"Each stage runs {len(known)} units, each once; this one lists {len(order)}."
             for said, wrong in (("lists a unit twice", counts > 1), ("lacks a unit", counts == 0)):
                 if wrong[1:].any():
+                    code = int(wrong[1:].argmax())
+                    found = np.flatnonzero(codes == code).tolist() or [len(order)]
                     raise ScheduleError(
                         f"Stage {stage} {said}",
-                        value=known[wrong[1:].argmax()].label(self.num_chunks),
-                        remedy=needed,
+                        value=known[code].label(self.num_chunks),
+                        remedy=f"Each stage runs {len(known)} units, each once; this one lists "
+                        f"{len(order)}.\n" + self._marked([(stage, at) for at in found]),
                     )
             rows[stage] = codes
         return rows
@@ -389,6 +402,7 @@ class Schedule:
         """Each unit after those that it needs on its own stage."""
         block = self.num_microbatches * self.num_chunks
         position = self._position_of_code
+        width = self.units_per_stage
         for at, kind in enumerate(self.unit_kinds):
             after = TRAITS[kind].after
             if after is None:
@@ -398,21 +412,18 @@ class Schedule:
             early = np.argwhere(position[:, at * block : (at + 1) * block] < late)
             if early.size:
                 stage, code = (int(x) for x in early[0])
-                raise self._too_early(stage, at * block + code, first + code)
-        stage_of = np.arange(self.num_units) // self.units_per_stage
-        own = (self._source >= 0) & (self._source // self.units_per_stage == stage_of)
-        nodes = np.flatnonzero(own & (self._source > np.arange(self.num_units)))
-        if nodes.size:
-            codes, node = self.places.ravel(), int(nodes[0])
-            source = int(codes[self._source[node]])
-            raise self._too_early(self.stage_of(node), int(codes[node]), source)
+                own, needed = position[stage, at * block + code], late[stage, code]
+                raise self._too_early(stage * width + int(own), stage * width + int(needed))
+        nodes = np.arange(self.num_units)
+        own_stage = (self._source >= 0) & (self._source // width == nodes // width)
+        for node in nodes[own_stage & (self._source > nodes)].tolist()[:1]:
+            raise self._too_early(node, int(self._source[node]))
 
-    def _too_early(self, stage: int, code: int, needed: int) -> ScheduleError:
-        known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
-        unit, before = (known[at].label(self.num_chunks) for at in (code, needed))
+    def _too_early(self, node: int, needed: int) -> ScheduleError:
+        own, before = (self.unit_at(at).label(self.num_chunks) for at in (node, needed))
         return ScheduleError(
-            f"Stage {stage} runs {unit} before {before}",
-            remedy=f"{unit} needs what {before} makes: put it later.",
+            f"Stage {self.stage_of(node)} runs {own} before {before}",
+            remedy=f"{own} needs what {before} makes: put it later.\n{self.marked(node, needed)}",
         )
 
     def _check_combined(self) -> None:
@@ -432,5 +443,5 @@ class Schedule:
                 f"Stage {stage} lists a unit as combined that cannot be",
                 value=self.stages[stage][position].label(self.num_chunks),
                 remedy="A forward runs as one with the whole backward behind it, of other "
-                "activations, and I with its W behind it.",
+                "activations, and I with its W behind it.\n" + self._marked([(stage, position)]),
             )

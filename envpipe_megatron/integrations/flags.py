@@ -12,17 +12,11 @@ from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.integrations.levels import AUTO, Level
-from envpipe_megatron.policies.planner import POLICIES, SCHEDULES
-from envpipe_megatron.policies.request import SCHEDULE_ALIASES
+from envpipe_megatron.policies.request import POLICIES
+from envpipe_megatron.policies.schedules import SCHEDULES
 
 TYPES = POLICIES
-#: Not those that the framework's own options decide, or that no job runs yet.
-SCHEDULINGS = tuple(
-    name
-    for name in (*SCHEDULES, *SCHEDULE_ALIASES)
-    if name not in ("gpipe", "interleaved", "interleaved-combined", "breadth-first")
-    and not name.startswith("zb-")
-)
+SCHEDULINGS = tuple(name for name, row in SCHEDULES.items() if row.in_jobs)
 SELF_CHECKS = ("off", "auto", "always")
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 

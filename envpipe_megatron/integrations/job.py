@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
@@ -28,7 +29,7 @@ from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
-from envpipe_megatron.policies.request import PlanRequest, framework_order
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
@@ -153,10 +154,8 @@ class Job:
         self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = placement.keeps_order
         self._order_name = placement.order_name or options.scheduling
-        own = PlanRequest(
-            num_microbatches, num_chunks=placement.num_chunks, group_size=placement.group_size
-        )
-        check_in_flight(options.max_in_flight, framework_order(len(pipeline), own))
+        job = num_microbatches, placement.num_chunks, placement.group_size
+        check_in_flight(options.max_in_flight, framework_order(len(pipeline), *job))
         self.device = self._made(
             require,
             partial(open_device, require=require, one_clock=one_clock),
@@ -175,11 +174,7 @@ class Job:
                 between_iterations=placement.keeps_order,
             )
             self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
-        request = replace(
-            options.request(num_microbatches),
-            num_chunks=placement.num_chunks,
-            group_size=placement.group_size,
-        )
+        request = options.request(*job)
         if one_clock:
             request = PlanRequest(num_microbatches, policy="uniform")
         # A profile that is asked for is measured, whatever an earlier start left.

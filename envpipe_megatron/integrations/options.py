@@ -21,8 +21,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 from envpipe_megatron.integrations.levels import AUTO, Level
-from envpipe_megatron.policies.planner import LIMITED_SCHEDULES, check_request
-from envpipe_megatron.policies.request import BY_MEMORY, SCHEDULE_ALIASES, PlannerError, PlanRequest
+from envpipe_megatron.policies.problem import PlannerError
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, check_request
+from envpipe_megatron.policies.schedules import SCHEDULES
 
 #: What a type goes with if the user does not say; others go with 1F1B. The closed loop of optimal
 #: plans is the default: it follows what is measured, so what errs costs next to no time.
@@ -73,13 +74,17 @@ class Options:
         as_it_stands = self.sweep or self.profile_only or self.plan_file is not None
         return self.policy == "optimal" and not as_it_stands
 
-    def request(self, num_microbatches: int) -> PlanRequest:
-        """What to plan."""
+    def request(
+        self, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+    ) -> PlanRequest:
+        """What to plan, in chunks and groups as `PlanRequest` takes them."""
         return PlanRequest(
             num_microbatches,
             schedule=self.scheduling,
             policy=self.policy,
             reconfigure=self.reconfigure,
+            num_chunks=num_chunks,
+            group_size=group_size,
             max_in_flight=self.max_in_flight,
             min_dwell_s=self.min_dwell_s if self.policy == "optimal" else 0.0,
         )
@@ -128,7 +133,7 @@ def read_options(
         policy, reconfigure = "optimal", "default"
     usual_scheduling, usual_reconfigure = _GOES_WITH.get(policy, ("1f1b", "default"))
     scheduling = scheduling or usual_scheduling
-    limited = scheduling in (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
+    limited = "max_in_flight" in SCHEDULES[scheduling].takes
     if args.envpipe_plan is not None:
         if reconfigure not in (None, "default") or args.envpipe_max_in_flight is not None:
             limited_by_user = args.envpipe_max_in_flight is not None
@@ -202,13 +207,14 @@ def prepare_files(options: Options, num_stages: int) -> None:
 
 def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
     try:
-        check_request(options.request(num_microbatches=1))
+        check_request(options.request(num_microbatches=1), of_job=True)
     except PlannerError as error:  # it names the options of `envpipe plan`
         text = str(error)
         for option, name in (
             ("--policy", "--envpipe-type"),
             ("--schedule", "--envpipe-scheduling"),
             ("--reconfigure", "--envpipe-reconfigure"),
+            ("--max-in-flight", "--envpipe-max-in-flight"),
         ):
             text = text.replace(option, name)
         raise OptionError(text) from None

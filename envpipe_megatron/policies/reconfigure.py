@@ -17,11 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, is_envelope
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath, is_envelope
 from envpipe_megatron.policies.frequencies import Frequencies
 
 #: A unit that takes this much longer at a lower clock, s, takes as long.

@@ -1,4 +1,4 @@
-"""What to plan, and what of a profile it means."""
+"""What a user asks for, and the problem that it makes for a profile."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import math
 from dataclasses import dataclass, replace
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import OrderLimits, in_flight_by_memory, order_limits
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
-from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
+from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Objective
+from envpipe_megatron.policies.problem import Limits, PlannerError, Problem, in_flight_by_memory
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.policies.schedules import SCHEDULES, that_take
 
+POLICIES = (*RULES, "optimal")
+RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 #: `max_in_flight` by the memory in the profile's sidecar.
 BY_MEMORY = "memory"
-#: EnvPipe's own name for its order.
-SCHEDULE_ALIASES = {"ours": "envpipe"}
-
-
-class PlannerError(EnvPipeError):
-    """A request whose parts contradict each other, or that names what is not known."""
+#: What a schedule that may not be given a field of a request has instead.
+_HAS = {
+    "max_extra_forwards": "has no extra forwards to limit",
+    "max_in_flight": "takes no limit on microbatches in flight",
+    "channel_capacity": "is not lowered to what a channel holds",
+}
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,10 @@ class PlanRequest:
         num_chunks: chunks of each stage, for orders that have any.
         group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
             it.
-        extra_warmup: forwards of a chunk that stages warm up with beyond Megatron's interleaved
-            order, one number, or one for each stage.
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
             microbatches more than in the framework's own order.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
             `BY_MEMORY`. One of V chunks counts as 1/V.
-        max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
         deadline_factor: the optimal policy may take this many times as long as the framework's own
             order at the highest clocks; by default 1 for the least energy, and any time for other
@@ -70,10 +68,8 @@ class PlanRequest:
     blocking_power_w: float | tuple[float, ...] = 0.0
     num_chunks: int = 1
     group_size: int | None = None
-    extra_warmup: tuple[int, ...] | None = None
     max_extra_forwards: int | None = None
     max_in_flight: float | tuple[float, ...] | str | None = None
-    max_warmup_step: int | None = None
     channel_capacity: int | None = None
     deadline_factor: float | None = None
     conditions: Conditions | None = None
@@ -84,36 +80,137 @@ class PlanRequest:
     split: SplitBackward | None = None
     runnable: bool = False
 
-    @property
-    def order_name(self) -> str:
-        """What the order is called: in quotes if it is there already, `auto` if it is planned."""
-        if self.order is not None:
-            return f"'{self.order.name}'"
-        return SCHEDULE_ALIASES.get(self.schedule, self.schedule)
 
-    @property
-    def of_envpipe(self) -> bool:
-        """Whether there are limits that orders of whole backwards in one chunk alone have."""
-        return self.max_warmup_step is not None or self.channel_capacity is not None
+def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = None) -> Problem:
+    """The problem that a request makes for a profile; `own_s` is as `Problem` takes it.
 
-    @property
-    def chunks(self) -> int:
-        """Chunks of each stage."""
-        return self.num_chunks if self.order is None else self.order.num_chunks
-
-
-def request_profile(profile: Profile, request: PlanRequest) -> Profile:
-    """The profile of a request's chunks, with what it assumes of split backwards."""
+    PlannerError: parts of the request contradict each other. EnvPipeError: the profile does not
+    have what it needs.
+    """
+    check_request(request)
+    order = request.order
+    if order is None:
+        _check_chunks(request)
     if request.split is not None:
         profile = profile.with_split_backwards(request.split)
-    return profile.for_chunks(request.chunks)
+    chunks = request.num_chunks if order is None else order.num_chunks
+    profile = profile.for_chunks(chunks)
+    return Problem(
+        profile,
+        request.num_microbatches,
+        _conditions(profile, request),
+        order or SCHEDULES[request.schedule].name,
+        request.policy,
+        request.reconfigure,
+        Limits(
+            request.max_extra_forwards,
+            _in_flight(profile, request, chunks),
+            request.channel_capacity,
+        ),
+        request.objective,
+        request.deadline_factor,
+        own_s,
+        request.min_dwell_s,
+        request.park,
+        request.runnable,
+    )
 
 
-def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
-    """What surrounds the units; PlannerError for parking without waiting power by clock.
+def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
+    """Refuse (PlannerError) unknown names and parts that contradict each other.
 
-    With chunks also how the framework's own order groups microbatches, if that is known.
+    What it says of a job's request names only schedules that a job runs.
     """
+    for what, name, known in (
+        ("policy", request.policy, POLICIES),
+        ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
+        ("schedule", request.schedule, SCHEDULES),
+    ):
+        if name not in known:
+            raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
+    row, order = SCHEDULES[request.schedule], request.order
+    schedule = f"Schedule {row.name}" if order is None else f"Schedule '{order.name}'"
+    if request.num_chunks < 1:
+        raise PlannerError(
+            "A stage has at least one chunk", value=request.num_chunks, remedy="Use 1, or more."
+        )
+    if request.reconfigure != "default" and request.policy != "envelope":
+        raise PlannerError(
+            f"Reconfiguring goes with the envelope policy, not with {request.policy}",
+            value=request.reconfigure,
+            remedy="Use --policy envelope, or --reconfigure default.",
+        )
+    if order is None and row.build is None and request.policy != "optimal":
+        raise PlannerError(
+            "The schedule auto is planned together with the frequencies, by the optimal policy",
+            value=request.policy,
+            remedy="Use --policy optimal, or another schedule.",
+        )
+    for what, value, default in (
+        ("deadline", request.deadline_factor or 1.0, 1.0),
+        ("objective", request.objective, LEAST_ENERGY),
+        ("dwell time", request.min_dwell_s, 0.0),
+        ("parking", request.park, False),
+    ):
+        if request.policy != "optimal" and value != default:
+            raise PlannerError(
+                f"Policy {request.policy} knows no {what}",
+                value=value,
+                remedy=f"Use --policy optimal, or leave the {what} out.",
+            )
+    factor = request.deadline_factor
+    if factor is not None and not 0 < factor < math.inf:
+        raise PlannerError(
+            "The deadline must be a multiple of the framework's own iteration time",
+            value=factor,
+            remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
+        )
+    for field, has in _HAS.items():
+        value = getattr(request, field)
+        if value is not None and (order is not None or field not in row.takes):
+            words = field.replace("_", "-")
+            raise PlannerError(
+                f"{schedule} {has}",
+                value=value,
+                remedy=f"Use --schedule {that_take(field, of_job=of_job)}, or leave --{words} out.",
+            )
+    splits = row.splits if order is None else order.split
+    if request.split is not None and splits is False:
+        raise PlannerError(
+            f"{schedule} splits no backward, and it is said what that takes",
+            remedy="Leave --split-overhead out, or use --schedule auto.",
+        )
+    more = request.num_chunks > 1 or request.split is not None
+    if more and request.channel_capacity is not None:
+        raise PlannerError(
+            "Limits of channels are of whole backwards in one chunk a stage",
+            value="split backwards" if request.split else f"{request.num_chunks} chunks",
+            remedy="Leave out the limit, or the chunks and the split.",
+        )
+
+
+def _check_chunks(request: PlanRequest) -> None:
+    # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
+    row, chunks = SCHEDULES[request.schedule], request.num_chunks
+    if row.chunks not in (None, chunks):
+        count, remedy = "two chunks", "--num-chunks 2"
+        if row.chunks == 1:
+            count, remedy = "one chunk", "--schedule interleaved, envpipe or auto for chunks"
+        raise PlannerError(
+            f"Schedule {row.name} has {count} a stage", value=chunks, remedy=f"Use {remedy}."
+        )
+    if request.group_size and (chunks == 1 or "group_size" not in row.takes):
+        raise PlannerError(
+            f"Schedule {row.name} has no groups of microbatches"
+            + (" where stages have one chunk" if chunks == 1 else ""),
+            value=request.group_size,
+            remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
+            "chunks.",
+        )
+
+
+def _conditions(profile: Profile, request: PlanRequest) -> Conditions:
+    """What surrounds the units; with chunks also how the framework's own order groups them."""
     conditions = request.conditions or make_conditions(
         profile, blocking_power_w=request.blocking_power_w
     )
@@ -127,27 +224,7 @@ def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
     return conditions
 
 
-def framework_order(num_stages: int, request: PlanRequest) -> Schedule:
-    """The framework's own order of a request; ScheduleError: it cannot run."""
-    if request.num_chunks == 1:
-        return builders.one_f_one_b(num_stages, request.num_microbatches)
-    job = num_stages, request.num_microbatches, request.num_chunks
-    return builders.interleaved(*job, request.group_size)
-
-
-def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
-    """The extra forwards that a request allows; EnvPipeError if those refuse 1F1B itself."""
-    return order_limits(
-        profile.num_stages,
-        request.num_microbatches,
-        max_extra_forwards=request.max_extra_forwards,
-        max_in_flight=request_in_flight(profile, request),
-        max_warmup_step=request.max_warmup_step,
-        channel_capacity=request.channel_capacity,
-    )
-
-
-def request_in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None:
+def _in_flight(profile: Profile, request: PlanRequest, chunks: int) -> tuple[int, ...] | None:
     """[num_stages] the most microbatches x chunks that each stage may hold; None for any number."""
     limit, stages = request.max_in_flight, profile.num_stages
     if limit is None:
@@ -157,7 +234,7 @@ def request_in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...]
     if isinstance(limit, int | float):
         limit = (limit,)
     if isinstance(limit, tuple) and len(limit) in (1, stages):
-        each = (int(most * request.num_chunks * (1 + RELATIVE_TOLERANCE)) for most in limit)
+        each = (int(most * chunks * (1 + RELATIVE_TOLERANCE)) for most in limit)
         return tuple(each) * (stages // len(limit))
     raise PlannerError(
         "The limit on microbatches in flight must be one number, one for each stage, or "
@@ -165,14 +242,3 @@ def request_in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...]
         value=limit,
         remedy=f"The pipeline has {stages} stages.",
     )
-
-
-def request_planner(
-    request: PlanRequest, own: Schedule, profile: Profile, conditions: Conditions
-) -> ObjectivePlanner:
-    """What plans any order of a job, within the time of the framework's `own` order."""
-    factor = request.deadline_factor
-    if factor is None:
-        factor = 1.0 if request.objective.goal == Goal.ENERGY else math.inf
-    longest_s = factor * all_maximum_s(own, profile, conditions)
-    return ObjectivePlanner(request.objective, longest_s, request.min_dwell_s)

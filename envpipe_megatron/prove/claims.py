@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envpipe_megatron.core.uncertainty import NORMAL_95
+from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.prove.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 from envpipe_megatron.runtime.energy.steps import RunningMean
 

@@ -20,7 +20,8 @@ from envpipe_megatron.control.planner import planned
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.guard.messages import wait_readable
-from envpipe_megatron.policies.request import PlannerError, PlanRequest
+from envpipe_megatron.policies.problem import PlannerError
+from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 
 FOR_EVER = partial(sum, count())
 CLOCKS = (1200, 1005, 855)
@@ -79,7 +80,7 @@ def test_errors_come_as_they_were_or_in_words():
     background.start(partial(int, "none"))
     with pytest.raises(RuntimeError, match=r"ValueError: .*none"):
         taken(background)
-    background.start(partial(planned, None, PlanRequest(4, "no-such"), ()))  # type: ignore[arg-type]
+    background.start(partial(check_request, PlanRequest(4, "no-such")))
     with pytest.raises(PlannerError, match="no-such"):
         taken(background)
     with pytest.raises(AttributeError, match="pickle"):
@@ -122,11 +123,12 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     )
     monkeypatch.syspath_prepend(tmp_path)
     profile = preset_profile("a100-sxm", 3, TIMES, CLOCKS)
-    request = PlanRequest(8, schedule, "optimal", conditions=known_conditions(profile))
+    request = PlanRequest(8, alike, "optimal", conditions=known_conditions(profile))
+    problem = make_problem(profile, request)
     background: Background = Background()
-    background.start(partial(planned, profile, request, ("A note.",)))
+    background.start(partial(planned, replace(problem, order=schedule), ("A note.",)))
     plan, notes = taken(background)
-    here, own_notes = planned(profile, replace(request, schedule=alike), ("A note.",))
+    here, own_notes = planned(problem, ("A note.",))
     assert plan.schedule.stages == here.schedule.stages
     assert np.array_equal(plan.frequency_mhz, here.frequency_mhz)
     assert plan.cost == here.cost

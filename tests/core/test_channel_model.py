@@ -335,7 +335,7 @@ def test_in_the_planned_timeline_no_sender_waits_for_a_slot() -> None:
 
 def test_1f1b_with_blocking_sends_stalls_at_the_last_two_stages() -> None:
     stuck = find_stall(builders.one_f_one_b(2, 2), 0)
-    assert stuck == [StuckStage(0, "F1", True, 1), StuckStage(1, "B0", True, 0)]
+    assert stuck == [StuckStage(0, "F1", True, 1, 1), StuckStage(1, "B0", True, 0, 5)]
     assert str(stuck[0]) == "stage 0 sends the output of F1 to stage 1"
     assert not explore_all(builders.one_f_one_b(2, 2), 0)
 
@@ -344,8 +344,10 @@ def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
     schedule = builders.envpipe(3, 5, [2, 0, 0])  # 4, 1 and 0 warm-up forwards
     stuck = find_stall(schedule, 1)
     assert stuck == [
-        StuckStage(0, "F4", True, 1), StuckStage(1, "B1", True, 0), StuckStage(2, "F3", False, 1)
-    ]  # fmt: skip
+        StuckStage(0, "F4", True, 1, 4),
+        StuckStage(1, "B1", True, 0, 14),
+        StuckStage(2, "F3", False, 1, 26),
+    ]
     assert str(stuck[2]) == "stage 2 awaits F3's input from stage 1"
     assert completes(schedule, 2)
 
@@ -357,6 +359,7 @@ def test_messages_taken_in_another_order_than_sent_are_refused() -> None:
         with pytest.raises(EnvPipeError, match="F0 on stage 0 before F1 on stage 0") as error:
             call(schedule)
         assert "F1 on stage 1 comes before F0 on stage 1" in str(error.value)
+        assert "stage 0   [F0] [F1]   F2   B0" in str(error.value)
 
 
 def test_one_stage_with_chunks_uses_no_channel() -> None:

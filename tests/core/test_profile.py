@@ -219,29 +219,6 @@ def test_the_uncertainty_of_energies_is_a_column_that_may_follow(tmp_path):
     assert read(tmp_path, "\n".join(ranks)).row(0, F, 9).energy_uncertainty_j == 2.5
 
 
-def test_the_spread_of_times_is_a_column_that_may_follow(tmp_path):
-    rows = [
-        (part, kind, ProfileRow(clock, 1.0, 10.0, None, known))
-        for part in range(2)
-        for kind in (F, B)
-        for clock, known in ((1200, 0.03), (900, None))
-    ]
-    path = tmp_path / "job.csv"
-    made = make_profile(rows, source="made", listed_chunks=2)
-    made.write(path)
-    lines = path.read_text().splitlines()
-    assert lines[0] == f"{HEADER},chunk,time_spread_s"
-    assert lines[1:3] == ["0,forward,1200,1.0,10.0,0,0.03", "0,forward,900,1.0,10.0,0,"]
-    assert read_profile(path).rows == made.rows
-    # The others wait for the slowest GPU.
-    ranks = [f"rank,{HEADER},time_spread_s"]
-    for kind in ("forward", "backward"):
-        ranks += [f"0,0,{kind},9,1,10,3", f"1,0,{kind},9,2,10,0.5"]
-    assert read(tmp_path, "\n".join(ranks)).row(0, F, 9).time_spread_s == 0.5
-    with pytest.raises(ProfileError, match=r"line 2: time_spread_s \(s\)"):
-        read(tmp_path, f"{HEADER},time_spread_s\n0,forward,900,1,1,-1\n")
-
-
 @pytest.mark.parametrize("value", ["-1", "nan", "text"])
 def test_a_wrong_uncertainty_is_refused(tmp_path, value):
     with pytest.raises(ProfileError, match=r"line 2: energy_uncertainty_j \(J\)"):

@@ -110,6 +110,54 @@ def test_errors_name_stage_and_unit(orders, told):
         Schedule("x", 2, 1, parse_stages(*orders))
 
 
+TWICE = """
+position     0    1    2    3
+stage 0     F0   F1   B0   B1
+stage 1   [F0]   B0 [F0]   B1"""
+MISSING = """
+position   0  1  2  3
+stage 0   F0 F1 B0 []
+stage 1   F0 B0 F1 B1"""
+IN_CIRCLES = """
+position     0    1    2    3
+stage 0     F0 [B0]   F1   B1
+stage 1   [F1]   B1   F0   B0"""
+TOO_EARLY = """
+position     0    1    2    3
+stage 0     F0 [B1] [F1]   B0
+stage 1     F0   B0   F1   B1"""
+UNKNOWN = """
+position     0    1    2    3
+stage 0     F0 [F2]   B0   B1
+stage 1     F0   B0   F1   B1"""
+COMBINED = """
+position      0     1     2     3
+stage 0   [F0+]    B0    F1    B1
+stage 1      F0    B0    F1    B1"""
+
+
+@pytest.mark.parametrize("grid", [TWICE, MISSING, IN_CIRCLES, TOO_EARLY, UNKNOWN, COMBINED])
+def test_a_schedule_that_cannot_run_is_shown_with_the_place_marked(grid):
+    rows = (re.sub(r"[][]", "", row).split()[2:] for row in grid.splitlines()[2:])
+    orders = tuple(tuple(map(parse_unit, row)) for row in rows)
+    with pytest.raises(ScheduleError, match=re.escape(grid) + "$"):
+        Schedule("x", 2, 1, orders)
+
+
+def test_of_a_large_schedule_what_is_near_the_place_is_shown():
+    orders = [list(order) for order in builders.one_f_one_b(40, 300).stages]
+    orders[20][140], orders[20][300] = orders[20][300], orders[20][140]
+    with pytest.raises(ScheduleError, match="Stage 20 runs") as caught:
+        Schedule("x", 300, 1, tuple(map(tuple, orders)))
+    _, header, *rows = str(caught.value).splitlines()
+    assert header.split() == ["position", *map(str, range(137, 148))]
+    assert [row.split()[1] for row in rows] == list(map(str, range(15, 31)))
+    (marked,) = (row for row in rows if "[" in row)
+    assert marked.split()[:2] == ["stage", "20"]
+    assert marked.split()[5].startswith("[B")
+    assert max(map(len, rows)) < 100
+
+
 def test_a_pipeline_may_have_four_million_units():
     check_size(2, 1_000_000, 1)
     check_size(2, 250_000, 4)

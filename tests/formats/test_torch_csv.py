@@ -168,13 +168,16 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (GOOD.replace("1F1", "1G1"), ["line 2, column 3: not a unit", "'1G1'", "compute_only"]),
+        (
+            GOOD.replace("1F1", "1G1"),
+            ["line 2, column 3: not a unit", "'1G1'", "compute_only", "1B0 [1G1]   1B1"],
+        ),
         (GOOD.replace("1F1", "1RECV_F1"), ["line 2, column 3: not a unit", "'1RECV_F1'"]),
         (GOOD.replace("1F1", "(1F1)OVERLAP_F_B"), ["line 2, column 3", "(2F1;1B0)OVERLAP_F_B"]),
         (GOOD.replace("1B0,1F1", "(1B0;1F1)OVERLAP_F_B"), ["line 2, column 2: not a unit"]),
-        (GOOD.replace("1F1", "1F0"), ["line 2, column 3: 1F0", "second time", "line 2, column 1"]),
+        (GOOD.replace("1F1", "1F0"), ["line 2, column 3: 1F0", "second time", "[1F0]   1B0 [1F0]"]),
         (GOOD.replace("1F1,", ""), ["virtual stage 1", "microbatch 1", "(got 1B1)"]),
-        (GOOD.replace("1B1", "1W1"), ["virtual stage 1", "microbatch 1", "(got 1F1, 1W1)"]),
+        (GOOD.replace("1B1", "1W1"), ["virtual stage 1", "(got 1F1, 1W1)", "1B0 [1F1] [1W1]"]),
         (GOOD.replace("1B1", "999999999B1"), ["virtual stage 1", "microbatch 1"]),
         (GOOD + "2F0,2B0,2F1,2B1,3F0,3B0,3F1,3B1", ["equally many", "3 ranks", "(got 4)"]),
         ("1F0,1B0\n0F0,0B0\n", ["line 1, column 1: virtual stage 1 is on rank 0", "on rank 1"]),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
@@ -27,7 +28,6 @@ from envpipe_megatron.integrations.job import (
     close_at_exit,
 )
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.policies.request import PlanRequest, framework_order
 
 
 def test_the_closing_lines_have_every_step_that_was_metered() -> None:
@@ -122,17 +122,17 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
 
 @pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
 def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
-    check_in_flight(limit, framework_order(4, PlanRequest(8)))
+    check_in_flight(limit, framework_order(4, 8))
 
 
 @pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
 def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
     with pytest.raises(JobError, match=r"own order \(1f1b\) holds, 4, 3, 2, 1 .*at least 4"):
-        check_in_flight(limit, framework_order(4, PlanRequest(8)))
+        check_in_flight(limit, framework_order(4, 8))
 
 
 def test_few_microbatches_need_no_more() -> None:
-    check_in_flight(2, framework_order(4, PlanRequest(2)))
+    check_in_flight(2, framework_order(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_few_microbatches_need_no_more() -> None:
 def test_chunks_hold_what_the_interleaved_order_does(
     group_size: Any, kept: Any, below: Any, holds: str
 ) -> None:
-    request = PlanRequest(8, num_chunks=2, group_size=group_size)
+    own = framework_order(4, 8, 2, group_size)
     for limit in (*kept, None, "memory"):
-        check_in_flight(limit, framework_order(4, request))
+        check_in_flight(limit, own)
     for limit in below:
         with pytest.raises(JobError, match=rf"own order \(interleaved\) holds, {holds}"):
-            check_in_flight(limit, framework_order(4, request))
+            check_in_flight(limit, own)
 
 
 def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:

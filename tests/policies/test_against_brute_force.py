@@ -22,14 +22,14 @@ from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
-from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
 from envpipe_megatron.policies.orders.families import FamilySearch, families
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest, request_profile
+from envpipe_megatron.policies.problem import order_limits
+from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 #: Stages, microbatches, frequencies: up to 65,536 assignments.
 SIZES = ((2, 1, 4), (2, 2, 3), (2, 2, 4), (2, 3, 2), (3, 1, 3), (3, 2, 2))
@@ -165,7 +165,7 @@ def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, 
         )  # fmt: skip
         auto = make_plan(profile, request)
         deadline_s = request.deadline_factor * auto.plan.baseline.cost.iteration_time_s
-        priced = request_profile(profile, request)
+        priced = make_problem(profile, request).profile
         optimum_j = min(
             try_everything(order, priced, conditions).least_energy_j(deadline_s) for order in orders
         )

@@ -22,7 +22,8 @@ from envpipe_megatron.formats.frontier import (
     write_frontier,
 )
 from envpipe_megatron.policies.planner import make_frontier, make_memory_frontier, make_plan
-from envpipe_megatron.policies.request import PlannerError, PlanRequest
+from envpipe_megatron.policies.problem import PlannerError
+from envpipe_megatron.policies.request import PlanRequest
 
 #: {frequency_mhz: (time_s, energy_j)}: slower is cheaper down to 900 MHz, and dearer below.
 CURVE = {1400: (1.0, 100.0), 1200: (1.1, 85.0), 1050: (1.25, 76.0), 900: (1.4, 72.0),

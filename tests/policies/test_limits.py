@@ -14,17 +14,12 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import (
+from envpipe_megatron.policies.problem import (
     OrderLimits,
     in_flight_by_memory,
     order_limits,
 )
-from envpipe_megatron.policies.request import (
-    BY_MEMORY,
-    PlanRequest,
-    request_in_flight,
-    request_profile,
-)
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, make_problem
 
 FIXED = settings(max_examples=examples(150), deadline=None, derandomize=True)
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
@@ -36,7 +31,7 @@ def within(counts, limits):
     return (
         all(0 <= count <= most for count, most in zip(counts, limits.most, strict=True))
         and (limits.max_fall is None or all(fall <= limits.max_fall for fall in falls))
-        and all(-fall <= limits.max_rise for fall in falls)
+        and all(-fall <= 1 for fall in falls)
     )
 
 
@@ -44,11 +39,10 @@ def within(counts, limits):
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
     st.sampled_from([None, 0, 1, 2, 3]),
-    st.sampled_from([0, 1]),
     st.lists(st.integers(0, 5), min_size=4, max_size=4),
 )
-def test_fitted_counts_are_the_largest_within_the_limits(most, max_fall, max_rise, wanted):
-    limits = OrderLimits(tuple(most), max_fall, max_rise)
+def test_fitted_counts_are_the_largest_within_the_limits(most, max_fall, wanted):
+    limits = OrderLimits(tuple(most), max_fall)
     wanted = wanted[: len(most)]
     every = itertools.product(*(range(limit + 1) for limit in most))
     allowed = [counts for counts in every if within(counts, limits)]
@@ -131,12 +125,14 @@ def test_memory_limits_microbatches_of_each_chunk():
     halves = with_memory((50.0, 50.0, 50.0), (300.0, 199.0, 200.0), num_chunks=2)
     assert whole.for_chunks(2).sidecar == halves.sidecar
     request = PlanRequest(16, "auto", "optimal", num_chunks=2, max_in_flight=BY_MEMORY)
-    for profile in (whole, halves):
-        assert request_in_flight(request_profile(profile, request), request) == (7, 4, 5)
+
+    def in_flight(profile, **limit):
+        return make_problem(profile, replace(request, **limit)).limits.max_in_flight
+
+    assert in_flight(whole) == in_flight(halves) == (7, 4, 5)
     assert in_flight_by_memory(halves, 2) == (4, 4, 4)  # no more than there are
-    assert request_in_flight(halves, replace(request, max_in_flight=3.5)) == (7, 7, 7)
-    given = replace(request, max_in_flight=(3, 2, 1.5))
-    assert request_in_flight(halves, given) == (6, 4, 3)
+    assert in_flight(halves, max_in_flight=3.5) == (7, 7, 7)
+    assert in_flight(halves, max_in_flight=(3, 2, 1.5)) == (6, 4, 3)
 
 
 @pytest.mark.parametrize("missing", [(None, (1.0,) * 3), ((1.0,) * 3, None), (None, None)])

@@ -10,12 +10,13 @@ from core_cases import uniform_profile
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile_rows import SplitBackward
-from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.uncertainty import (
+from envpipe_megatron.core.plan import (
+    Plan,
+    max_frequencies,
     saving_uncertainty_percent,
 )
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Schedule
 
 CURVE = {1400: (0.1, 40.0), 1200: (0.11, 34.0), 1000: (0.13, 31.0)}
 

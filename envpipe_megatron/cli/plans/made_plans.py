@@ -25,11 +25,10 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.console import say, say_working, show_tables, table_of
 from envpipe_megatron.core.fields import FACTOR, TIME
-from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan
+from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.core.uncertainty import saving_uncertainty_percent
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.formats.frontier import read_frontier

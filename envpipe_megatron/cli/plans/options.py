@@ -20,8 +20,7 @@ from envpipe_megatron.core.fields import ENERGY, POWER, SHORT_TIME, TIME
 from envpipe_megatron.core.plan import read_order_and_groups
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.formats.torch_csv import read_torch_csv
-from envpipe_megatron.policies.planner import SCHEDULES
-from envpipe_megatron.policies.request import SCHEDULE_ALIASES
+from envpipe_megatron.policies.schedules import SCHEDULES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -112,11 +111,10 @@ class _NameOrFile(click.Choice[str]):
         return EXISTING_FILE.convert(path, param, ctx)
 
 
-_NAMES = (*SCHEDULES, *SCHEDULE_ALIASES)
 SCHEDULE_OPTION = click.option(
     "--schedule",
-    type=_NameOrFile(_NAMES, case_sensitive=False),
-    metavar=f"[{'|'.join(_NAMES)}|FILE]",
+    type=_NameOrFile(tuple(SCHEDULES), case_sensitive=False),
+    metavar=f"[{'|'.join(SCHEDULES)}|FILE]",
     help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto', the default with "
     "the optimal policy, is planned together with the frequencies. Or a file with any order: a "
     "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "

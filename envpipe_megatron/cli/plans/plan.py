@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     Finite,
     check_outputs,
-    counts,
     microbatches,
     numbers,
     summary_table,
@@ -35,22 +35,26 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
-    LIMITED_SCHEDULES,
-    POLICIES,
-    RECONFIGURE_NAMES,
     check_frontier,
     check_memory_frontier,
     make_frontier,
     make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, request_in_flight
+from envpipe_megatron.policies.request import (
+    BY_MEMORY,
+    POLICIES,
+    RECONFIGURE_NAMES,
+    PlanRequest,
+    make_problem,
+)
 
 _NO_DEADLINE = 1e3
+#: Options that only an order that is built or searched may be given.
+_OF_ORDERS = ("max_in_flight", "max_extra_forwards", "channel_capacity")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
@@ -124,11 +128,6 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "of two chunks is half of one: 5.5.",
 )
 @click.option(
-    "--max-warmup-step",
-    type=click.IntRange(min=0),
-    help="How far neighbouring stages' extra forwards may differ.",
-)
-@click.option(
     "--channel-capacity",
     type=click.IntRange(min=0),
     help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
@@ -152,11 +151,6 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "--group-size", type=click.IntRange(min=1),
     help="Microbatches that pass a chunk before the next, Megatron's "
     "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
-)  # fmt: skip
-@click.option(
-    "--extra-warmup", type=counts(lowest=0),
-    help="With --schedule interleaved: forwards of a chunk that stages warm up with beyond "
-    "Megatron's, one number, or one for each stage.",
 )  # fmt: skip
 @click.option(
     "--frontier",
@@ -222,9 +216,9 @@ def plan(
         options["split"] = SplitBackward(overhead=split_overhead)
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
     objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
-    request = PlanRequest(
-        conditions=read_conditions(profile, **surroundings), objective=objective, **options
-    )
+    conditions = read_conditions(profile, **surroundings)
+    ask = partial(PlanRequest, conditions=conditions, objective=objective, **options)
+    request = ask()
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
         check_frontier(request)
@@ -232,19 +226,13 @@ def plan(
         raise click.UsageError("--frontier-points goes with --frontier.")
     if memory_path is not None:
         check_memory_frontier(request)
-    if request.runnable and request.order_name != "auto":
+    if request.runnable and (request.order is not None or request.schedule != "auto"):
         raise click.UsageError("--runnable goes with --schedule auto.")
-    if request.channel_capacity is not None and request.order_name not in LIMITED_SCHEDULES:
-        raise EnvPipeError(
-            f"Schedule {request.order_name} is not lowered to what a channel holds",
-            value=request.channel_capacity,
-            remedy=f"Use --schedule {' or '.join(LIMITED_SCHEDULES)}, or leave the capacity out.",
-        )
     planned = make_plan(profile, request)
     if output is not None:
         planned.plan.write(output)
     console = Console()
-    for note in (*planned.notes, *_slack_limits(profile, request, planned.plan)):
+    for note in (*planned.notes, *_slack_limits(profile, ask, planned.plan)):
         say(console, f"Note: {note}")
     if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
         say(console, f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
@@ -260,11 +248,11 @@ def plan(
         _make_memory_frontier(console, profile, request, memory_path)
 
 
-def _slack_limits(profile: Profile, request: PlanRequest, plan: Plan) -> Iterator[str]:
+def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan) -> Iterator[str]:
     """A line for each limit that makes no difference to a plan's order."""
+    request = ask()
     asked, factor = request.objective, request.deadline_factor
-    free = replace(request, order=plan.schedule, max_in_flight=None, max_extra_forwards=None,
-                   max_warmup_step=None, extra_warmup=None)  # fmt: skip
+    this_order = dict.fromkeys(_OF_ORDERS) | {"order": plan.schedule}
     no_cap = replace(asked, power_cap_w=None, power_window_s=None, stages_per_node=None)
     for option, given, without in (
         ("--power-cap", asked.power_cap_w, {"objective": no_cap}),
@@ -273,14 +261,15 @@ def _slack_limits(profile: Profile, request: PlanRequest, plan: Plan) -> Iterato
     ):
         if given is None:
             continue
-        other = make_plan(profile, replace(free, **without)).plan
+        other = make_plan(profile, ask(**this_order, **without)).plan
         cost, own_s = other.cost, other.baseline.cost.iteration_time_s
         if asked.excess(other) <= 1 and cost.iteration_time_s <= (factor or _NO_DEADLINE) * own_s:
             yield (
                 f"{option} {given:g} does not bind: without it the plan of this order takes "
                 f"{cost.iteration_time_s:.4f} s, {cost.energy_j:.1f} J, {cost.mean_power_w:.1f} W."
             )
-    most, extra = request_in_flight(profile, request), request.max_extra_forwards
+    limits = make_problem(profile, request).limits
+    most, extra = limits.max_in_flight, limits.max_extra_forwards
     if most is not None and all(map(operator.lt, plan.schedule.peak_in_flight, most)):
         yield "--max-in-flight does not bind: no stage holds as many microbatches."
     if extra is not None and max(plan.schedule.extra_forwards) < extra:

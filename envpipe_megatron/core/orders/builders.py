@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 
 from envpipe_megatron.core.kinds import Kind, ScheduleError, Unit, unit
@@ -111,8 +112,44 @@ def interleaved(
             f"{group_size}, would deadlock with this number of microbatches",
             value=num_microbatches,
             remedy="Leave no group smaller than the pipeline: change the number of microbatches "
-            "(global batch size), the groups' size, or the extra warm-up.",
+            f"(global batch size) or the groups' size. {error}",
         ) from error
+
+
+def framework_order(
+    num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """Megatron's own order: 1F1B, or interleaved where stages have chunks."""
+    if num_chunks == 1:
+        return one_f_one_b(num_stages, num_microbatches)
+    return interleaved(num_stages, num_microbatches, num_chunks, group_size)
+
+
+def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Schedule:
+    """The order that Megatron itself would run for the same job.
+
+    With chunks in groups of `group_size` microbatches, by default of the pipeline's length unless
+    the schedule is Megatron's own in others; where that cannot run, the schedule itself.
+    """
+    job = schedule.num_stages, schedule.num_microbatches
+    if schedule.num_chunks == 1:
+        return (forward_only if schedule.forward_only else one_f_one_b)(*job)
+    if group_size is None:
+        own = _in_chunks(schedule, max(job[0], int((schedule.chunks[0] > 0).argmax())))
+        if own is not None and own.stages == schedule.stages:
+            return own
+    return _in_chunks(schedule, group_size or job[0]) or schedule
+
+
+def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
+    """Megatron's order of a job with chunks, combined if the schedule is; None: it cannot run."""
+    job = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, group_size
+    if schedule.forward_only:
+        return forward_only(*job)
+    combined = bool((schedule.combined & ~schedule.is_backward).any())
+    with suppress(ScheduleError):
+        return interleaved(*job, combined=combined)
+    return None
 
 
 def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:

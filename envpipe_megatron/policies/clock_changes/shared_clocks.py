@@ -14,8 +14,8 @@ from scipy.sparse import bmat, csr_matrix
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import LongestPath
 from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
 from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.longest_path import latency_by_node
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.timeline import Timeline, latency_by_node
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath, Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys

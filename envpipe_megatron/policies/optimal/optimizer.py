@@ -13,7 +13,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan, framework_schedule, max_frequencies
+from envpipe_megatron.core.orders.builders import framework_schedule
+from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule

@@ -21,9 +21,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.

@@ -13,10 +13,8 @@ from dataclasses import replace
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
-from envpipe_megatron.policies.limits import envpipe_counts
 from envpipe_megatron.policies.objectives.objective import Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -29,14 +27,7 @@ from envpipe_megatron.policies.orders.judged import (
     check_own_within,
     within,
 )
-from envpipe_megatron.policies.request import (
-    PlanRequest,
-    framework_order,
-    request_conditions,
-    request_in_flight,
-    request_limits,
-    request_planner,
-)
+from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4
@@ -44,21 +35,21 @@ _SAME_TIME = 1e-3
 
 
 class AutoSearch:
-    """The search for the order of a request, at the time that is best for its objective.
+    """The search for the order of a problem, at the time that is best for its objective.
 
     That time depends on the order: the first search is at the best time of the framework's own, the
     next at that of the order that was found. LinearProgramError: no order meets the deadline.
     """
 
-    def __init__(self, profile: Profile, request: PlanRequest) -> None:
-        self._profile, self.request = profile, request
-        self._conditions = request_conditions(profile, request)
-        self._own = framework_order(profile.num_stages, request)
-        self.planner = request_planner(request, self._own, profile, self._conditions)
-        if request.objective.goal == Goal.ENERGY:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._profile, self._conditions = problem.profile, problem.conditions
+        self._own = problem.own_order
+        self.planner = problem.planner(self._own)
+        if problem.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)
             return
-        own = Optimizer(self._own, profile, self._conditions, parking=request.park)
+        own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
         time_s = self.planner.best_time_s(own) or self.planner.latest_time_s(own)
         for _ in range(_MOST_SEARCHES):
             self._search_at(time_s)
@@ -70,43 +61,44 @@ class AutoSearch:
 
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
-        profile, request, self._time_s = self._profile, self.request, time_s
+        profile, problem, self._time_s = self._profile, self.problem, time_s
         self._searches: list[OrderSearch | FamilySearch] = []
         self._refused: LinearProgramError | None = None
-        at, park = (self._conditions, time_s), request.park
-        if request.num_chunks == 1:
-            own = OrderSearch(profile, request.num_microbatches, *at, parking=park)
+        at, park = (self._conditions, time_s), problem.park
+        if problem.num_chunks == 1:
+            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        self._families = families(profile, request.num_chunks, runnable=request.runnable)
-        for family in self._families if not request.of_envpipe else ():
-            job, in_order = (family, self._own, profile), request.runnable
+        self._families = families(profile, problem.num_chunks, runnable=problem.runnable)
+        for family in self._families if problem.limits.channel_capacity is None else ():
+            job, in_order = (family, self._own, profile), problem.runnable
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
-        self.judged = self.judge(request)
+        self.judged = self.judge(problem.limits)
 
-    def judge(self, request: PlanRequest) -> list[Judged]:
-        """The orders that meet the time, the best first, within the limits of this request.
+    def judge(self, limits: Limits) -> list[Judged]:
+        """The orders that meet the time, the best first, within these limits.
 
-        It may have other limits than the search, nothing else. LinearProgramError: there is none;
-        the limit of microbatches is blamed if it is below what the framework's own order holds.
+        LinearProgramError: there is none; the limit of microbatches is blamed if it is below what
+        the framework's own order holds.
         """
+        most = self._most_in_flight(limits)
         refused: LinearProgramError | None = None
         judged: list[Judged] = []
         for search in self._searches:
             try:
                 if isinstance(search, OrderSearch):
-                    judged += search.judge(search.search(request_limits(self._profile, request)))
+                    judged += search.judge(search.search(self.problem.order_limits(limits)))
                 else:
-                    judged += search.search(self._most_in_flight(request), judged)
+                    judged += search.search(most, judged)
             except LinearProgramError as error:
                 refused = refused or error
         if not judged:
             if refused := refused or self._refused:
                 raise refused
-            check_own_within(self._own, self._most_in_flight(request), LinearProgramError)
+            check_own_within(self._own, most, LinearProgramError)
             raise LinearProgramError(
                 "No order that was found meets the deadline (s)",
                 value=self._time_s,
@@ -114,11 +106,10 @@ class AutoSearch:
             )
         return sorted(judged, key=lambda order: order.worth_j)
 
-    def _most_in_flight(self, request: PlanRequest) -> list[int] | None:
+    def _most_in_flight(self, limits: Limits) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
         chunks = self._own.num_chunks
-        most = list(request_in_flight(self._profile, request) or ())
-        extra = request.max_extra_forwards
+        most, extra = list(limits.max_in_flight or ()), limits.max_extra_forwards
         if extra is not None:
             by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
             most = list(map(min, by_peak, most or by_peak))
@@ -126,9 +117,9 @@ class AutoSearch:
 
     @property
     def most_extra_forwards(self) -> int:
-        """The most microbatches that the request lets a stage hold beyond the framework's order."""
+        """The most microbatches that limits let a stage hold beyond the framework's order."""
         own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
-        most = self._most_in_flight(self.request) or [job] * len(own)
+        most = self._most_in_flight(self.problem.limits) or [job] * len(own)
         more = max(limit - peak for limit, peak in zip(most, own, strict=True))
         return max(0, math.ceil(more / self._own.num_chunks))
 
@@ -141,18 +132,18 @@ class AutoSearch:
         orders = [self._own]
         if self._own.num_chunks == 1:
             stages, microbatches = self._profile.num_stages, self._own.num_microbatches
-            limits = request_limits(self._profile, self.request)
+            limits = self.problem.order_limits()
             with suppress(ProfileError):  # no valley, which EnvPipe's rule alone needs
                 wanted = limits.fit(envpipe_counts(self._profile, microbatches))
                 orders.append(builders.envpipe(stages, microbatches, wanted))
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
-        most = self._most_in_flight(self.request)
+        most = self._most_in_flight(self.problem.limits)
         return [
             Optimizer(
                 order,
                 self._profile,
                 self._conditions,
-                parking=self.request.park,
+                parking=self.problem.park,
                 good_gap=FRONTIER_GAP,
             )
             for order in {order.stages: order for order in orders}.values()
@@ -173,17 +164,16 @@ class AutoSearch:
 
         None without a limit of microbatches, and for other objectives than the least energy.
         """
-        request = self.request
-        in_flight = request_in_flight(self._profile, request)
-        if in_flight is None or request.objective.goal != Goal.ENERGY:
+        problem, in_flight = self.problem, self.problem.limits.max_in_flight
+        if in_flight is None or problem.objective.goal != Goal.ENERGY:
             return None
-        raised = tuple(limit / request.num_chunks + 1 for limit in in_flight)
-        more = self.judge(replace(request, max_in_flight=raised))[0]
+        raised = tuple(limit + problem.num_chunks for limit in in_flight)
+        more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
-        request, baseline_j = self.request, plan.baseline.cost.energy_j
+        baseline_j = plan.baseline.cost.energy_j
         tried = sum(search.orders_tried for search in self._searches)
         most = 100 * (1 - self.bound_j(plan) / baseline_j)
         splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
@@ -192,8 +182,8 @@ class AutoSearch:
             f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
             "deadline."
         ]
-        if request.of_envpipe and self._families:
-            notes.append("Orders that split backwards were left out: they have no such limits.")
+        if self.problem.limits.channel_capacity is not None and self._families:
+            notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(
@@ -202,7 +192,7 @@ class AutoSearch:
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")
-        split = request.split
+        split = self._profile.assumed
         if plan.schedule.split and split is not None:
             notes.append(
                 f"Assumed, not measured: a backward in two parts takes {100 * split.overhead:g} % "

@@ -21,7 +21,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.splitting import split_in_place
+from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule

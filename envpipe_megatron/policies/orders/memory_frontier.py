@@ -40,7 +40,7 @@ def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
     needed = search.judged[0].more_in_flight
     for most in _rising(search.most_extra_forwards):
         try:
-            judged = search.judge(replace(search.request, max_extra_forwards=most))
+            judged = search.judge(replace(search.problem.limits, max_extra_forwards=most))
             plan = best_plan(judged, search.planner)
         except LinearProgramError as error:
             refused = error

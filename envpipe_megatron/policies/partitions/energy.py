@@ -14,7 +14,6 @@ from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import envpipe_counts, in_flight_by_memory, order_limits
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.partitions.layers import stage_profile
@@ -24,6 +23,7 @@ from envpipe_megatron.policies.partitions.search import (
     fastest,
     list_splits,
 )
+from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memory, order_limits
 
 #: Splits that are planned at most, the most promising first.
 MAX_PLANNED = 12

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions.layers import (
     LayerTable,

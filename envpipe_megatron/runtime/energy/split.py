@@ -21,7 +21,6 @@ class Measured:
     [chunks, kinds], is what a chunk's forward, backward and, where a stage has any, combined pair
     take over those means: a forward over the first, the others over the second. Pairs' time is
     added to that of the backwards, and the means are over the forwards that run alone.
-    `part_variance_s2`, in the same shape, is the variance of their times, s^2.
     """
 
     forward_s: float
@@ -29,7 +28,6 @@ class Measured:
     pair_j: float
     pair_uncertainty_j: float = 0.0
     part_share: Sequence[Sequence[float]] = ((1.0, 1.0),)
-    part_variance_s2: Sequence[Sequence[float]] = ((0.0, 0.0),)
 
 
 def mean_without_outliers(values: ArrayLike) -> float:

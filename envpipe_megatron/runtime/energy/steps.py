@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.uncertainty import NORMAL_95
+from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.formats.energy import STEP
 
 

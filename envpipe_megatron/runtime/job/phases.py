@@ -18,7 +18,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
-from envpipe_megatron.policies.request import framework_order
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
     IterationOrder,
@@ -36,6 +35,7 @@ from envpipe_megatron.runtime.job.planning import (
     check_files,
     clocks_of_stages,
     make_room_for_messages,
+    megatron_order,
     profiled_clocks,
 )
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
@@ -248,8 +248,7 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
 def _framework_schedule(job: PhaseParts) -> Schedule:
     if job.own_order is not None:
         return job.own_order
-    request = replace(job.config.request, num_microbatches=job.num_microbatches)
-    return framework_order(job.num_stages, request)
+    return megatron_order(job)
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:

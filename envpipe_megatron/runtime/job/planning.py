@@ -11,15 +11,13 @@ from envpipe_megatron.control.planner import Asked, planned
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.policies.optimal.optimizer import all_maximum_s, order_at_maximum_s
-from envpipe_megatron.policies.request import (
-    PlanRequest,
-    framework_order,
-    request_conditions,
-)
+from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
+from envpipe_megatron.policies.request import make_problem
+from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.going_on import GoesOnError, by_background, by_planner
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
@@ -150,41 +148,50 @@ def plan_online(
 
     By default as the job's own request has it. Called on the planner only.
     """
-    request = job.config.request
-    if deadline_factor is not None:
-        request = replace(request, deadline_factor=deadline_factor)
-    if order is not None and job.kept_order is None:
-        request = replace(request, schedule="1f1b", order=order, max_in_flight=None)
-    # The loop online replaces the offline one: it starts from the plain policy.
-    request = replace(
-        request,
-        num_microbatches=job.num_microbatches,
-        reconfigure="default",
-        channel_capacity=_capacity(job),
-        conditions=known_conditions(profile),
-        order=job.kept_order or request.order,
-        runnable=True,
-    )
-    if request.num_chunks > 1 and request.of_envpipe:
-        # Of no order but the framework's is it known that one hardware queue can run it.
-        if request.order is None:
-            _check_finishes(job, framework_order(profile.num_stages, request))
-        request = replace(
-            request, schedule="interleaved", channel_capacity=None, max_in_flight=None
-        )
+    asked, kept = job.config.request, job.kept_order
+    schedule, order, capacity = asked.schedule, kept or order or asked.order, _capacity(job)
+    if asked.num_chunks > 1 and capacity is not None:
+        # Only of the framework's order is it known that one hardware queue can run it.
+        schedule = "interleaved"
+        if order is None:
+            _check_finishes(job, megatron_order(job))
+    # Memory is ready for an order that is there.
+    takes = SCHEDULES[schedule].takes if order is None else ()
+    conditions, own_s = known_conditions(profile), None
     if job.own_order is not None:
-        request = _in_own_time(request, job.own_order, profile)
-    if job.kept_order is None:  # no framework runs split backwards: none are to be planned
+        own = job.own_order
+        own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
+    if kept is None:  # no framework runs split backwards: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
-    limit, notes = None, tuple[str, ...]()
-    if job.kept_order is not None or request.order is None:  # else memory is ready for it
-        limit = in_flight_limit(request, profile, job.memory.stages)
-    if limit is not None:
-        request = replace(request, max_in_flight=limit)
-        held = ", ".join(f"{most:g}" for most in limit)
-        notes = (f"Memory holds at most {held} microbatches in flight.",)
-    return profile, request, notes
+    most, notes = None, tuple[str, ...]()
+    if "max_in_flight" in takes:
+        most = asked.max_in_flight
+        limit = in_flight_limit(most, megatron_order(job), profile, job.memory.stages)
+        if limit is not None:
+            most, held = limit, ", ".join(f"{each:g}" for each in limit)
+            notes = (f"Memory holds at most {held} microbatches in flight.",)
+    request = replace(
+        asked,
+        num_microbatches=job.num_microbatches,
+        schedule=schedule,
+        order=order,
+        reconfigure="default",  # the loop online replaces the offline one
+        max_in_flight=most,
+        channel_capacity=capacity if "channel_capacity" in takes else None,
+        deadline_factor=asked.deadline_factor if deadline_factor is None else deadline_factor,
+        conditions=conditions,
+        runnable=True,
+    )
+    return make_problem(profile, request, own_s), notes
+
+
+def megatron_order(job: PhaseParts) -> Schedule:
+    """Megatron's own order of the job; ScheduleError: it cannot run."""
+    asked = job.config.request
+    return builders.framework_order(
+        job.num_stages, job.num_microbatches, asked.num_chunks, asked.group_size
+    )
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:
@@ -196,17 +203,6 @@ def predicted(plan: Plan | None) -> dict[str, float] | None:
         "saving_percent": plan.cost.saving_percent(own),
         "slowdown_percent": plan.cost.slowdown_percent(own),
     }
-
-
-def _in_own_time(request: PlanRequest, own: Schedule, profile: Profile) -> PlanRequest:
-    """The request within the time of a framework's own order, where that is none of Megatron's."""
-    if request.policy != "optimal":
-        return request
-    conditions = request_conditions(profile, request)
-    profile = profile.for_chunks(own.num_chunks)
-    own_s = order_at_maximum_s(own, profile, conditions)
-    factor = (request.deadline_factor or 1.0) * own_s / all_maximum_s(own, profile, conditions)
-    return replace(request, deadline_factor=factor)
 
 
 def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
@@ -262,5 +258,5 @@ def _check_finishes(job: PhaseParts, order: Schedule) -> None:
             remedy += ", or plan with --channel-capacity 1"
         raise SessionError(
             f"The order '{order.name}' needs a deeper channel than this job has: {stall}",
-            remedy=f"{remedy}.",
+            remedy=f"{remedy}.\n{order.marked(*(each.node for each in stuck))}",
         )

@@ -15,16 +15,11 @@ import torch
 
 from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.limits import in_flight_by_memory
-from envpipe_megatron.policies.planner import LIMITED_SCHEDULES
-from envpipe_megatron.policies.request import (
-    BY_MEMORY,
-    SCHEDULE_ALIASES,
-    PlanRequest,
-    framework_order,
-)
+from envpipe_megatron.policies.problem import in_flight_by_memory
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 
 logger = logging.getLogger(__name__)
 
@@ -221,25 +216,25 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
 
 
 def in_flight_limit(
-    request: PlanRequest, profile: Profile, stages: Sequence[StageMemory] | None
+    asked: float | tuple[float, ...] | str | None,
+    own: Schedule,
+    profile: Profile,
+    stages: Sequence[StageMemory] | None,
 ) -> tuple[float, ...] | None:
-    """For each stage, the most microbatches in flight that memory allows a request's plan.
+    """For each stage, the most microbatches in flight that memory allows a job's plan.
 
     Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
-    where a limit by memory is asked for. The framework's own order is allowed in any case: it runs.
-    None if memory sets no limit: for an order that has none, if the user gives a number, or
-    because nothing is known of it.
+    where a limit by memory is `asked` for. The framework's own order is allowed in any case: it
+    runs. None if memory sets no limit: the user gives a number, or nothing is known of it.
     """
-    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    if name not in LIMITED_SCHEDULES or request.max_in_flight not in (None, BY_MEMORY):
+    if asked not in (None, BY_MEMORY):
         return None
-    profile = profile.for_chunks(request.num_chunks)
+    profile = profile.for_chunks(own.num_chunks)
     known = [with_memory(profile, stages)] if stages is not None else []
-    if request.max_in_flight == BY_MEMORY and (not known or knows_memory(profile.sidecar)):
+    if asked == BY_MEMORY and (not known or knows_memory(profile.sidecar)):
         known.append(profile)
     if not known:
         return None
-    counts = [in_flight_by_memory(each, request.num_microbatches) for each in known]
-    own = framework_order(profile.num_stages, request).microbatches_in_flight
-    fits = (min(of_stage) / request.num_chunks for of_stage in zip(*counts, strict=True))
-    return tuple(map(max, own, fits))
+    counts = [in_flight_by_memory(each, own.num_microbatches) for each in known]
+    fits = (min(of_stage) / own.num_chunks for of_stage in zip(*counts, strict=True))
+    return tuple(map(max, own.microbatches_in_flight, fits))

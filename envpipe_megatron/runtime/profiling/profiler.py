@@ -113,7 +113,7 @@ class _Point:
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
         """Unit times, and the energy of a pair: NaN if the meter failed."""
         kinds = profiled_kinds(self.order.schedule)
-        part_s, variance_s2, units_s, alone = self._times_s(kinds)
+        part_s, units_s, alone = self._times_s(kinds)
         pairs = alone * len(self.records)
         begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
         if meter.last_refresh_s < end_s:
@@ -137,30 +137,25 @@ class _Point:
             sum(energies_j) / pairs,
             math.hypot(metered_j, scatter_j) / pairs,
             (part_s / [forward_s, *[backward_s] * (len(kinds) - 1)]).tolist(),
-            variance_s2.tolist(),
         )
 
-    def _times_s(self, kinds: Sequence[Kind]) -> tuple[FloatArray, FloatArray, FloatArray, int]:
-        """[chunks, kinds] means and variances, times of forwards and all else, forwards alone."""
+    def _times_s(self, kinds: Sequence[Kind]) -> tuple[FloatArray, FloatArray, int]:
+        """[chunks, kinds] means, times of forwards and of all else, and how many forwards."""
         schedule, chunks = self.order.schedule, self.order.schedule.num_chunks
         priced = (*kinds, Kind.NOTHING)
         keys = schedule.unit_keys(chunks, priced)[self.stage]
         keys = keys - len(priced) * chunks * self.stage
         times = np.array([record.unit_time_s for record in self.records])
-        part_s, variance_s2 = np.zeros((2, chunks, len(priced)))
+        part_s = np.zeros((chunks, len(priced)))
         for key in np.unique(keys):
-            of_key = times[:, keys == key].ravel()
-            part_s.flat[key], variance_s2.flat[key] = self.average(of_key), of_key.var()
+            part_s.flat[key] = self.average(times[:, keys == key].ravel())
         count = np.bincount(keys, minlength=part_s.size).reshape(part_s.shape)
-        part_s, variance_s2, count = part_s[:, :-1], variance_s2[:, :-1], count[:, :-1]
+        part_s, count = part_s[:, :-1], count[:, :-1]
         units_s = (count * part_s).sum(axis=0)
-        for of_part in (part_s, variance_s2):
-            for pair, units, alone in zip(
-                of_part[:, 2:], count[:, 2:], of_part[:, :2], strict=True
-            ):
-                pair[units == 0] = alone.sum()  # no pair: as if one followed the other
+        for pair, units, alone in zip(part_s[:, 2:], count[:, 2:], part_s[:, :2], strict=True):
+            pair[units == 0] = alone.sum()  # no pair: as if one followed the other
         whole_s = np.array([units_s[0], units_s[1:].sum()])
-        return part_s, variance_s2, whole_s, int(count[:, 0].sum())
+        return part_s, whole_s, int(count[:, 0].sum())
 
     def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
         """A wait runs at the clock of the unit after it; the last, at that of the first unit."""
@@ -179,8 +174,7 @@ class _Parts:
     """Measurements of a stage's replicas, added up but for the last two.
 
     Args:
-        rows: for each part, kind and clock, time in s, energy in J, its variance in J^2, and the
-            time's variance from unit to unit in s^2.
+        rows: for each part, kind and clock, time in s, energy in J and its variance in J^2.
         power_w: waiting power, at each clock at which it was measured.
         tail_s: one number; none if no iteration followed another.
         late_s: how late changes of the clock are, at most.
@@ -324,7 +318,6 @@ class OnlineProfiler:
                 share * row.time_s,
                 share * row.energy_j,
                 (share * (row.energy_uncertainty_j or 0.0)) ** 2,
-                m.part_variance_s2[chunk][at],
             )
             for (chunk, kind, whole) in self._listed
             for at in [kinds.index(kind)]
@@ -356,11 +349,11 @@ class OnlineProfiler:
                     "their energy; the energy of both is shared by time, and plans can save less. "
                     "Larger microbatches, or more iterations at each clock, help"
                 )
-            for (chunk, kind, frequency), (time_s, energy_j, variance, time_variance) in zip(
+            for (chunk, kind, frequency), (time_s, energy_j, variance) in zip(
                 units, (parts.rows / replicas).tolist(), strict=True
             ):
                 error_j = math.sqrt(variance / replicas)  # of the mean of replicas
-                row = ProfileRow(frequency, time_s, energy_j, error_j, math.sqrt(time_variance))
+                row = ProfileRow(frequency, time_s, energy_j, error_j)
                 rows.append((stage * num_chunks + chunk, kind, row))
         waits_mhz = list(self._wait_power.power_w)
         facts = {

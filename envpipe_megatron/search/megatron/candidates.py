@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -172,17 +173,17 @@ class Candidate:
     ) -> Plan:
         """The best order and clocks within a time, by default that of the framework's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
-        request = replace(self._request(blocking_power_w, factor), objective=objective)
+        asked = partial(self._request, blocking_power_w, factor)
         try:
-            plan = make_plan(self.stage_profile, request).plan
+            plan = make_plan(self.stage_profile, asked(objective=objective)).plan
         except LinearProgramError:  # the least time hoped for is that of no order that was found
-            plan = make_plan(self.stage_profile, replace(request, objective=LEAST_ENERGY)).plan
+            plan = make_plan(self.stage_profile, asked()).plan
         limit = self.job.memory_bytes
         if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
             return plan
         # Chunks hold unlike amounts, which the planner's limit of microbatches does not see.
-        own = replace(request, order=self.timeline.schedule, max_in_flight=None, runnable=False)
-        return make_plan(self.stage_profile, own).plan
+        own = {"order": self.timeline.schedule, "max_in_flight": None, "runnable": False}
+        return make_plan(self.stage_profile, asked(objective=objective, **own)).plan
 
     def peak_bytes_of(self, schedule: Schedule) -> FloatArray:
         """[num_stages] the most that a GPU holds in an order."""
@@ -200,17 +201,20 @@ class Candidate:
         """Plans of which none is both faster and cheaper, the fastest first."""
         return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
 
-    def _request(self, blocking_power_w: float, deadline_factor: float) -> PlanRequest:
-        return PlanRequest(
-            num_microbatches=self.configuration.num_microbatches,
-            schedule="auto",
-            policy="optimal",
-            num_chunks=self.configuration.num_chunks,
-            max_in_flight=None if self.job.memory_bytes is None else BY_MEMORY,
-            deadline_factor=deadline_factor,
-            conditions=self.conditions(blocking_power_w),
-            runnable=True,
-        )
+    def _request(
+        self, blocking_power_w: float, deadline_factor: float, **other: Any
+    ) -> PlanRequest:
+        usual = {
+            "num_microbatches": self.configuration.num_microbatches,
+            "schedule": "auto",
+            "policy": "optimal",
+            "num_chunks": self.configuration.num_chunks,
+            "max_in_flight": None if self.job.memory_bytes is None else BY_MEMORY,
+            "deadline_factor": deadline_factor,
+            "conditions": self.conditions(blocking_power_w),
+            "runnable": True,
+        }
+        return PlanRequest(**{**usual, **other})
 
     def _free_bytes(self, held: Sequence[float]) -> tuple[float, ...] | None:
         """For each stage what is free beside one microbatch; at least what its own order needs."""

@@ -127,17 +127,16 @@ BASELINE = ("--policy", "baseline")
         (["--schedule", "envpipe", "--max-in-flight", "2,3"], ["(got 2, 3)", "4 stages"]),
         (["--schedule", "envpipe", "--max-in-flight", "4,x"], ["--max-in-flight", "'4,x'"]),
         (["--schedule", "envpipe", "--max-in-flight", "0"], ["--max-in-flight", "'0'"]),
-        (
-            ["--schedule", "1f1b", "--max-in-flight", "2"],
-            ["in flight", "'1f1b'", "--schedule auto"],
-        ),
+        (["--schedule", "1f1b", "--max-in-flight", "2"], ["in flight (got 2)", "1f1b", "auto"]),
         (
             ["--schedule", "1f1b", "--max-in-flight", "memory"],
-            ["in flight", "'1f1b'", "envpipe and auto"],
+            ["in flight (got 'memory')", "--schedule envpipe, auto, zb-h1, zb-h2 or zb-v"],
         ),
-        (["--schedule", "gpipe", "--max-extra-forwards", "2"], ["extra forwards", "'gpipe'"]),
+        (
+            ["--schedule", "gpipe", "--max-extra-forwards", "2"],
+            ["gpipe has no extra forwards to limit (got 2)", "Use --schedule envpipe or auto"],
+        ),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
-        (["--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
         (["--schedule", "1f1b", "--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (
             ["--schedule", "envpipe", "--num-chunks", 2, "--channel-capacity", 1],
@@ -162,7 +161,7 @@ BASELINE = ("--policy", "baseline")
         (["--deadline-factor", "0"], ["--deadline-factor", "0"]),
         (["--schedule", "auto", "--deadline-factor", 0.9], ["Its fastest iteration"]),
         (["--schedule", "auto", "--channel-capacity", "0"], ["Not even 1F1B"]),
-        (["--schedule", "1f1b", "--channel-capacity", "1"], []),
+        (["--schedule", "1f1b", "--channel-capacity", "1"], ["1f1b", "envpipe or auto"]),
         ([*BASELINE, "--park"], ["optimal"]),
         ([*BASELINE, "--min-dwell", "0.1"], ["optimal"]),
         (["--policy", "envelope", "--frontier", "f.csv"], []),

@@ -78,46 +78,33 @@ def test_a_plan_costs_what_the_definitions_say(profile_path, tmp_path):
     assert plan["energy_j"] == pytest.approx(slow * (40 + 80) + 80 * waiting_s)
 
 
-def test_ours_is_envpipes_own_name_for_envpipe(profile_path, tmp_path):
-    for name in ("ours", "envpipe"):
-        options = options_of(("envelope", "balanced"), name)
-        plan_for(profile_path, tmp_path / f"{name}.json", *options)
-    assert (tmp_path / "ours.json").read_bytes() == (tmp_path / "envpipe.json").read_bytes()
-
-
 def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_path):
     path = tmp_path / "plan.json"
     plan_for(profile_path, path, "--schedule", "envpipe", "--max-in-flight", "5,4,2,1")
     assert json.loads(path.read_text())["peak_in_flight"] == [5, 4, 2, 1]
     plan_for(profile_path, path, "--schedule", "envpipe", "--max-extra-forwards", 0)
     assert json.loads(path.read_text())["peak_in_flight"] == [4, 3, 2, 1]
-    plan_for(profile_path, path, "--schedule", "envpipe", "--max-warmup-step", 1)
-    assert simulate_json(profile_path, path)["extra_forwards"] == [3, 2, 1, 0]
     told = plan_for(profile_path, path, "--schedule", "envpipe", "--channel-capacity", 1)
     assert "Note: " in told.stdout
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["A100_gpt3-xl_dp1_pp4_tp1/profile.csv", "A40_gpt3-2.7b_dp1_pp8_tp1/profile.csv"],
+    ("name", "microbatches", "least", "slower"),
+    [
+        ("A100_gpt3-xl_dp1_pp4_tp1/profile.csv", 16, 3, 100),
+        ("A40_gpt3-2.7b_dp1_pp8_tp1/profile.csv", 16, 3, 100),
+        ("stage_profile/gpt3-175b_a100_sxm.csv", 24, 5, 1),
+        ("stage_profile/gpt3-175b_a40.csv", 24, 5, 1),
+    ],
 )
-def test_published_measurements(tmp_path, name):
+def test_published_profiles(tmp_path, name, microbatches, least, slower):
     profile = measured_profile(name)
     options = options_of(("envelope", "balanced"), "envpipe")
-    plan_for(profile, tmp_path / "plan.json", *options, microbatches=16)
+    plan_for(profile, tmp_path / "plan.json", *options, microbatches=microbatches)
     facts = simulate_json(profile, tmp_path / "plan.json")
-    assert facts["saving_percent"] > 3
+    assert facts["saving_percent"] > least
+    assert facts["slowdown_percent"] < slower
     assert max(facts["extra_forwards"]) > 0
-
-
-@pytest.mark.parametrize("name", ["gpt3-175b_a100_sxm.csv", "gpt3-175b_a40.csv"])
-def test_published_emulation_profiles(tmp_path, name):
-    profile = measured_profile(f"stage_profile/{name}")
-    options = options_of(("envelope", "balanced"), "ours")
-    plan_for(profile, tmp_path / "plan.json", *options, microbatches=24)
-    facts = simulate_json(profile, tmp_path / "plan.json")
-    assert facts["saving_percent"] > 5
-    assert facts["slowdown_percent"] < 1
 
 
 def test_pictures_and_figures_are_written_to_a_folder_that_is_made(profile_path, tmp_path):

@@ -10,7 +10,7 @@ from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Placement
-from envpipe_megatron.policies.planner import SCHEDULES
+from envpipe_megatron.policies.schedules import SCHEDULES
 
 OPTIMAL = ("--policy", "optimal")
 
@@ -28,7 +28,7 @@ def row(printed, name):
 
 
 # Combined units need rows of their own in a profile: tests/policies/test_combined_units.py.
-@pytest.mark.parametrize("schedule", [s for s in (*SCHEDULES, "ours") if "combined" not in s])
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if "combined" not in s and s != "ours"])
 def test_every_schedule_with_its_bound_and_gap(profile_path, tmp_path, schedule):
     chunks = ("--num-chunks", 2) if schedule in ("interleaved", "zb-v") else ()
     if schedule.startswith("zb"):

@@ -9,41 +9,54 @@ from envpipe_megatron.core.kinds import WHOLE, ScheduleError
 from envpipe_megatron.core.orders import builders
 
 
-def test_1f1b_of_4_by_8_is_megatrons():
-    assert builders.one_f_one_b(4, 8).stages == parse_stages(
-        "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
-        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
-        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
-    )
-
-
-def test_1f1b_with_fewer_microbatches_than_stages():
-    assert builders.one_f_one_b(4, 2).stages == parse_stages(
-        "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"
-    )
-
-
-def test_gpipe_runs_backwards_in_1f1bs_order():
-    assert builders.gpipe(2, 3).stages == parse_stages("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2")
-
-
-def test_interleaved_of_2_by_4_by_2_is_megatrons():
-    # Warm-ups (p - s - 1) * 2 + (V - 1) * p = 4 and 2; groups of p microbatches a chunk.
-    assert builders.interleaved(2, 4, 2).stages == parse_stages(
-        "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
-        "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
-    )
-
-
-def test_interleaved_in_groups_of_3_with_a_last_one_of_2():
-    # Megatron's own example: PP2 N3 M5 with VP2. Warm-ups 2 (p - s - 1) + (V - 1) * 3 = 5 and 3.
-    assert builders.interleaved(2, 5, 2, 3).stages == parse_stages(
-        "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 F3.0 B1.1 F4.0 B2.1 F3.1 B0.0 F4.1 B1.0 B2.0 "
-        "B3.1 B4.1 B3.0 B4.0",
-        "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 "
-        "B3.1 B4.1 B3.0 B4.0",
-    )
+@pytest.mark.parametrize(
+    ("built", "stages"),
+    [
+        (
+            builders.one_f_one_b(4, 8),
+            [
+                "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+                "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+                "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+                "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+            ],
+        ),
+        (builders.one_f_one_b(4, 2), [*["F0 F1 B0 B1"] * 3, "F0 B0 F1 B1"]),
+        (builders.gpipe(2, 3), ["F0 F1 F2 B0 B1 B2"] * 2),  # backwards in 1F1B's order
+        (
+            # Warm-ups (p - s - 1) * 2 + (V - 1) * p = 4 and 2; groups of p microbatches a chunk.
+            builders.interleaved(2, 4, 2),
+            [
+                "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+                "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+            ],
+        ),
+        (
+            # Megatron's own example: PP2 N3 M5 with VP2. Warm-ups are 5 and 3.
+            builders.interleaved(2, 5, 2, 3),
+            [
+                "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 F3.0 B1.1 F4.0 B2.1 F3.1 B0.0 F4.1 B1.0 B2.0 "
+                "B3.1 B4.1 B3.0 B4.0",
+                "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 "
+                "B3.1 B4.1 B3.0 B4.0",
+            ],
+        ),
+        (
+            builders.envpipe(4, 8, [2, 2, 1, 0]),
+            [
+                "F0 F1 F2 F3 F4 F5 B0 F6 B1 F7 B2 B3 B4 B5 B6 B7",
+                "F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 B4 B5 B6 B7",
+                "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+                "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+            ],
+        ),
+        (builders.forward_only(2, 3), ["F0 F1 F2"] * 2),
+        (builders.forward_only(2, 3, 2), ["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2),
+        (builders.forward_only(2, 4, 2, 3), ["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2),
+    ],
+)
+def test_orders_by_hand(built, stages):
+    assert built.stages == parse_stages(*stages)
 
 
 def test_interleaved_with_all_microbatches_in_the_warm_up():
@@ -55,30 +68,12 @@ def test_interleaved_with_all_microbatches_in_the_warm_up():
     assert builders.interleaved(4, 2, 2).peak_in_flight == (4, 4, 4, 3)
 
 
-def test_envpipe_of_4_by_8_by_hand():
-    assert builders.envpipe(4, 8, [2, 2, 1, 0]).stages == parse_stages(
-        "F0 F1 F2 F3 F4 F5 B0 F6 B1 F7 B2 B3 B4 B5 B6 B7",
-        "F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 B4 B5 B6 B7",
-        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
-    )
-
-
-def test_forward_only():
-    assert builders.forward_only(2, 3).stages == parse_stages("F0 F1 F2", "F0 F1 F2")
-    assert builders.forward_only(2, 3, 2).stages == parse_stages(
-        *["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2
-    )
-    assert builders.forward_only(2, 4, 2, 3).stages == parse_stages(
-        *["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2
-    )
-    assert builders.forward_only(2, 3).peak_in_flight == (0, 0)
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4, 12])
 def test_peak_in_flight_follows_the_formulas(num_stages, num_microbatches):
     stages = range(num_stages)
+    forwards = builders.forward_only(num_stages, num_microbatches)
+    assert forwards.peak_in_flight == (0,) * num_stages
     assert builders.gpipe(num_stages, num_microbatches).peak_in_flight == (
         (num_microbatches,) * num_stages
     )

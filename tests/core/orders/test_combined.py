@@ -15,13 +15,13 @@ from on_request import examples
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind, ScheduleError, parse_unit
-from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan, framework_schedule, read_plan
+from envpipe_megatron.core.orders.builders import framework_schedule
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.timeline import LongestPath, Timeline
 from envpipe_megatron.errors import EnvPipeError
 
 SEEDS = st.integers(0, 2**32)

@@ -12,9 +12,8 @@ from on_request import examples
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.fill import fill
 from envpipe_megatron.core.orders.greedy import shortest
-from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.job import OrderJob, fill
 from envpipe_megatron.core.orders.turns import Rule, take_turns
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import Timeline

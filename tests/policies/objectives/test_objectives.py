@@ -23,7 +23,8 @@ from envpipe_megatron.policies.objectives.power import peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlannerError, PlanRequest
+from envpipe_megatron.policies.problem import PlannerError
+from envpipe_megatron.policies.request import PlanRequest
 
 CURVE = {1400: (1.0, 100.0), 1200: (1.1, 85.0), 1050: (1.25, 76.0), 900: (1.4, 72.0),
          600: (2.0, 80.0)}  # fmt: skip

@@ -12,7 +12,7 @@ from planning_cases import random_conditions, random_profile
 from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.splitting import split_in_place
+from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
@@ -21,7 +21,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
-from envpipe_megatron.policies.request import PlanRequest, request_profile
+from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 CURVE = {1410: (0.1, 30.0), 1200: (0.112, 26.0), 1000: (0.13, 24.0), 800: (0.16, 23.5)}
 
@@ -192,7 +192,7 @@ def runs_in_a_job(schedule):
 
 def test_auto_says_that_limits_leave_split_backwards_out():
     profile = uniform_profile(4, CURVE).with_split_backwards(SplitBackward())  # as if measured
-    for limit in ({"max_warmup_step": 1}, {"channel_capacity": 1}):
+    for limit in ({"channel_capacity": 2}, {"channel_capacity": 1}):
         answer = planned(profile, 8, **limit)
         assert not answer.plan.schedule.split
         assert any("were left out" in note for note in answer.notes)
@@ -231,7 +231,7 @@ def test_orders_in_a_v_are_found_where_they_are_better():
     searched = " ".join(answer.notes)
     assert "zero-bubble-v" in searched
     request = PlanRequest(8, "auto", "optimal", num_chunks=2, split=SplitBackward())
-    priced = request_profile(profile, request)
+    priced = make_problem(profile, request).profile
     assert (answer.plan.profile.rows, answer.plan.profile.assumed) == (priced.rows, priced.assumed)
     assert answer.plan.schedule.placement in (Placement.LOOPED, Placement.V)
     forwards = [u for u in answer.plan.schedule.stages[0] if u.kind is F]

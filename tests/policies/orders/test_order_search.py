@@ -16,7 +16,6 @@ from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.policies.limits import envpipe_counts, order_limits
 from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
 from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -25,6 +24,7 @@ from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSear
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.problem import NO_LIMITS, envpipe_counts, order_limits
 from envpipe_megatron.policies.request import PlanRequest
 
 QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"
@@ -64,7 +64,6 @@ def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
         stages,
         microbatches,
         max_extra_forwards=rng.choice([None, 1, 2]),
-        max_warmup_step=rng.choice([None, 0, 1, 2]),
         channel_capacity=capacity,
     )
     candidates = search.search(limits)
@@ -197,8 +196,8 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     more, own = search.judge(search.search())
     auto = Namespace(
         judged=[more, own],
-        judge=lambda request: [more, own][1 - request.max_extra_forwards :],
-        request=PlanRequest(4, "auto", "optimal"),
+        judge=lambda limits: [more, own][1 - limits.max_extra_forwards :],
+        problem=Namespace(limits=NO_LIMITS),
         most_extra_forwards=1,
         planner=ObjectivePlanner(LEAST_ENERGY, deadline_s),
     )

@@ -314,7 +314,7 @@ def test_energies_of_units_say_how_sure_they_are(three_ranks, tmp_path):
     assert profile.sidecar.p2p_latency_s == (0.0, 0.0)  # messages take no emulated time
     assert profile.sidecar.tail_time_s == pytest.approx((0.0,) * 3, abs=1e-9)
     header = (tmp_path / "profile.csv").read_text().splitlines()[0]
-    assert header == "stage,instruction,frequency,time,energy,energy_uncertainty_j,time_spread_s"
+    assert header == "stage,instruction,frequency,time,energy,energy_uncertainty_j"
     shares, within = [], []
     for kinds in profile.rows:
         for kind, time_s in zip(WHOLE, (0.1, 0.2), strict=True):

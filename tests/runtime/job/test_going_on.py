@@ -17,7 +17,7 @@ from session_ranks import Fault
 
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.request import PlannerError
+from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.runtime.going_on import GoesOnError, by_background
 
 pytestmark = pytest.mark.xdist_group("pipeline")

@@ -14,10 +14,11 @@ from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
@@ -100,9 +101,9 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
     for device in job.devices:
         device.capacity = capacity
     learned = job.learn()
-    request = PlanRequest(microbatches, "envpipe", max_in_flight=BY_MEMORY)
-    most = in_flight_limit(request, with_memory(profile(stages), learned), learned)
-    assert most == in_flight_limit(request, profile(stages), learned)  # whose file says nothing
+    asked = BY_MEMORY, framework_order(stages, microbatches)
+    most = in_flight_limit(*asked, with_memory(profile(stages), learned), learned)
+    assert most == in_flight_limit(*asked, profile(stages), learned)  # whose file says nothing
     for memory, count in zip(learned, most, strict=True):
         room = memory.room_bytes / memory.activation_bytes
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
@@ -382,30 +383,27 @@ def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "asked", "known", "file", "expected"),
+    ("asked", "known", "file", "expected"),
     [
-        ("envpipe", BY_MEMORY, MEMORY, None, (4, 1)),
-        ("ours", None, MEMORY, None, (4, 1)),  # never beyond what is there
-        ("auto", BY_MEMORY, MEMORY, ((100.0, 100.0), (200.0, 900.0)), (3, 1)),
-        ("envpipe", BY_MEMORY, None, ((100.0, 100.0), (200.0, 900.0)), (3, 8)),
-        ("envpipe", BY_MEMORY, None, ((100.0, 100.0), (0.0, 0.0)), (2, 1)),  # it runs already
-        ("envpipe", None, None, ((100.0, 100.0), (0.0, 0.0)), None),  # nobody asked
-        ("envpipe", 5, MEMORY, None, None),  # the user's word
-        ("1f1b", None, MEMORY, None, None),
+        (BY_MEMORY, MEMORY, None, (4, 1)),
+        (None, MEMORY, None, (4, 1)),  # never beyond what is there
+        (BY_MEMORY, MEMORY, ((100.0, 100.0), (200.0, 900.0)), (3, 1)),
+        (BY_MEMORY, None, ((100.0, 100.0), (200.0, 900.0)), (3, 8)),
+        (BY_MEMORY, None, ((100.0, 100.0), (0.0, 0.0)), (2, 1)),  # it runs already
+        (None, None, ((100.0, 100.0), (0.0, 0.0)), None),  # nobody asked
+        (5, MEMORY, None, None),  # the user's word
     ],
 )
-def test_bytes_limit_what_may_be_planned(schedule, asked, known, file, expected):
+def test_bytes_limit_what_may_be_planned(asked, known, file, expected):
     sidecar = Sidecar(activation_bytes=file[0], free_bytes=file[1]) if file else None
     given = profile(2, sidecar) if file else with_memory(profile(2), known)
-    request = PlanRequest(8, schedule, max_in_flight=asked)
-    assert in_flight_limit(request, given, known) == expected
+    assert in_flight_limit(asked, framework_order(2, 8), given, known) == expected
 
 
 def test_what_was_measured_in_chunks_limits_microbatches():
     """A unit of two chunks holds 50; 5 fit on stage 0: a job plans 2.5 microbatches in flight."""
     learned = tuple(StageMemory(50.0, 3, 1000, room, 0, (50.0, 50.0)) for room in (125.0, 0.0))
-    request = PlanRequest(8, "auto", num_chunks=2)
-    assert in_flight_limit(request, profile(2), learned) == (2.5, 1.5)
+    assert in_flight_limit(None, framework_order(2, 8, 2), profile(2), learned) == (2.5, 1.5)
 
 
 def test_without_a_cuda_device_there_is_no_memory_to_measure():

@@ -76,7 +76,6 @@ class Hand:
         other: what the stages before say, from what this one says.
         replica: what another replica of a stage says, from what the first says.
         slowness: what units of each chunk take over those of a stage with one.
-        jitter_s: what units take longer in every other iteration.
     """
 
     pair_j: Callable[[int, int], float]
@@ -91,7 +90,6 @@ class Hand:
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] | None = None
     slowness: tuple[float, ...] = (1.0,)
-    jitter_s: float = 0.0
     error: Exception | None = None
     said: list[str] = field(default_factory=list)
     #: Forward and backward clock of each iteration that was run.
@@ -140,7 +138,6 @@ class Hand:
         top = self.clocks_mhz[0]
         units_s = np.where(backward, BACKWARD_S, FORWARD_S) * top / clocks
         units_s *= np.array(self.slowness)[order.schedule.chunks[self.stage]]
-        units_s += self.jitter_s * (len(self.ran) % 2)
         if forward_mhz != backward_mhz:
             units_s[0] -= self.microbatches * self.late_s * (top / forward_mhz - 1)
         end_s = np.cumsum(units_s + self.wait_s)
@@ -287,14 +284,6 @@ def test_units_at_the_wrong_clock_count_in_the_second_sweep_alone():
     assert profile.sidecar.frequency_change_s == pytest.approx(0.01)
     assert profile.sidecar.gpu == "A100"
     assert profile.row(0, Kind.FORWARD, 1200).time_s == pytest.approx(FORWARD_S * 1400 / 1200)
-
-
-def test_how_far_times_vary_is_measured_of_each_kind_and_clock():
-    hand = Hand(told_apart, settings=ProfilerSettings(1, 4, 4, 0.1), jitter_s=0.01)
-    for kind in WHOLE:
-        for row in hand.profile().rows[0][kind]:
-            # In every other iteration units take so much more.
-            assert row.time_spread_s == pytest.approx(0.005)
 
 
 def test_chunks_are_measured_one_by_one_and_draw_the_same_power():

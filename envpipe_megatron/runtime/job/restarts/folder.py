@@ -55,7 +55,7 @@ _OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
-    *("objective", "split", "extra_warmup", "runnable"),
+    *("objective", "split", "runnable"),
 )
 
 

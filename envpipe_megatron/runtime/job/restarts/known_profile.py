@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.plan import check_stages
+from envpipe_megatron.core.plan import NORMAL_95, check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.uncertainty import NORMAL_95
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts

@@ -74,7 +74,6 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
             "reconfigure": "greedy",
             "max_extra_forwards": None,
             "max_in_flight": None,
-            "max_warmup_step": None,
             "deadline_factor": 1.0,
             "min_dwell_s": 0.2,
             "park": False,

@@ -1,0 +1,213 @@
+"""A problem: times, conditions, limits and an objective of one iteration. A plan answers it.
+
+`request.make_problem` turns what a user or a job asks for into one; planners, orders and the
+process that plans beside training take nothing else. Memory, the batch, the channel and the user
+may limit the extra forwards of a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the orders of a problem; None sets no limit.
+
+    Args:
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order.
+        max_in_flight: for each stage, the most microbatches x chunks that it holds.
+        channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
+    """
+
+    max_extra_forwards: int | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    #: Only orders of whole backwards in one chunk are lowered to it.
+    channel_capacity: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class OrderLimits:
+    """The extra forwards that an order may have.
+
+    Args:
+        most: the most extra forwards on each stage.
+        max_fall: how many more than its successor a stage may have; None for any number.
+
+    Nor more than one more than its predecessor: no stage can warm up with more forwards than the
+    one before has sent.
+    """
+
+    most: tuple[int, ...]
+    max_fall: int | None
+
+    def fit(self, extra_forwards: Sequence[int]) -> tuple[int, ...]:
+        """The largest counts within the limits, none above the given."""
+        fitted = [max(0, min(pair)) for pair in zip(extra_forwards, self.most, strict=True)]
+        for stage in range(1, len(fitted)):
+            fitted[stage] = min(fitted[stage], fitted[stage - 1] + 1)
+        if self.max_fall is not None:
+            for stage in range(len(fitted) - 2, -1, -1):
+                fitted[stage] = min(fitted[stage], fitted[stage + 1] + self.max_fall)
+        return tuple(fitted)
+
+    def allow(self, extra_forwards: Sequence[int]) -> bool:
+        """Whether counts keep the limits as they are."""
+        return min(extra_forwards) >= 0 and self.fit(extra_forwards) == tuple(extra_forwards)
+
+
+def order_limits(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+    channel_capacity: int | None = None,
+) -> OrderLimits:
+    """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
+
+    ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
+    1F1B finishes.
+    """
+    if channel_capacity is not None:
+        own = builders.one_f_one_b(num_stages, num_microbatches)
+        if stuck := find_stall(own, channel_capacity):
+            raise EnvPipeError(
+                "Not even 1F1B finishes on a channel of this capacity: "
+                + "; ".join(map(str, stuck)),
+                value=channel_capacity,
+                remedy=CHANNEL_REMEDY,
+            )
+    most = builders.extra_forward_caps(
+        num_stages,
+        num_microbatches,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+    )
+    fall = max_falling_step(channel_capacity)
+    # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
+    return OrderLimits(tuple(most), None if fall is None else max(0, fall))
+
+
+def envpipe_counts(
+    profile: Profile, num_microbatches: int, caps: Sequence[int] | None = None
+) -> list[int]:
+    """EnvPipe's extra forwards; by default nothing but the batch limits them."""
+    return builders.envpipe_extra_forwards(
+        [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
+        [
+            profile.row(stage, Kind.FORWARD, frequency).time_s
+            for stage, frequency in enumerate(profile.optimal_frequency_mhz)
+        ],
+        caps or builders.extra_forward_caps(profile.num_stages, num_microbatches),
+    )
+
+
+def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
+    """For each stage, the microbatches (x chunks) whose activations fit into its memory.
+
+    One is there already; the sidecar says what is free beside it. EnvPipeError: it does not.
+    """
+    sidecar = profile.sidecar
+    most = num_microbatches * sidecar.num_chunks
+    if sidecar.activation_bytes is None or sidecar.free_bytes is None:
+        raise EnvPipeError(
+            f"The sidecar of {profile.source} has no activation_bytes and free_bytes",
+            remedy="Measure them, or give the limit as a number of microbatches.",
+        )
+    return tuple(
+        min(most, 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one)) if one > 0 else most
+        for one, free in zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
+    )
+
+
+class PlannerError(EnvPipeError):
+    """A request whose parts contradict each other, or that names what is not known."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    Args:
+        profile: what units take, of the chunks that each stage has.
+        num_microbatches: M.
+        conditions: what surrounds the units; with chunks, also the groups of the framework's order.
+        order: an order that is there already, or the name of one, of `schedules.SCHEDULES`.
+        policy: baseline, uniform, envelope or optimal.
+        reconfigure: default (none), greedy or balanced.
+        deadline_factor: as `PlanRequest` takes it.
+        own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
+            highest clocks.
+        min_dwell_s: the least time that each clock of a stage is kept.
+        park: whether the clock may be lowered in long waits.
+        runnable: whether auto has only orders that a job runs.
+    """
+
+    profile: Profile
+    num_microbatches: int
+    conditions: Conditions
+    order: str | Schedule
+    policy: str = "baseline"
+    reconfigure: str = "default"
+    limits: Limits = NO_LIMITS
+    objective: Objective = LEAST_ENERGY
+    deadline_factor: float | None = None
+    own_s: float | None = None
+    min_dwell_s: float = 0.0
+    park: bool = False
+    runnable: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p."""
+        return self.profile.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each stage."""
+        return self.profile.sidecar.num_chunks
+
+    @property
+    def group_size(self) -> int | None:
+        """Microbatches that pass a chunk before the next in the framework's order, if known."""
+        return self.conditions.group_size
+
+    @cached_property
+    def own_order(self) -> Schedule:
+        """Megatron's own order of the job; ScheduleError: it cannot run."""
+        job = self.num_stages, self.num_microbatches, self.num_chunks
+        return builders.framework_order(*job, self.group_size)
+
+    def order_limits(self, limits: Limits | None = None) -> OrderLimits:
+        """The extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
+        given = vars(limits or self.limits)
+        return order_limits(self.num_stages, self.num_microbatches, **given)
+
+    def planner(self, order: Schedule) -> ObjectivePlanner:
+        """What plans `order`, and any other of the job, within the deadline."""
+        factor, own_s = self.deadline_factor, self.own_s
+        if factor is None:
+            factor = 1.0 if self.objective.goal == Goal.ENERGY else math.inf
+        if own_s is None:
+            own_s = all_maximum_s(order, self.profile, self.conditions)
+        return ObjectivePlanner(self.objective, factor * own_s, self.min_dwell_s)
