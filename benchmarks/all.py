@@ -26,7 +26,6 @@ from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
 _HERE = Path(__file__).resolve().parent
 _VERDICTS = {True: "yes", False: "**no**", None: ""}
 
-
 #: Each part's name, which is its folder's, with its script and options.
 PARTS: dict[str, tuple[str, ...]] = {
     **{name: ("figures/figure.py", name) for name in EXPERIMENTS},

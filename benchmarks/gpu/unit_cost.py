@@ -65,7 +65,6 @@ COUNTED = {"by the guard, counter apart": True, "by the guard, counter by a thre
 _COUNTED_TURNS = 4
 MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, *COUNTED)
 
-
 #: The host stores what a stream would.
 _ON_CPU: dict[str, Any] = {"guarded": True, "count_by": lambda page: page.count}
 

@@ -51,7 +51,6 @@ _FP16 = (
     "--fp16 --initial-loss-scale 16777216 --min-loss-scale 1 --loss-scale-window 20 --hysteresis 1"
 )
 
-
 #: By Transformer Engine's buffers that ranks of a node share.
 _OVERLAPPED_TENSORS = "--sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 #: Of two virtual stages on each of two ranks; the last of them has the further token alone.

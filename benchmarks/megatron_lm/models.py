@@ -168,7 +168,6 @@ TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 LEAST = Size(4, 64, 64, 1024, microbatch=1, microbatches=8)
 LEAST_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)
 
-
 #: Experts of Megatron's own, one after another, which need no Transformer Engine.
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "

@@ -21,9 +21,8 @@ from itertools import combinations_with_replacement, islice
 import click
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
-from benchmarks.outputs import make_table
+from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.core.channel_model import completes, max_falling_step
 from envpipe_megatron.core.orders.builders import envpipe
 from envpipe_megatron.errors import EnvPipeError
@@ -165,7 +164,6 @@ def main(max_stages: int, max_microbatches: int, workers: int, sample: int) -> N
     """
     start_s = time.perf_counter()
     jobs = list(batches(max_stages, max_microbatches, sample))
-    console = Console()
     total: Counter[tuple[int | None, str]] = Counter()
     with ProcessPoolExecutor(workers) as pool:
         for counts in pool.map(run_batch, jobs):
@@ -178,7 +176,7 @@ def main(max_stages: int, max_microbatches: int, workers: int, sample: int) -> N
         {"capacity": str(capacity), **{name: total[capacity, name] for name in _COUNTS}}
         for capacity in CAPACITIES
     ]
-    console.print(make_table(title, rows))
+    make_console().print(make_table(title, rows))
     unfinished = [c for c in CAPACITIES if total[c, "finish after"] < total[c, "vectors"]]
     if unfinished:
         raise click.ClickException(f"Orders stall after fitting at capacities {unfinished}.")

@@ -19,11 +19,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -202,7 +201,7 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
         }
         with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
             runs.write(json.dumps(row) + "\n")
-        click.echo(f"{_words(row)}; {' '.join(flags)}")
+        click.echo(json.dumps(row))
         if code:
             click.echo(_end(log, 15))
 
@@ -220,23 +219,6 @@ def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tup
             process.terminate()  # torchrun, and `envpipe`, end their ranks
             code = process.wait() or 1
     return code, time.monotonic() - begin_s
-
-
-def _words(row: Mapping[str, Any]) -> str:
-    text = f"{row['name']}: exit {row['exit']} after {row['wall_s']:.0f} s"
-    if not row["iteration_s"]:
-        return text
-    predicted_s, measured_s = row["predicted_s"], statistics.median(row["iteration_s"])
-    text += f"; {predicted_s:.4f} s predicted, {measured_s:.4f} measured"
-    text += f" ({100 * (predicted_s / measured_s - 1):+.1f} %)"
-    predicted, measured = (
-        " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
-        for peaks in (
-            row["predicted_bytes"],
-            [peak for _, peak in sorted(row["peak_bytes"].items())],
-        )
-    )
-    return f"{text}; {predicted} GiB predicted by stage, {measured} measured by rank"
 
 
 def _end(log: Path, lines: int) -> str:

@@ -144,7 +144,8 @@ def main(
             referee.poll(0.1)
             failed = any(process.poll() for process in running)
             if failed or time.monotonic() > deadline_s:
-                raise click.ClickException(f"{_statuses(running)}; see the logs in {output}")
+                codes = [process.poll() for process in running]
+                raise click.ClickException(f"exits {codes}; see the logs in {output}")
     finally:
         for process in running:
             process.kill()
@@ -184,10 +185,6 @@ def _of_envpipe(
         control,
         output,
     )
-
-
-def _statuses(running: Sequence[subprocess.Popen[bytes]]) -> str:
-    return ", ".join(str(process.poll()) for process in running)
 
 
 def _equality(output: Path, name: str, arm: str) -> str:

@@ -25,8 +25,6 @@ from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 _MOST_PRICES, _LOOKED_AT = 12, 8
 #: How much dearer than any step of a hull the price is that tells what cannot fit.
 _DEAR = 1000.0
-#: Stages whose bounds are taken at once, so that they stay in the cache.
-_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,9 @@ class StageRecompute:
         to_save = (over_bytes + self._caps[0]) / in_flight
         in_one_block = self._block_behind[first] > self._block_before[end]
         from_first, to_end, of_head = self._priced_at_cuts
-        bound_s = np.empty(len(first))
-        for begin in range(0, len(first), _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            rest_s = from_first[:, first[part]] + to_end[:, end[part]]
-            rest_s = np.where(in_one_block[part], of_head[:, end[part]], rest_s)
-            rest_s += self._prices[:, None] * to_save[part]
-            bound_s[part] = rest_s.max(axis=0, initial=0.0)
-        return np.where(over_bytes > 0, bound_s, 0.0)
+        rest_s = from_first[:, first] + to_end[:, end]
+        rest_s = np.where(in_one_block, of_head[:, end], rest_s) + self._prices[:, None] * to_save
+        return np.where(over_bytes > 0, rest_s.max(axis=0, initial=0.0), 0.0)
 
     def solve(
         self, first: int, end: int, over_bytes: float, in_flight: int, below_s: float

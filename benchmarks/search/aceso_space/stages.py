@@ -35,15 +35,6 @@ class _Held(NamedTuple):
     forward_bytes: FloatArray
     backward_bytes: FloatArray
 
-    def with_other(self, other: _Held) -> _Held:
-        """Add others of the same stage."""
-        return _Held(
-            self.parameters + other.parameters,
-            self.activation_bytes + other.activation_bytes,
-            np.maximum(self.forward_bytes, other.forward_bytes),
-            np.maximum(self.backward_bytes, other.backward_bytes),
-        )
-
 
 class StageCosts:
     """Costs of stages at some sizes: one GPU, one microbatch.
@@ -311,9 +302,9 @@ def _switched_stages(
         if switch_s > limit_s:
             continue
         at, rows, columns = np.array(switch), np.minimum(first, switch), np.maximum(end, switch)
-        held = costs.held(rows, at, at).with_other(
-            behind.held(at, columns, np.maximum(columns - 1, switch))
-        )
+        both = costs.held(rows, at, at), behind.held(at, columns, np.maximum(columns - 1, switch))
+        adds = (np.add, np.add, np.maximum, np.maximum)
+        held = _Held(*(add(*each) for add, each in zip(adds, zip(*both, strict=True), strict=True)))
         over_bytes = costs.over_of(held, in_flight) + in_flight * costs.input_bytes[rows]
         time_s = costs.compute_s(rows, at) + behind.compute_s(at, columns) + switch_s
         time_s = time_s + costs.receive_s[rows] + behind.send_s[columns]
