@@ -18,8 +18,8 @@ from benchmarks.search.aceso_space.divide import Division, divide
 from benchmarks.search.aceso_space.folding import fold_blocks
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Configuration
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import Space
 
 #: Virtual stages of a stage in Megatron's space at most.
 MAX_CHUNKS = 4

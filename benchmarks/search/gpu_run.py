@@ -46,9 +46,9 @@ from envpipe_megatron.search.configuration import Configuration, Job, StageLayou
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.flags import megatron_flags
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.flags import megatron_flags
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (

@@ -20,8 +20,8 @@ from benchmarks.search.divide_alone import MAX_CHUNKS
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import Space
 
 PRESET = "a100-sxm"
 #: How much longer than the fastest the configuration of the least energy may take.

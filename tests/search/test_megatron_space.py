@@ -11,11 +11,11 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Objective
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Shape, best_cut
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
-from envpipe_megatron.search.megatron.work import StageWork, peak_bytes, stage_work
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.cuts import Shape, best_cut
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.work import StageWork, peak_bytes, stage_work
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")
@@ -192,7 +192,7 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
     shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
     given = megatron.pieces(shape), shape, job, megatron.static_bytes(shape)
     at_once = best_cut(*given)
-    monkeypatch.setattr("envpipe_megatron.search.megatron.cuts._COARSE_NODES", 12)
+    monkeypatch.setattr("envpipe_megatron.search.cuts._COARSE_NODES", 12)
     assert best_cut(*given) == at_once
     assert best_cut(*given, within_s=at_once.bound_s) == at_once
 

@@ -17,11 +17,11 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Shape
-from envpipe_megatron.search.megatron.energy import estimate_j
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.energy import estimate_j
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
 LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})

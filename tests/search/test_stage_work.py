@@ -18,10 +18,10 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.cuts import Shape
-from envpipe_megatron.search.megatron.energy import _by_clock
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
-from envpipe_megatron.search.megatron.work import StageWork, stage_work, tails_s
+from envpipe_megatron.search.cuts import Shape
+from envpipe_megatron.search.energy import _by_clock
+from envpipe_megatron.search.space import MegatronSpace, Space
+from envpipe_megatron.search.work import StageWork, stage_work, tails_s
 
 ONE = np.array([1.0])
 

@@ -31,9 +31,9 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.configuration_file import configuration_text
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.flags import megatron_flags
-from envpipe_megatron.search.megatron.search import Found, search
-from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.flags import megatron_flags
+from envpipe_megatron.search.search import Found, search
+from envpipe_megatron.search.space import Space
 from envpipe_megatron.search.plausible import implausible_rows
 
 _GIB = 2.0**30

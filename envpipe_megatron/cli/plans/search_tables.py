@@ -13,9 +13,9 @@ from rich.table import Table
 from envpipe_megatron.console import table_of
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
-from envpipe_megatron.search.megatron.candidates import Losses
-from envpipe_megatron.search.megatron.flags import recomputed_layers
-from envpipe_megatron.search.megatron.search import Found, Ranked
+from envpipe_megatron.search.candidates import Losses
+from envpipe_megatron.search.flags import recomputed_layers
+from envpipe_megatron.search.search import Found, Ranked
 
 _GIB = 2.0**30
 

@@ -20,9 +20,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.energy import alternatives, estimate_j
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.energy import alternatives, estimate_j
+from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6

@@ -10,10 +10,10 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.policies.partitions.search import cheapest_splits
 from envpipe_megatron.search.configuration import Configuration
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Shape, StageRuns, stage_runs
-from envpipe_megatron.search.megatron.runs import Runs, running
-from envpipe_megatron.search.megatron.space import MegatronSpace
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.cuts import Shape, StageRuns, stage_runs
+from envpipe_megatron.search.runs import Runs, running
+from envpipe_megatron.search.space import MegatronSpace
 
 #: Models of more pieces are cut for time alone: the list of cuts takes their square.
 _MOST_PIECES = 256

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.search.megatron.cuts import Shape, least_path
-from envpipe_megatron.search.megatron.runs import Pieces, runs_within
+from envpipe_megatron.search.cuts import Shape, least_path
+from envpipe_megatron.search.runs import Pieces, runs_within
 
 _BETTER = 1 - 1e-9
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
-from envpipe_megatron.search.megatron.work import working, workspace_bytes
+from envpipe_megatron.search.work import working, workspace_bytes
 
 #: A cut must be better by more than rounding.
 BETTER = 1 - 1e-12

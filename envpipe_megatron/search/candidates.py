@@ -23,7 +23,7 @@ from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.work import (
+from envpipe_megatron.search.work import (
     StageWork,
     framework_order,
     hops_s,

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.megatron.runs import BETTER, Pieces, Runs, running, runs_within
+from envpipe_megatron.search.runs import BETTER, Pieces, Runs, running, runs_within
 
 #: With more pieces a coarse cut is found first, which says how long a stage can be at most.
 _COARSE_NODES = 96

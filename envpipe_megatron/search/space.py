@@ -20,10 +20,10 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
-from envpipe_megatron.search.megatron.chunks import spread
-from envpipe_megatron.search.megatron.cuts import BestCut, Recomputed, Shape, best_cut
-from envpipe_megatron.search.megatron.runs import Pieces
-from envpipe_megatron.search.megatron.work import (
+from envpipe_megatron.search.chunks import spread
+from envpipe_megatron.search.cuts import BestCut, Recomputed, Shape, best_cut
+from envpipe_megatron.search.runs import Pieces
+from envpipe_megatron.search.work import (
     parameter_bytes,
     peak_bytes,
     replica_groups,
