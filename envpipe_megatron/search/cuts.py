@@ -1,26 +1,36 @@
-"""The cut of a model into stages that takes the least time, by dynamic programming.
+"""What runs weigh as stages: the cut that takes the least time, and estimates of energy.
 
-A stage is a run of pieces. Its time, memory and least recomputation depend on the run and on the
-stage's place alone, and so does the iteration time that it forces: the cut whose stages force the
-least is a path through runs. 1F1B takes that time or a little more, which the simulator says.
+A stage's time, memory and least recomputation depend only on its run and its place, and so does the
+iteration time that it forces: the cut whose stages force the least is a path through runs
+(`best_cut`). 1F1B takes that time or a little more, which the simulator says. The energy that a
+stage needs within a time is as much its own (`energy_weights`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
-from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.runs import BETTER, Pieces, Runs, running, runs_within
+from envpipe_megatron.search.runs import (
+    BETTER,
+    PieceRuns,
+    Pieces,
+    least_path,
+    running,
+    runs_within,
+)
 
 #: With more pieces a coarse cut is found first, which says how long a stage can be at most.
 _COARSE_NODES = 96
+#: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
+_TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 
 #: The name of a recomputation, and of how many of the first pieces that know it.
 Recomputed = tuple[str | None, int]
@@ -81,35 +91,6 @@ def best_cut(
     return _best(pieces, all_nodes, within_s, *given)
 
 
-def least_path(
-    runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
-) -> tuple[float, IntArray]:
-    """The path whose largest run, or whose sum of runs, is least.
-
-    Args:
-        weights: of each stage's runs, infinite where there is no run.
-
-    Returns that value, infinite if there is no path, and [num_stages + 1] the nodes.
-    """
-    combine, num_nodes = np.maximum if largest else np.add, len(runs[0].nodes)
-    best = np.full(num_nodes, np.inf)
-    best[-1] = -np.inf if largest else 0.0
-    choices = []
-    for of_stage, weight in zip(reversed(runs), reversed(weights), strict=True):
-        rows, width = of_stage.rows, weight.shape[1]
-        behind = np.pad(best[1:], (0, width), constant_values=np.inf)
-        through = combine(weight, sliding_window_view(behind, width)[rows])
-        choices.append(through.argmin(axis=1))
-        best = np.full(num_nodes, np.inf)
-        best[rows] = through[np.arange(len(rows)), choices[-1]]
-    if not math.isfinite(best[0]):
-        return math.inf, np.zeros(len(runs) + 1, dtype=int)
-    path = [0]
-    for of_stage, choice in zip(runs, reversed(choices), strict=True):
-        path.append(path[-1] + 1 + int(choice[path[-1] - of_stage.rows.start]))
-    return float(best[0]), np.array(path)
-
-
 @dataclass(frozen=True)
 class StageRuns:
     """Runs as one stage of a shape.
@@ -119,27 +100,29 @@ class StageRuns:
         ways: for each recomputation its name, until which piece runs recompute, and their time.
     """
 
-    runs: Runs
+    runs: PieceRuns
     time_s: FloatArray
     ways: tuple[tuple[str, IntArray, FloatArray], ...]
 
-    def place(self, node: int, end_node: int) -> tuple[int, int]:
-        """Where arrays have a run."""
-        return node - self.runs.rows.start, end_node - node - 1
-
     def recomputed(self, node: int, end_node: int) -> Recomputed:
         """What a run recomputes."""
-        run = self.place(node, end_node)
+        run = self.runs.place(node, end_node)
         least: Recomputed = (None, 0)
-        for name, until, way_s in self.ways:
-            if way_s[run] == self.time_s[run] and way_s[run] > self.runs.time_s[run]:
+        for name, until, taken in self.taken():
+            if taken[run]:
                 known = self.runs.pieces.ways[name].known
                 least = name, int(known[until[run]] - known[self.runs.nodes[node]])
         return least
 
+    def taken(self) -> Iterator[tuple[str, IntArray, BoolArray]]:
+        """For each recomputation its name, until which piece, and which runs are for the better."""
+        for name, until, way_s in self.ways:
+            taken = (way_s == self.time_s) & (way_s > self.runs.time_s) & np.isfinite(way_s)
+            yield name, until, taken
+
 
 def stage_runs(
-    of_stages: Sequence[Runs],
+    of_stages: Sequence[PieceRuns],
     shape: Shape,
     job: Job,
     static_bytes: FloatArray,
@@ -220,7 +203,7 @@ def _best(
     # Once more with what the ways through other stages take where these recompute as well: that is
     # no bound, but nearer to the truth.
     of_path = zip(stages, path[:-1].tolist(), path[1:].tolist(), strict=True)
-    taken = [stage.time_s[stage.place(node, end)] for stage, node, end in of_path]
+    taken = [stage.time_s[stage.runs.place(node, end)] for stage, node, end in of_path]
     if sum(taken) > pieces.time_s[-1] * (2 - BETTER):
         passed_s = np.interp(np.arange(len(pieces.time_s)), nodes[path], running(taken))
         _, path = _evenest(stages, shape, passed_s)
@@ -242,3 +225,63 @@ def _evenest(
         ]
         _, path = least_path(runs, even, largest=False)
     return least_s, path
+
+
+def energy_weights(
+    stages: Sequence[StageRuns],
+    allowed: Sequence[BoolArray],
+    shape: Shape,
+    blocking_power_w: float,
+    longest_s: float,
+) -> list[FloatArray]:
+    """For each stage [rows, width] J of a microbatch above waiting, infinite where not allowed.
+
+    A stage can spread its microbatches over the iteration less the way of the first forward there
+    and of the last backward back.
+    """
+    pieces, places = stages[0].runs.pieces, [np.nonzero(each) for each in allowed]
+    of_stages = list(zip([stage.runs for stage in stages], places, strict=True))
+    first = np.concatenate([runs.first[rows, 0] for runs, (rows, _) in of_stages])
+    end = np.concatenate([runs.end[place] for runs, place in of_stages])
+    forward, backward = (
+        [sums[end] - sums[first] for sums in pieces.by_clock[kind]]
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    for recomputed in zip(*(stage.taken() for stage in stages), strict=True):
+        until = np.concatenate(
+            [
+                np.where(taken, upto, stage.runs.first)[place]
+                for stage, place, (_, upto, taken) in zip(stages, places, recomputed, strict=True)
+            ]
+        )
+        again = (sums[until] - sums[first] for sums in pieces.by_clock[recomputed[0][0]])
+        backward = [each + more for each, more in zip(backward, again, strict=True)]
+    window_s = (longest_s - pieces.time_s[first]) / shape.num_microbatches
+    energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
+    weights = [np.full(each.shape, np.inf) for each in allowed]
+    ends = np.cumsum([len(place[0]) for place in places])
+    for weight, place, of_stage in zip(weights, places, np.split(energy_j, ends[:-1]), strict=True):
+        weight[place] = of_stage
+    return weights
+
+
+def least_energy_j(
+    units: Sequence[Sequence[FloatArray]], window_s: FloatArray, blocking_power_w: float
+) -> FloatArray:
+    """The least energy (J), above what waiting takes, of units that have a time in all.
+
+    Args:
+        units: J and s of each at each clock, [..., num_frequencies].
+        window_s: [...] that time.
+
+    With clocks mixed freely it is the largest value over prices of time of the Lagrangian dual, and
+    any price gives a bound.
+    """
+    power_w = max(float((energy_j / time_s).max()) for energy_j, time_s in units)
+    least_j = np.full(window_s.shape, -np.inf)
+    for price_w in power_w * _TIME_PRICES:
+        dual_j = -price_w * window_s
+        for energy_j, time_s in units:
+            dual_j += (energy_j + (price_w - blocking_power_w) * time_s).min(axis=-1)
+        np.maximum(least_j, dual_j, out=least_j)
+    return least_j
