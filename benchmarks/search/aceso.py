@@ -48,9 +48,9 @@ from benchmarks.search.aceso_runs import (
 )
 from benchmarks.search.aceso_space.divide import Division
 from benchmarks.search.aceso_space.folding import fold_blocks
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.candidates import Candidate
 
 COMMAND = "python -m benchmarks.search.aceso"
 #: In percent: what Megatron's space may cost against stages of any sizes.

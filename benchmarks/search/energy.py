@@ -54,10 +54,10 @@ from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.energy import alternatives
+from envpipe_megatron.search.search import alternatives
 from envpipe_megatron.search.search import search as search_megatron
 from envpipe_megatron.search.space import MegatronSpace, Space
 

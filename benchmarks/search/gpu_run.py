@@ -42,12 +42,16 @@ from benchmarks.megatron_lm.models import (
 )
 from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import (
+    Configuration,
+    Job,
+    StageLayout,
+    configuration_text,
+    megatron_flags,
+)
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
-from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.flags import megatron_flags
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"

@@ -147,10 +147,10 @@ class Candidate:
         sidecar = Sidecar(
             gpu=self.profile.gpu,
             num_chunks=chunks,
-            p2p_latency_s=tuple(self.hops_s.tolist()),
-            tail_time_s=tuple(self.tails_s.tolist()),
-            activation_bytes=tuple(held),
-            free_bytes=self._free_bytes(held),
+            p2p_latency_s=_known(self.hops_s.tolist()),
+            tail_time_s=_known(self.tails_s.tolist()),
+            activation_bytes=_known(held),
+            free_bytes=self._free_bytes(held) if any(held) else None,
         )
         source = f"{self.profile.source}, {len(self.works)} stages"
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
@@ -220,3 +220,8 @@ class Candidate:
         by_own_order = needed * np.array(held)
         spare = np.maximum(self.job.memory_bytes - self.peak_bytes, 0.0)
         return tuple((by_own_order + spare).tolist())
+
+
+def _known(values: Sequence[float]) -> tuple[float, ...] | None:
+    """What stages have of a value; None where the layer profile knows nothing of it."""
+    return tuple(values) if any(values) else None

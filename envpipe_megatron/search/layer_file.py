@@ -1,7 +1,8 @@
 """The file of a layer profile, `envpipe-layers/1`: JSON, described by docs/schemas/layers.json.
 
-Enter at `read_layers` and `layers_text`. `envpipe profile --layers` and the importers of other
-projects' profiles write it, `envpipe search` reads it.
+Enter at `read_layers` and `layers_text`. `envpipe profile --layers` and `profile_layers` of the
+integration with DeepSpeed write it, `envpipe search` and `envpipe partition` read it. A table of
+layers, a CSV that `partition` takes too, becomes such a profile by `read_layers_or_table`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from envpipe_megatron.core.fields import (
     Fields,
     Number,
     Reader,
+    Row,
     many,
     of_type,
     read_json,
+    read_table,
 )
-from envpipe_megatron.core.profile_rows import check_power
+from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.profile_rows import ProfileRow, check_power, lines_of, read_row
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
+    EMBEDDING,
+    LOSS,
     Block,
     BytesPerParameter,
     Curve,
@@ -43,6 +49,10 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 LAYERS_FORMAT = "envpipe-layers/1"
+#: The columns of a table of layers, and those that may be there too.
+_COLUMNS = ("layer", "instruction", "frequency", "time", "energy")
+_BYTES = ("memory", "activation")
+_MOST_DIGITS = 9
 _MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
 
 T = TypeVar("T")
@@ -73,16 +83,21 @@ def read_layers(path: Path) -> LayerProfile:
         source=data.read("source", TEXT, str(path)),
     )
     check_profile(replace(profile, source=str(path)))
+    _check_energies(profile, path)
+    return profile
+
+
+def _check_energies(profile: LayerProfile, path: Path) -> None:
+    """By the sum: a layer without weights, a difference of two, may have next to none."""
     metered = [
         (measure.forward_j + measure.backward_j, measure.both_s)
-        for by_piece in measures.values()
+        for by_piece in profile.measures.values()
         for measure in by_piece.values()
         if measure.forward_j is not None and measure.backward_j is not None
     ]
     if metered:
         energy_j, time_s = (float(np.sum(column)) for column in zip(*metered, strict=True))
         check_power(str(path), energy_j, time_s, EnvPipeError)
-    return profile
 
 
 def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
@@ -119,6 +134,112 @@ def layers_text(profile: LayerProfile) -> str:
     ]
     all_measures = ",\n".join(measures)
     return "{\n" + ",\n".join([*lines, f' "measures": [\n{all_measures}\n ]']) + "\n}\n"
+
+
+def read_layers_or_table(path: Path) -> LayerProfile:
+    """Read a layer profile, or where the file is no JSON object, a table of layers.
+
+    The table is `layer,instruction,frequency,time,energy[,memory][,activation]`: MHz, s and J of
+    one GPU and one microbatch; bytes that a layer holds in any order (weights, gradients,
+    optimizer), and for each microbatch in flight. Layers are `0` to `L-1`, and perhaps `embedding`
+    and `loss`. EnvPipeError names file, line and value of what is wrong, or a layer, instruction or
+    frequency that is missing.
+    """
+    if path.is_file() and path.read_bytes().lstrip().startswith(b"{"):
+        return read_layers(path)
+    _, lines = read_table(path, "layer table", _COLUMNS, _BYTES)
+    rows: dict[str, dict[Kind, dict[int, ProfileRow]]] = {}
+    held: dict[str, dict[str, float]] = {}
+    for line, kind in lines_of(lines):
+        layer, row = _layer(line), read_row(line)
+        known = rows.setdefault(layer, {kind: {} for kind in WHOLE})[kind]
+        if row.frequency_mhz in known:
+            raise EnvPipeError(
+                f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
+                "(MHz)",
+                value=row.frequency_mhz,
+                remedy="Keep one.",
+            )
+        known[row.frequency_mhz] = row
+        own = {name: line.read(name, AMOUNT, "bytes") for name in _BYTES if name in line.cells}
+        first = held.setdefault(layer, own)
+        for name, value in own.items():
+            if value != first[name]:
+                raise EnvPipeError(
+                    f"{line.where}: {name} of layer {layer} is {first[name]:g} on an earlier line",
+                    value=value,
+                    remedy="Bytes depend only on the layer: give the same on all its lines.",
+                )
+    names = _layer_names(rows, path)
+    clocks_mhz = sorted(rows[names[0]][Kind.FORWARD], reverse=True)
+
+    def columns(layer: str, kind: Kind) -> tuple[FloatArray, FloatArray]:
+        """Times (s) and energies (J) by clock."""
+        known = rows[layer][kind]
+        listed = sorted(known, reverse=True)
+        if not listed or listed != clocks_mhz:
+            raise EnvPipeError(
+                f"{path}: layer {layer} {kind.value} lists other frequencies (MHz) than layer "
+                f"{names[0]} forward, or none",
+                value=listed,
+                remedy=f"A stage runs its layers at one clock: {clocks_mhz} for each.",
+            )
+        at_clocks = [(known[clock].time_s, known[clock].energy_j) for clock in clocks_mhz]
+        time_s, energy_j = np.array(at_clocks).T
+        return time_s, energy_j
+
+    measures = {}
+    for layer in names:
+        (forward_s, forward_j), (backward_s, backward_j) = (columns(layer, kind) for kind in WHOLE)
+        measures[layer] = Measure(
+            forward_s,
+            backward_s,
+            forward_j,
+            backward_j,
+            parameters=held[layer].get("memory", 0.0),
+            activation_bytes=held[layer].get("activation", 0.0),
+        )
+    profile = LayerProfile(
+        blocks=tuple(Block((layer,)) for layer in names),
+        frequency_mhz=np.array(clocks_mhz),
+        measures={Sizes(): measures},
+        bytes_per_parameter=BytesPerParameter(weight=1.0, gradient=0.0, optimizer=0.0),
+        links=Links(),
+        source=str(path),
+    )
+    _check_energies(profile, path)
+    return profile
+
+
+def _layer(line: Row) -> str:
+    """The name of a line's layer; a number without zeros in front."""
+    layer = line.cells["layer"]
+    if layer in (EMBEDDING, LOSS):
+        return layer
+    if not (layer.isascii() and layer.isdigit() and len(layer) <= _MOST_DIGITS):
+        raise EnvPipeError(
+            f"{line.where}: unknown layer",
+            value=layer,
+            remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
+        )
+    return str(int(layer))
+
+
+def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
+    """The layers in the order they run."""
+    numbered = sorted(int(name) for name in found if name not in (EMBEDDING, LOSS))
+    if not numbered or numbered != list(range(len(numbered))):
+        missing = min(set(range(len(numbered) + 1)) - set(numbered))
+        raise EnvPipeError(
+            f"{path} has no layer {missing}",
+            value=sorted(found),
+            remedy="Number the transformer layers from 0 without gaps.",
+        )
+    return (
+        *([EMBEDDING] if EMBEDDING in found else []),
+        *(str(number) for number in numbered),
+        *([LOSS] if LOSS in found else []),
+    )
 
 
 def links_text(links: Links) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
@@ -24,6 +24,9 @@ SELECTIVE, FULL, OPERATOR = "selective", "full", "operator"
 
 #: Of a piece's time, from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
+#: Times of a microbatch beside a smaller one's, beyond what the samples account for; a GPU's times
+#: vary by less.
+_MOST, _LEAST = 1.2, 0.9
 #: A model of more pieces in all is a mistake in a file, and would fill the memory.
 _MOST_PIECES = 100_000
 
@@ -346,3 +349,41 @@ def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
     yield measure.forward_s
     yield measure.backward_s
     yield from (values for values in optional if values is not None)
+
+
+def implausible_rows(profile: LayerProfile) -> list[str]:
+    """A line for each row whose time cannot be right beside that of the next microbatch size.
+
+    A larger microbatch takes longer than a smaller one, and not much longer for each sample. Other
+    sizes are not compared: where the host is what bounds, more GPUs may well take longer.
+    Forward and backward together, at the highest clock: which of them waits for a host that is
+    slow differs from row to row. Nothing of profiles without a GPU's name: the times of a CPU, and
+    of another project's single operators, vary more.
+    """
+    if profile.gpu is None:
+        return []
+    found = []
+    ordered = sorted(profile.measures, key=lambda sizes: (_shared(sizes), sizes.microbatch_size))
+    for _, alike in groupby(ordered, _shared):
+        for small, large in pairwise(alike):
+            samples = large.microbatch_size / small.microbatch_size
+            for piece, measure in profile.at(large).items():
+                times = float((measure.both_s / profile.at(small)[piece].both_s)[0])
+                if times > _MOST * samples:
+                    found.append(_sentence(piece, large, small, times))
+                elif times < _LEAST:
+                    found.append(_sentence(piece, small, large, 1 / times))
+    return found
+
+
+def _shared(sizes: Sizes) -> tuple[int, int, int]:
+    return sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel
+
+
+def _sentence(piece: str, sizes: Sizes, other: Sizes, times: float) -> str:
+    parts = zip(("tensor", "context", "expert"), _shared(sizes), strict=True)
+    at = "".join(f"{name} parallel {size}, " for name, size in parts if size > 1)
+    return (
+        f"{piece} at {at}microbatch {sizes.microbatch_size} takes {times:.1f} times as long as at "
+        f"microbatch {other.microbatch_size}"
+    )

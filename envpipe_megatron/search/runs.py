@@ -88,7 +88,7 @@ class Pieces:
 
     @cached_property
     def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
-        """Running sums [n + 1, num_frequencies] of J and s: of forwards, backwards, and each way."""
+        """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
         nothing = np.zeros(len(self.profile.frequency_mhz))
 
         def of(values: Iterable[FloatArray | None]) -> FloatArray:
@@ -103,7 +103,8 @@ class Pieces:
         for name in self.ways:
             ways = [measure.way(name) for measure in by_piece]
             sums[name] = (
-                of(way and way.energy_j for way in ways), of(way and way.time_s for way in ways)
+                of(way and way.energy_j for way in ways),
+                of(way and way.time_s for way in ways),
             )
         return sums
 

@@ -20,9 +20,8 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import (
     Shape,
     energy_weights,
@@ -30,6 +29,7 @@ from envpipe_megatron.search.cuts import (
     least_energy_j,
     stage_runs,
 )
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.runs import BETTER, cheapest_paths, runs_within
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 
@@ -152,9 +152,7 @@ def _cheapest(
     return [fastest, *sorted(unlike.values(), key=key)]
 
 
-def estimates_j(
-    candidate: Candidate, blocking_power_w: float, times_s: FloatArray
-) -> FloatArray:
+def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArray) -> FloatArray:
     """[n] energy (J) of all GPUs at [n] iteration times (s), as `energy_weights` estimates it."""
     configuration, works = candidate.configuration, candidate.works
     gpus = np.array([stage.num_gpus for stage in configuration.stages])

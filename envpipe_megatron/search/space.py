@@ -1,11 +1,10 @@
 """Megatron's space: whole layers, and one tensor, context, data and expert size for all stages.
 
 Everything that Megatron runs is a shape (sizes, stages, virtual stages, recomputation) and a cut.
-For each shape the best cut is found: exactly without virtual stages, by `cuts`. Into virtual stages,
-slots of pieces of which stage s has every p-th from s on, the evenest slots come from the same
-graph; then single pieces move between slots as long as that shortens the estimate, which need not
-end at the best cut. Shapes come with a bound, so that those that cannot be among the best are
-passed over.
+For each shape the best cut is found: exactly without virtual stages, by `cuts`. With virtual
+stages, of whose slots stage s has every p-th from s on, the evenest slots come from the same graph;
+then single pieces move between slots as long as that shortens the estimate, which need not end at
+the best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
 from envpipe_megatron.search.cuts import BestCut, Recomputed, Shape, best_cut
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
 from envpipe_megatron.search.runs import BETTER, Pieces, least_path, runs_within
 from envpipe_megatron.search.work import (
     parameter_bytes,

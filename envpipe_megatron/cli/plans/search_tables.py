@@ -11,10 +11,9 @@ from itertools import groupby
 from rich.table import Table
 
 from envpipe_megatron.console import table_of
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.candidates import Losses
-from envpipe_megatron.search.flags import recomputed_layers
+from envpipe_megatron.search.configuration import Job, recomputed_layers
+from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
 _GIB = 2.0**30

@@ -17,8 +17,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.command_line import ranks_of_node, read, split
 from envpipe_megatron.launch.torchrun.run import run_torchrun
-from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import Configuration
 
 #: Iterations that are trained, and those at first that take longer and are left out.
 ITERATIONS, WARM_UP = 30, 10

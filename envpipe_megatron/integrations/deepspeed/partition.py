@@ -1,4 +1,4 @@
-"""Layers over stages: DeepSpeed's partition methods, and those of `policies.partitions.parts`."""
+"""Layers over stages: DeepSpeed's partition methods, and those of `search.parts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import deepspeed.pipe
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.partitions.parts import (
+from envpipe_megatron.search.parts import (
     check_parts,
     parts_by_energy,
     parts_by_time,
@@ -26,7 +26,7 @@ _BY_FILE = {"time:": parts_by_time, "energy:": parts_by_energy}
 class PipelineModule(deepspeed.pipe.PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's, with more of `partition_method`.
 
-    `time:FILE` and `energy:FILE` split by a layer CSV, as `parts_by_time` and `parts_by_energy` do;
+    `time:FILE` and `energy:FILE` split by a profile of layers, as `parts_by_time` and `parts_by_energy` do;
     `parts:0,3,7` gives the first layer of each stage, and the number of layers.
     """
 

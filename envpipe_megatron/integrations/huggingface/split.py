@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Entry, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Skeleton
 from envpipe_megatron.integrations.huggingface.weights import Checkpoint
-from envpipe_megatron.policies.partitions.parts import make_parts
+from envpipe_megatron.search.parts import make_parts
 
 DEFAULT_SEED = 1234
 

@@ -7,15 +7,15 @@ are all entries of the list, embeddings and heads too, and each stage has one at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.partitions.energy import least_energy
-from envpipe_megatron.policies.partitions.layers import read_layers
-from envpipe_megatron.policies.partitions.search import SplitSpace, least_bottleneck, minimax
+from envpipe_megatron.search.layer_file import read_layers_or_table
+from envpipe_megatron.search.partition import SplitSpace, least_bottleneck, least_energy
+from envpipe_megatron.search.runs import Runs, least_path, running
 
 #: The slowest stage decides; of equal ones, the order of stages does, at a usual number of
 #: microbatches for each stage.
@@ -29,7 +29,7 @@ def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: 
     """Parts by what a user asks for.
 
     Args:
-        cut: `parameters`, `time:FILE`, `energy:FILE` (a layer CSV), or the parts themselves.
+        cut: `parameters`, `time:FILE`, `energy:FILE` (of layers), or the parts themselves.
         parameters: of each layer.
         num_stages: p.
 
@@ -46,8 +46,8 @@ def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: 
     raise EnvPipeError(
         "Layers are not cut into stages by this",
         value=cut,
-        remedy=f"Use {_PARAMETERS}, {_TIME}FILE or {_ENERGY}FILE with a layer CSV, or give the "
-        "first layer of each stage and the number of layers.",
+        remedy=f"Use {_PARAMETERS}, {_TIME}FILE or {_ENERGY}FILE with a profile of layers, or give "
+        "the first layer of each stage and the number of layers.",
     )
 
 
@@ -69,14 +69,14 @@ def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
     """Split a pipeline's layers so that the slowest stage is as fast as can be.
 
     Args:
-        path: a layer CSV (`layer,instruction,frequency,time,energy`) whose layers are `0` to `L-1`
-            as they stand in the list; `layer_profile.profile_layers` writes one.
+        path: a file of layers, as `envpipe partition` reads it, named `0` to `L-1` as they are in
+            the list; `integrations.deepspeed.layer_profile.profile_layers` writes one.
         num_layers: L.
         num_stages: p.
 
     Raises EnvPipeError for a wrong file, another model's file, or fewer layers than stages.
     """
-    return [0, *accumulate(least_bottleneck(_space(path, num_layers, num_stages)).split)]
+    return list(least_bottleneck(_space_of(path, num_layers, num_stages)).cut)
 
 
 def parts_by_energy(path: Path, num_layers: int, num_stages: int) -> list[int]:
@@ -85,8 +85,8 @@ def parts_by_energy(path: Path, num_layers: int, num_stages: int) -> list[int]:
     Waiting is taken to cost nothing. Arguments and errors as `parts_by_time`, and an EnvPipeError
     for a file without energies.
     """
-    space = _space(path, num_layers, num_stages)
-    return [0, *accumulate(least_energy(space, 0.0, _TIME_TOLERANCE).split)]
+    space = _space_of(path, num_layers, num_stages)
+    return list(least_energy(space, 0.0, _TIME_TOLERANCE).cut)
 
 
 def parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
@@ -97,22 +97,23 @@ def parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
     num_layers = len(weights)
     if not 1 <= num_stages <= num_layers:
         raise EnvPipeError(
-            f"A pipeline of {num_layers} layers has 1 to {num_layers} stages",
-            value=num_stages,
+            f"A pipeline of {num_layers} layers has 1 to {num_layers} stages", value=num_stages
         )
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=float))])
-    edges = np.broadcast_to(sums[None, :] - sums[:, None], (num_stages, *[num_layers + 1] * 2))
-    first = np.arange(num_layers + 1)
-    rising = np.broadcast_to(first[None, :] > first[:, None], edges.shape)
-    return [0, *accumulate(minimax(edges, rising)[1])]
+    nodes, sums = np.arange(num_layers + 1), running(weights)
+    rows = [range(stage, num_layers - num_stages + stage + 1) for stage in range(num_stages)]
+    runs = [Runs(nodes, each, num_layers) for each in rows]
+    weighed = [np.where(each.inside, each.sums(sums), np.inf) for each in runs]
+    _, path = least_path(runs, weighed, largest=True)
+    parts: list[int] = path.tolist()
+    return parts
 
 
-def _space(path: Path, num_layers: int, num_stages: int) -> SplitSpace:
-    table = read_layers(path)
-    if table.names != tuple(str(layer) for layer in range(num_layers)):
+def _space_of(path: Path, num_layers: int, num_stages: int) -> SplitSpace:
+    profile = read_layers_or_table(path)
+    if profile.pieces != tuple(str(layer) for layer in range(num_layers)):
         raise EnvPipeError(
             f"{path} is of another model: this one has layers 0 to {num_layers - 1}",
-            value=list(table.names),
+            value=list(profile.pieces),
             remedy="Number all entries of the list of layers, embeddings too.",
         )
-    return SplitSpace(table, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
+    return SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
