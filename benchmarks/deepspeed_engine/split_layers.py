@@ -16,8 +16,6 @@ import click
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
-from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import Sizes
 
 from benchmarks.models.configs import NAMES, config_of
 from benchmarks.outputs import make_console, make_table
@@ -25,9 +23,11 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
-from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
+from envpipe_megatron.search.layer_file import read_layers
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.parts import parts_by_file
 
 
 @click.command()
@@ -82,7 +82,7 @@ def main(
     splits = {
         "uniform": partition_uniform(len(layers), num_stages),
         "parameters": partition_balanced([row["parameters"] for row in rows], num_stages),
-        "time": parts_by_time(output, len(layers), num_stages),
+        "time": parts_by_file(f"time:{output}", len(layers), num_stages),
     }
     stages = [
         {

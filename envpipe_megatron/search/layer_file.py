@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,57 +149,47 @@ def read_layers_or_table(path: Path) -> LayerProfile:
     if path.is_file() and path.read_bytes().lstrip().startswith(b"{"):
         return read_layers(path)
     _, lines = read_table(path, "layer table", _COLUMNS, _BYTES)
-    rows: dict[str, dict[Kind, dict[int, ProfileRow]]] = {}
+    rows: dict[tuple[str, Kind, int], ProfileRow] = {}
     held: dict[str, dict[str, float]] = {}
     for line, kind in lines_of(lines):
         layer, row = _layer(line), read_row(line)
-        known = rows.setdefault(layer, {kind: {} for kind in WHOLE})[kind]
-        if row.frequency_mhz in known:
+        unit = layer, kind, row.frequency_mhz
+        own = {name: line.read(name, AMOUNT, "bytes") for name in _BYTES if name in line.cells}
+        if unit in rows or held.setdefault(layer, own) != own:
             raise EnvPipeError(
                 f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
-                "(MHz)",
-                value=row.frequency_mhz,
-                remedy="Keep one.",
+                "(MHz), or of other bytes than an earlier line's",
+                value=(row.frequency_mhz, *own.values()),
+                remedy="Keep one; bytes depend only on the layer.",
             )
-        known[row.frequency_mhz] = row
-        own = {name: line.read(name, AMOUNT, "bytes") for name in _BYTES if name in line.cells}
-        first = held.setdefault(layer, own)
-        for name, value in own.items():
-            if value != first[name]:
-                raise EnvPipeError(
-                    f"{line.where}: {name} of layer {layer} is {first[name]:g} on an earlier line",
-                    value=value,
-                    remedy="Bytes depend only on the layer: give the same on all its lines.",
-                )
-    names = _layer_names(rows, path)
-    clocks_mhz = sorted(rows[names[0]][Kind.FORWARD], reverse=True)
-
-    def columns(layer: str, kind: Kind) -> tuple[FloatArray, FloatArray]:
-        """Times (s) and energies (J) by clock."""
-        known = rows[layer][kind]
-        listed = sorted(known, reverse=True)
-        if not listed or listed != clocks_mhz:
+        rows[unit] = row
+    ends = {EMBEDDING, LOSS} & held.keys()
+    numbers = map(str, range(len(held) - len(ends)))
+    names = [*(ends - {LOSS}), *numbers, *(ends - {EMBEDDING})]
+    clocks_mhz = sorted({clock for _, _, clock in rows}, reverse=True)
+    for layer, kind, clock in product(names, WHOLE, clocks_mhz):
+        if (layer, kind, clock) not in rows:
             raise EnvPipeError(
-                f"{path}: layer {layer} {kind.value} lists other frequencies (MHz) than layer "
-                f"{names[0]} forward, or none",
-                value=listed,
-                remedy=f"A stage runs its layers at one clock: {clocks_mhz} for each.",
+                f"{path} has no row for layer {layer} {kind.value} at {clock} MHz",
+                value=list(held),
+                remedy="Number the transformer layers from 0 without gaps, and list all layers at "
+                "the same clocks: a stage runs its layers at one.",
             )
-        at_clocks = [(known[clock].time_s, known[clock].energy_j) for clock in clocks_mhz]
-        time_s, energy_j = np.array(at_clocks).T
-        return time_s, energy_j
 
-    measures = {}
-    for layer in names:
-        (forward_s, forward_j), (backward_s, backward_j) = (columns(layer, kind) for kind in WHOLE)
-        measures[layer] = Measure(
-            forward_s,
-            backward_s,
-            forward_j,
-            backward_j,
+    def column(layer: str, kind: Kind, field: str) -> FloatArray:
+        return np.array([getattr(rows[layer, kind, clock], field) for clock in clocks_mhz])
+
+    measures = {
+        layer: Measure(
+            forward_s=column(layer, Kind.FORWARD, "time_s"),
+            backward_s=column(layer, Kind.BACKWARD, "time_s"),
+            forward_j=column(layer, Kind.FORWARD, "energy_j"),
+            backward_j=column(layer, Kind.BACKWARD, "energy_j"),
             parameters=held[layer].get("memory", 0.0),
             activation_bytes=held[layer].get("activation", 0.0),
         )
+        for layer in names
+    }
     profile = LayerProfile(
         blocks=tuple(Block((layer,)) for layer in names),
         frequency_mhz=np.array(clocks_mhz),
@@ -208,7 +199,7 @@ def read_layers_or_table(path: Path) -> LayerProfile:
         source=str(path),
     )
     _check_energies(profile, path)
-    return profile
+    return check_profile(profile)
 
 
 def _layer(line: Row) -> str:
@@ -223,23 +214,6 @@ def _layer(line: Row) -> str:
             remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
         )
     return str(int(layer))
-
-
-def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
-    """The layers in the order they run."""
-    numbered = sorted(int(name) for name in found if name not in (EMBEDDING, LOSS))
-    if not numbered or numbered != list(range(len(numbered))):
-        missing = min(set(range(len(numbered) + 1)) - set(numbered))
-        raise EnvPipeError(
-            f"{path} has no layer {missing}",
-            value=sorted(found),
-            remedy="Number the transformer layers from 0 without gaps.",
-        )
-    return (
-        *([EMBEDDING] if EMBEDDING in found else []),
-        *(str(number) for number in numbered),
-        *([LOSS] if LOSS in found else []),
-    )
 
 
 def links_text(links: Links) -> str:

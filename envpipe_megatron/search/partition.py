@@ -51,24 +51,22 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """A cut, its 1F1B iteration time at the highest clocks, and how sure it is the best one.
+    """A cut, and how sure it is the best one.
 
-    `num_considered` cuts were timed; `exact`: no cut that was left out can be better.
+    Args:
+        deadline_s: 1F1B's iteration time at the highest clocks, or by energy the longest allowed.
+        num_considered: cuts that were timed.
+        exact: no cut that was left out can be better.
+        cost: by energy, that of its plan, no slower than the deadline.
+        num_planned: cuts that were planned.
     """
 
     cut: Cut
-    iteration_time_s: float
+    deadline_s: float
     num_considered: int
     exact: bool
-
-
-@dataclass(frozen=True)
-class FoundEnergy(Found):
-    """A cut with the cost of its plan, no slower than the deadline."""
-
-    cost: Cost
-    deadline_s: float
-    num_planned: int
+    cost: Cost | None = None
+    num_planned: int = 0
 
 
 class SplitSpace:
@@ -148,8 +146,8 @@ class SplitSpace:
 
     def bottleneck_s(self, cut: Cut) -> float:
         """The slowest stage of a cut, forward plus backward at the highest clocks."""
-        each_s = [np.diff(s[list(cut)]) for s in (self.pieces.forward_s, self.pieces.backward_s)]
-        return float(sum(each_s).max())
+        at, pieces = list(cut), self.pieces
+        return float((np.diff(pieces.forward_s[at]) + np.diff(pieces.backward_s[at])).max())
 
     def iteration_times_s(self, cuts: IntArray) -> FloatArray:
         """[num_cuts] 1F1B iteration times at the highest clocks of [num_cuts, num_stages + 1]."""
@@ -279,7 +277,7 @@ def least_energy(
     blocking_power_w: float,
     time_tolerance: float,
     max_planned: int = MAX_PLANNED,
-) -> FoundEnergy:
+) -> Found:
     """The cut with the least planned energy among those as fast as the fastest.
 
     Args:
@@ -296,32 +294,26 @@ def least_energy(
             remedy="Measure the column energy, or use --objective bottleneck.",
         )
     quickest = fastest(space, space.forced_s)
-    limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
+    limit_s = quickest.deadline_s * (1 + time_tolerance) * _SLACK
     allowed = [force <= limit_s for force in space.forced_s]
     weights = energy_weights(space.stages, allowed, space.shape, blocking_power_w, limit_s)
     cuts, times_s, complete = space.cheapest(weights)
-    within = [
-        (cut, time_s)
-        for cut, time_s in zip(cuts, times_s.tolist(), strict=True)
-        if time_s <= limit_s
-    ]
-    candidates = within[:max_planned]
-    if all(cut != quickest.cut for cut, _ in candidates):
-        candidates.append((quickest.cut, quickest.iteration_time_s))
+    within = [cut for cut, time_s in zip(cuts, times_s, strict=True) if time_s <= limit_s]
+    candidates = list(dict.fromkeys([*within[:max_planned], quickest.cut]))
     costs = [
         plan_cost(
             space.candidate(cut).stage_profile, space.num_microbatches, blocking_power_w, limit_s
         )
-        for cut, _ in candidates
+        for cut in candidates
     ]
     best = min(range(len(costs)), key=lambda index: costs[index].energy_j)
-    return FoundEnergy(
-        *candidates[best],
-        num_considered=quickest.num_considered + len(cuts),
-        exact=quickest.exact and complete and len(within) <= max_planned,
-        cost=costs[best],
-        deadline_s=limit_s,
-        num_planned=len(candidates),
+    return Found(
+        candidates[best],
+        limit_s,
+        quickest.num_considered + len(cuts),
+        quickest.exact and complete and len(within) <= max_planned,
+        costs[best],
+        len(candidates),
     )
 
 

@@ -22,7 +22,7 @@ from envpipe_megatron.search.runs import Runs, least_path, running
 _MICROBATCHES_PER_STAGE = 4
 #: By energy, how much slower than the fastest split may be, as a fraction: as `envpipe partition`.
 _TIME_TOLERANCE = 1e-3
-_TIME, _ENERGY, _PARAMETERS = "time:", "energy:", "parameters"
+TIME, ENERGY, _PARAMETERS = "time:", "energy:", "parameters"
 
 
 def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:
@@ -40,13 +40,12 @@ def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: 
         return check_parts(cut, num_layers, num_stages)
     if cut == _PARAMETERS:
         return parts_by_weight(parameters, num_stages)
-    for method, function in ((_TIME, parts_by_time), (_ENERGY, parts_by_energy)):
-        if cut.startswith(method):
-            return function(Path(cut.removeprefix(method)), num_layers, num_stages)
+    if cut.startswith((TIME, ENERGY)):
+        return parts_by_file(cut, num_layers, num_stages)
     raise EnvPipeError(
         "Layers are not cut into stages by this",
         value=cut,
-        remedy=f"Use {_PARAMETERS}, {_TIME}FILE or {_ENERGY}FILE with a profile of layers, or give "
+        remedy=f"Use {_PARAMETERS}, {TIME}FILE or {ENERGY}FILE with a profile of layers, or give "
         "the first layer of each stage and the number of layers.",
     )
 
@@ -65,28 +64,32 @@ def check_parts(parts: Sequence[int], num_layers: int, num_stages: int) -> list[
     return given
 
 
-def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
-    """Split a pipeline's layers so that the slowest stage is as fast as can be.
+def parts_by_file(cut: str, num_layers: int, num_stages: int) -> list[int]:
+    """Parts by a file of layers.
 
     Args:
-        path: a file of layers, as `envpipe partition` reads it, named `0` to `L-1` as they are in
-            the list; `integrations.deepspeed.layer_profile.profile_layers` writes one.
+        cut: `time:FILE` for a slowest stage that is as fast as can be, or `energy:FILE` for what is
+            planned with least energy, where waiting costs nothing, of all that is as fast as the
+            fastest. `envpipe partition` reads such a file, and `profile_layers` of the integration
+            with DeepSpeed writes one; layers are named `0` to `L-1`, as they are in the list.
         num_layers: L.
         num_stages: p.
 
-    Raises EnvPipeError for a wrong file, another model's file, or fewer layers than stages.
+    Raises EnvPipeError for a wrong file, another model's, one without energies to ask for, or fewer
+    layers than stages.
     """
-    return list(least_bottleneck(_space_of(path, num_layers, num_stages)).cut)
-
-
-def parts_by_energy(path: Path, num_layers: int, num_stages: int) -> list[int]:
-    """Of the splits that are as fast as the fastest, the one that is planned with least energy.
-
-    Waiting is taken to cost nothing. Arguments and errors as `parts_by_time`, and an EnvPipeError
-    for a file without energies.
-    """
-    space = _space_of(path, num_layers, num_stages)
-    return list(least_energy(space, 0.0, _TIME_TOLERANCE).cut)
+    method, _, path = cut.partition(":")
+    profile = read_layers_or_table(Path(path))
+    if profile.pieces != tuple(str(layer) for layer in range(num_layers)):
+        raise EnvPipeError(
+            f"{path} is of another model: this one has layers 0 to {num_layers - 1}",
+            value=list(profile.pieces),
+            remedy="Number all entries of the list of layers, embeddings too.",
+        )
+    space = SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
+    by_energy = f"{method}:" == ENERGY
+    found = least_energy(space, 0.0, _TIME_TOLERANCE) if by_energy else least_bottleneck(space)
+    return list(found.cut)
 
 
 def parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
@@ -106,14 +109,3 @@ def parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
     _, path = least_path(runs, weighed, largest=True)
     parts: list[int] = path.tolist()
     return parts
-
-
-def _space_of(path: Path, num_layers: int, num_stages: int) -> SplitSpace:
-    profile = read_layers_or_table(path)
-    if profile.pieces != tuple(str(layer) for layer in range(num_layers)):
-        raise EnvPipeError(
-            f"{path} is of another model: this one has layers 0 to {num_layers - 1}",
-            value=list(profile.pieces),
-            remedy="Number all entries of the list of layers, embeddings too.",
-        )
-    return SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)

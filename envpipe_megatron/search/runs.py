@@ -95,17 +95,15 @@ class Pieces:
             of_pieces = [nothing if value is None else value for value in values]
             return np.cumsum([nothing, *of_pieces], axis=0)
 
-        by_piece = self._by_piece
+        each = self._by_piece
         sums: dict[str, tuple[FloatArray, FloatArray]] = {
-            Kind.FORWARD: (of(m.forward_j for m in by_piece), of(m.forward_s for m in by_piece)),
-            Kind.BACKWARD: (of(m.backward_j for m in by_piece), of(m.backward_s for m in by_piece)),
+            Kind.FORWARD: (of(m.forward_j for m in each), of(m.forward_s for m in each)),
+            Kind.BACKWARD: (of(m.backward_j for m in each), of(m.backward_s for m in each)),
         }
         for name in self.ways:
-            ways = [measure.way(name) for measure in by_piece]
-            sums[name] = (
-                of(way and way.energy_j for way in ways),
-                of(way and way.time_s for way in ways),
-            )
+            ways = [m.way(name) for m in each]
+            energies_j = of(None if way is None else way.energy_j for way in ways)
+            sums[name] = energies_j, of(None if way is None else way.time_s for way in ways)
         return sums
 
 

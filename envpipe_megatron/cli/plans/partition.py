@@ -35,7 +35,6 @@ from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS
 from envpipe_megatron.search.partition import (
     Cut,
     Found,
-    FoundEnergy,
     SplitSpace,
     cut_of,
     layers_of,
@@ -200,12 +199,11 @@ def _stage_table(space: SplitSpace, cut: Cut) -> Table:
 
 def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
     columns = ["", "this split"]
-    known = found.cost if isinstance(found, FoundEnergy) else None
-    ours = job.figures(found.cut, 0.0, known)
+    ours = job.figures(found.cut, 0.0, found.cost)
     rows = [[name, f"{value:.{digits}f}"] for name, (value, digits) in ours.items()]
     if even is not None:
         columns += ["even split", "change (%)"]
-        theirs = job.figures(cut_of(job.space.profile, even), _deadline_s(found), None)
+        theirs = job.figures(cut_of(job.space.profile, even), found.deadline_s, None)
         for row, (value, digits), (other, _) in zip(
             rows, ours.values(), theirs.values(), strict=True
         ):
@@ -218,20 +216,15 @@ def _about_even_split(job: _Job, found: Found, even: Split, flags: tuple[str, ..
     text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
     if not job.space.fits(cut):
         text += " It does not keep the memory limit."
-    if job.space.profile.has_energy and job.iteration_time_s(cut) > _deadline_s(found):
+    if job.space.profile.has_energy and job.iteration_time_s(cut) > found.deadline_s:
         text += " It is slower, and planned within its own time: energies are not at equal time."
     return text
-
-
-def _deadline_s(found: Found) -> float:
-    """Within which the split was planned."""
-    return found.deadline_s if isinstance(found, FoundEnergy) else found.iteration_time_s
 
 
 def _how_sure(found: Found, time_tolerance: float) -> str:
     """How many splits were looked at, and whether a better one can be left."""
     timed = f"{found.num_considered} splits were timed"
-    if isinstance(found, FoundEnergy):
+    if found.cost is not None:
         planned = (
             f"{timed}, and {found.num_planned} of those within {time_tolerance:g} % of the fastest "
             "planned."

@@ -102,8 +102,12 @@ def profile_layers(
         forward_s, forward_j = meter.measure(forward)
         both_s, both_j = meter.measure(partial(_forward_and_backward, forward))
         # A layer without weights may have no backward that can be told from none.
-        measured = (forward_s, both_s - forward_s, forward_j, both_j - forward_j)
-        measures[str(index)] = Measure(*(np.array([max(each, _LEAST)]) for each in measured))
+        measures[str(index)] = Measure(
+            np.array([max(forward_s, _LEAST)]),
+            np.array([max(both_s - forward_s, _LEAST)]),
+            np.array([max(forward_j, _LEAST)]),
+            np.array([max(both_j - forward_j, _LEAST)]),
+        )
         inputs = _detached(forward())
     profile = LayerProfile(
         blocks=tuple(Block((name,)) for name in measures),
