@@ -164,10 +164,10 @@ def read_layers_or_table(path: Path) -> LayerProfile:
             )
         rows[unit] = row
     ends = {EMBEDDING, LOSS} & held.keys()
-    numbers = map(str, range(len(held) - len(ends)))
+    numbers = map(str, range(max(1, len(held) - len(ends))))
     names = [*(ends - {LOSS}), *numbers, *(ends - {EMBEDDING})]
     clocks_mhz = sorted({clock for _, _, clock in rows}, reverse=True)
-    for layer, kind, clock in product(names, WHOLE, clocks_mhz):
+    for layer, kind, clock in product(names, WHOLE, clocks_mhz or ["any"]):
         if (layer, kind, clock) not in rows:
             raise EnvPipeError(
                 f"{path} has no row for layer {layer} {kind.value} at {clock} MHz",

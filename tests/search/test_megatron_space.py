@@ -9,10 +9,10 @@ from whole_layers import whole_layers
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Objective
-from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
 from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import Shape, best_cut
+from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 from envpipe_megatron.search.work import StageWork, peak_bytes, stage_work

@@ -8,7 +8,9 @@ import pytest
 from whole_layers import whole_layers
 
 from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
     Curve,
     LayerProfile,
@@ -17,10 +19,7 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.cuts import Shape
-from envpipe_megatron.search.energy import estimate_j
-from envpipe_megatron.search.search import search
+from envpipe_megatron.search.search import estimates_j, search
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
@@ -102,8 +101,9 @@ def test_energy_is_of_all_gpus() -> None:
     profile = profile_of(links=Links())
     one, two = (candidate_of(profile, replicas=n) for n in (1, 2))
     assert two.plan(50.0).cost.energy_j == pytest.approx(2 * one.plan(50.0).cost.energy_j)
-    times = one.iteration_time_s
-    assert estimate_j(two, 50.0, times) == pytest.approx(2 * estimate_j(one, 50.0, times))
+    times_s = one.iteration_time_s * np.array([1.0, 1.1])
+    ours, theirs = (estimates_j(each, 50.0, times_s) for each in (two, one))
+    assert ours == pytest.approx(2 * theirs)
 
 
 def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
