@@ -78,6 +78,12 @@ class Candidate:
         """[num_stages] the most that a GPU holds."""
         return peak_bytes(self.profile, self.configuration, self._measured_works)
 
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps the job's memory."""
+        limit_bytes = self.job.memory_bytes
+        return limit_bytes is None or bool((self.peak_bytes <= limit_bytes).all())
+
     @cached_property
     def hops_s(self) -> FloatArray:
         """[num_stages - 1] time of a message between neighbouring stages."""

@@ -134,15 +134,11 @@ class SplitSpace:
         self._schedule = builders.one_f_one_b(num_stages, num_microbatches)
 
     def candidate(self, cut: Cut) -> Candidate:
-        """A cut as the search has it: its stages' profile, and what they hold."""
+        """A cut as the search has it; without the memory limit if it does not keep that."""
         configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
         job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
-        return Candidate(configuration, self.profile, job)
-
-    def fits(self, cut: Cut) -> bool:
-        """Whether a cut keeps the memory limit."""
-        limit_bytes = self.memory_limit_bytes
-        return limit_bytes is None or bool((self.candidate(cut).peak_bytes <= limit_bytes).all())
+        found = Candidate(configuration, self.profile, job)
+        return found if found.fits else replace(found, job=replace(job, memory_bytes=None))
 
     def bottleneck_s(self, cut: Cut) -> float:
         """The slowest stage of a cut, forward plus backward at the highest clocks."""

@@ -214,7 +214,8 @@ def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
 def _about_even_split(job: _Job, found: Found, even: Split, flags: tuple[str, ...]) -> str:
     cut = cut_of(job.space.profile, even)
     text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
-    if not job.space.fits(cut):
+    limited = job.space.memory_limit_bytes is not None
+    if limited and job.space.candidate(cut).job.memory_bytes is None:
         text += " It does not keep the memory limit."
     if job.space.profile.has_energy and job.iteration_time_s(cut) > found.deadline_s:
         text += " It is slower, and planned within its own time: energies are not at equal time."
