@@ -167,7 +167,7 @@ def read_layers_or_table(path: Path) -> LayerProfile:
     numbers = map(str, range(max(1, len(held) - len(ends))))
     names = [*(ends - {LOSS}), *numbers, *(ends - {EMBEDDING})]
     clocks_mhz = sorted({clock for _, _, clock in rows}, reverse=True)
-    for layer, kind, clock in product(names, WHOLE, clocks_mhz or ["any"]):
+    for layer, kind, clock in product(names, WHOLE, clocks_mhz or [0]):
         if (layer, kind, clock) not in rows:
             raise EnvPipeError(
                 f"{path} has no row for layer {layer} {kind.value} at {clock} MHz",

@@ -31,9 +31,9 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job, Split
-from envpipe_megatron.search.cuts import Shape, energy_weights, forced_s, stage_runs
+from envpipe_megatron.search.cuts import Shape, ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile, Links
-from envpipe_megatron.search.runs import cheapest_paths, least_path, runs_within
+from envpipe_megatron.search.runs import cheapest_paths, least_path
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 #: Cuts that are planned at most, the most promising first.
@@ -117,17 +117,12 @@ class SplitSpace:
         self._space = MegatronSpace(self.profile, job, Space(distributed_optimizer=False))
         self.shape = Shape(sizes, num_stages, 1, 1, num_microbatches)
         self.pieces = self._space.pieces(self.shape)
-        runs = runs_within(self.pieces, np.arange(num_layers + 1), num_stages, np.inf)
-        assert runs is not None
-        static_bytes = self._space.static_bytes(self.shape)
-        self.runs, whole = runs, (None, 0)  # nothing is recomputed
-        self.stages = stage_runs(runs, self.shape, job, static_bytes, whole)
+        static_bytes, nothing = self._space.static_bytes(self.shape), (None, 0)
+        self.cuts = ShapeCuts(self.pieces, self.shape, job, static_bytes, nothing)
+        self.runs, self.forced_s = self.cuts.runs, self.cuts.forced_s
         self.time_s = [
-            each.sums(self.pieces.forward_s) + each.sums(self.pieces.backward_s) for each in runs
-        ]
-        self.forced_s = [
-            forced_s(stage, number, self.shape, self.pieces.time_s)
-            for number, stage in enumerate(self.stages)
+            each.sums(self.pieces.forward_s) + each.sums(self.pieces.backward_s)
+            for each in self.runs
         ]
         if memory_limit_bytes is not None:
             self._check_memory(memory_limit_bytes, static_bytes)
@@ -291,8 +286,7 @@ def least_energy(
         )
     quickest = fastest(space, space.forced_s)
     limit_s = quickest.deadline_s * (1 + time_tolerance) * _SLACK
-    allowed = [force <= limit_s for force in space.forced_s]
-    weights = energy_weights(space.stages, allowed, space.shape, blocking_power_w, limit_s)
+    weights = space.cuts.energy_weights(limit_s, limit_s, blocking_power_w)
     cuts, times_s, complete = space.cheapest(weights)
     within = [cut for cut, time_s in zip(cuts, times_s, strict=True) if time_s <= limit_s]
     candidates = list(dict.fromkeys([*within[:max_planned], quickest.cut]))

@@ -222,8 +222,8 @@ class PieceRuns(Runs):
 
 def runs_within(
     pieces: Pieces, nodes: IntArray, num_stages: int, longest_s: float
-) -> list[PieceRuns] | None:
-    """For each stage, at least the runs of all cuts whose stages take no longer; None if none do.
+) -> list[PieceRuns]:
+    """For each stage, at least the runs of all cuts whose stages take no longer; none if none do.
 
     With little time to spare, a stage can begin at few of the nodes.
     """
@@ -238,7 +238,7 @@ def runs_within(
         rows = range(earliest, latest[stage] + 1)
         width = int((ends[rows] - rows).max()) if rows else 0
         if width < 1:
-            return None
+            return []
         found.append(PieceRuns(pieces, nodes, rows, width))
         following = earliest
     return found[::-1]

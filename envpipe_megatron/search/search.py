@@ -22,15 +22,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.cuts import (
-    Shape,
-    energy_weights,
-    forced_s,
-    least_energy_j,
-    stage_runs,
-)
+from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.runs import BETTER, cheapest_paths, runs_within
+from envpipe_megatron.search.runs import cheapest_paths
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 
 #: Configurations that are shown, and that are planned with clocks, at most.
@@ -153,7 +147,7 @@ def _cheapest(
 
 
 def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArray) -> FloatArray:
-    """[n] energy (J) of all GPUs at [n] iteration times (s), as `energy_weights` estimates it."""
+    """[n] energy (J) of all GPUs at [n] iteration times (s), estimated as `energy_weights`."""
     configuration, works = candidate.configuration, candidate.works
     gpus = np.array([stage.num_gpus for stage in configuration.stages])
     first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
@@ -174,26 +168,15 @@ def cheap_cuts(
 ) -> Iterator[Configuration]:
     """Cuts of a shape without virtual stages, the cheapest by the same estimate first."""
     pieces = megatron.pieces(shape)
-    count = pieces.num_pieces
-    if shape.num_chunks > 1 or not shape.num_stages <= count <= _MOST_PIECES:
+    if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
         return
-    limit_s = longest_s / megatron.profile.least_rested / BETTER
-    runs = runs_within(
-        pieces, np.arange(count + 1), shape.num_stages, limit_s / shape.num_microbatches
-    )
-    if runs is None:
-        return
-    stages = stage_runs(runs, shape, megatron.job, megatron.static_bytes(shape))
-    allowed = [
-        forced_s(stage, number, shape, pieces.time_s) <= limit_s
-        for number, stage in enumerate(stages)
-    ]
-    if not all(each.any() for each in allowed):
-        return
-    weights = energy_weights(stages, allowed, shape, blocking_power_w, longest_s)
-    for cut in cheapest_paths(runs, weights):
-        recomputed = [each.recomputed(cut[s], cut[s + 1]) for s, each in enumerate(stages)]
-        yield megatron.configuration(shape, cut, recomputed)
+    within_s = longest_s / megatron.profile.least_rested
+    static_bytes = megatron.static_bytes(shape)
+    cuts = ShapeCuts(pieces, shape, megatron.job, static_bytes, within_s=within_s)
+    if cuts.stages:
+        weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
+        for path in cheapest_paths(cuts.runs, weights):
+            yield megatron.configuration(shape, path, cuts.recomputed(path))
 
 
 def alternatives(

@@ -322,7 +322,6 @@ def _spread(pieces: Pieces, shape: Shape) -> IntArray | None:
     # Slots that are filled one after another exceed their share by less than a piece.
     longest_s = pieces.time_s[-1] / slots + np.diff(pieces.time_s).max()
     runs = runs_within(pieces, np.arange(pieces.num_pieces + 1), slots, longest_s / BETTER)
-    assert runs is not None
     weights = [np.where(each.inside, each.time_s, np.inf) for each in runs]
     _, cut = least_path(runs, weights, largest=True)
     return _with_moves(pieces, shape, cut)

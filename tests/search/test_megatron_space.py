@@ -229,7 +229,7 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(EnvPipeError, match=r"fit 7 GPUs and a batch of 8 .*expert parallel"):
         search(profile, Job(7, 7, 8), Space(), FASTEST)
     with pytest.raises(EnvPipeError, match="more than 1,000,000,000 samples"):
-        MegatronSpace(profile, Job(4, 4, 8 * 10**19), Space())
+        search(profile, Job(4, 4, 8 * 10**19), Space(), FASTEST)
     timed = {
         sizes: {name: replace(of, forward_j=None) for name, of in by_piece.items()}
         for sizes, by_piece in profile.measures.items()
@@ -254,4 +254,4 @@ def test_a_model_begins_with_one_embedding_and_ends_with_one_loss(kept: slice | 
     profile = whole_layers(0)
     blocks = tuple(np.array(profile.blocks, dtype=object)[kept])
     with pytest.raises(EnvPipeError, match="one 'embedding' and ends with one 'loss'"):
-        MegatronSpace(replace(profile, blocks=blocks), JOB, Space())
+        search(replace(profile, blocks=blocks), JOB, Space(), FASTEST)

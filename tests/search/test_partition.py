@@ -20,7 +20,6 @@ from envpipe_megatron.search.configuration import (
     layout_flag,
     megatron_even_split,
 )
-from envpipe_megatron.search.cuts import energy_weights
 from envpipe_megatron.search.layer_profile import (
     Block,
     BytesPerParameter,
@@ -314,10 +313,9 @@ def test_no_plan_is_below_the_estimate():
     cuts = list(cheapest_paths(space.runs, _reached(space)))
     times_s = space.iteration_times_s(np.array(cuts))
     limit_s = 1.1 * float(times_s.min())
-    allowed = [force <= limit_s for force in space.forced_s]
-    estimate_j = energy_weights(space.stages, allowed, space.shape, 80.0, limit_s)
-    for weights, each in zip(estimate_j, allowed, strict=True):
-        assert (np.isfinite(weights) == each).all()
+    estimate_j = space.cuts.energy_weights(limit_s, limit_s, 80.0)
+    for weights, force in zip(estimate_j, space.forced_s, strict=True):
+        assert (np.isfinite(weights) == (force <= limit_s)).all()
     checked = 0
     for cut, time_s in zip(cuts, times_s, strict=True):
         if time_s <= limit_s:
@@ -334,8 +332,7 @@ def test_the_estimate_takes_the_slowest_clocks_that_there_is_time_for():
     # 1518 J at 1000 MHz and 1368 J at 900, the least.
     space = SplitSpace(table_of(np.ones(4), np.full(4, 2.0)), 2, 2)
     limit_s = 6.0 + 2 * 6.6
-    allowed = [force <= limit_s for force in space.forced_s]
-    first, second = energy_weights(space.stages, allowed, space.shape, 80.0, limit_s)
+    first, second = space.cuts.energy_weights(limit_s, limit_s, 80.0)
     assert first[space.runs[0].place(0, 2)] == pytest.approx(1368.0)
     assert second[space.runs[1].place(2, 4)] == pytest.approx(1518.0)
 
