@@ -58,7 +58,7 @@ class Candidate:
 
     @cached_property
     def works(self) -> tuple[StageWork, ...]:
-        """What each stage does; at its power limit a GPU is the faster the more it waits."""
+        """Work of each stage; at its power limit a GPU is the faster the more it waits."""
         works = measured = self._measured_works
         for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
             share = self.configuration.num_microbatches / self._timeline(works).iteration_time_s
@@ -77,12 +77,6 @@ class Candidate:
     def peak_bytes(self) -> FloatArray:
         """[num_stages] the most that a GPU holds."""
         return peak_bytes(self.profile, self.configuration, self._measured_works)
-
-    @property
-    def fits(self) -> bool:
-        """Whether it keeps the job's memory."""
-        limit_bytes = self.job.memory_bytes
-        return limit_bytes is None or bool((self.peak_bytes <= limit_bytes).all())
 
     @cached_property
     def hops_s(self) -> FloatArray:
@@ -111,7 +105,7 @@ class Candidate:
 
     @property
     def iteration_time_s(self) -> float:
-        """Of the framework's own order at the highest clocks, by the simulator."""
+        """Time of the framework's own order at the highest clocks, by the simulator."""
         return self.timeline.iteration_time_s
 
     @property
@@ -148,7 +142,7 @@ class Candidate:
                 clocks, times[chunk].tolist(), energies[chunk].tolist(), strict=True
             )
         ]
-        # A profile of noise alone may have less of two microbatches than of one.
+        # A profile of mere noise may have less of two microbatches than of one.
         held = [max(0.0, float(work.held_bytes.mean())) for work in self.works]
         sidecar = Sidecar(
             gpu=self.profile.gpu,
@@ -162,7 +156,7 @@ class Candidate:
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
     def conditions(self, blocking_power_w: float) -> Conditions:
-        """What surrounds the units; all GPUs of a stage follow its plan."""
+        """Conditions around the units; all GPUs of a stage follow its plan."""
         return make_conditions(
             self.stage_profile,
             blocking_power_w=blocking_power_w,
@@ -229,5 +223,5 @@ class Candidate:
 
 
 def _known(values: Sequence[float]) -> tuple[float, ...] | None:
-    """What stages have of a value; None where the layer profile knows nothing of it."""
+    """Return values by stage, or None where the layer profile has nothing but zeros."""
     return tuple(values) if any(values) else None

@@ -73,7 +73,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Job:
-    """What is searched for: the GPUs that are there, the batch, and the memory of one GPU.
+    """A training job: its GPUs, the batch, and the memory of one GPU.
 
     Args:
         memory_bytes: that one GPU may hold at its peak; None for no limit.
@@ -203,7 +203,7 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
     `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each. None
     if Megatron refuses all of these.
     """
-    for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # the loss alone splits as the embedding
+    for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # only the loss splits as only the embedding
         share, left = divmod(num_layers + embedding + loss, num_stages)
         split = [share] * num_stages
         split[0] -= embedding
@@ -252,7 +252,7 @@ def _recomputation(profile: LayerProfile, configuration: Configuration) -> Itera
 def _first_everywhere(
     profile: LayerProfile, configuration: Configuration, name: str | None, count: int
 ) -> bool:
-    """Whether of each chunk's pieces that know a recomputation the first ones have it, alone."""
+    """Check that in each chunk the first pieces that know a recomputation have it, no others."""
     for stage in configuration.stages:
         ways, measures = iter(stage.recomputed), profile.at(stage.sizes)
         for first, end in stage.chunks:

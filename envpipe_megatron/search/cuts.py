@@ -1,4 +1,4 @@
-"""What runs weigh as stages: the cut that takes the least time, and estimates of energy.
+"""Weights of runs as stages: the cut that takes the least time, and estimates of energy.
 
 A stage's time, memory and least recomputation depend only on its run and its place, and so does the
 iteration time that it forces: the cut whose stages force the least is a path through runs
@@ -158,7 +158,7 @@ class ShapeCuts:
         return forced
 
     def recomputed(self, path: Sequence[int]) -> tuple[Recomputed, ...]:
-        """What each stage of a path recomputes."""
+        """Return what each stage of a path recomputes."""
         found = []
         for stage, run in zip(self.stages, pairwise(path), strict=True):
             at = stage.runs.place(*run)

@@ -89,7 +89,7 @@ def read_layers(path: Path) -> LayerProfile:
 
 
 def _check_energies(profile: LayerProfile, path: Path) -> None:
-    """By the sum: a layer without weights, a difference of two, may have next to none."""
+    """Check the sum: a layer without weights, a difference of two, may have next to none."""
     metered = [
         (measure.forward_j + measure.backward_j, measure.both_s)
         for by_piece in profile.measures.values()
@@ -113,7 +113,7 @@ def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
 
 
 def layers_text(profile: LayerProfile) -> str:
-    """What the file of a profile holds; each measure is a line."""
+    """Return the text of a profile's file; each measure is a line."""
     head = {
         "format": LAYERS_FORMAT,
         "source": profile.source,
@@ -217,7 +217,7 @@ def _layer(line: Row) -> str:
 
 
 def links_text(links: Links) -> str:
-    """What a file of links alone holds, an object as a layer profile's `links`."""
+    """Return the text of a file with only links, an object as a layer profile's `links`."""
     return json.dumps(_known(_links_entry(links)), indent=1) + "\n"
 
 
@@ -310,7 +310,7 @@ def _object(data: Fields, kind: type[T], readers: Mapping[str, Reader[Any]]) -> 
 
 
 def _values(data: Fields, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
-    """What is there of the fields, and all that must be."""
+    """Read the fields that are there, and all that must be."""
     there = (name for name in readers if name in data.data or name in _NEEDED)
     return {name: data.read(name, readers[name]) for name in there}
 

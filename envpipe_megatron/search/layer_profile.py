@@ -33,7 +33,7 @@ _MOST_PIECES = 100_000
 
 @dataclass(frozen=True, order=True)
 class Sizes:
-    """What the measures of a piece depend on."""
+    """Sizes that the measures of a piece depend on."""
 
     tensor_parallel: int = 1
     microbatch_size: int = 1
@@ -74,7 +74,7 @@ class Measure:
         parameters: that one GPU holds.
         input_bytes, output_bytes: the message if a stage begins, or ends, with this piece.
         activation_bytes: kept from forward to backward of a microbatch.
-        forward_workspace_bytes, backward_workspace_bytes: held during the piece's own run alone.
+        forward_workspace_bytes, backward_workspace_bytes: held only while the piece itself runs.
         recomputation: ways to keep less, from the mildest.
         host_s: in which the host hands over forward and backward, at the highest clock; with the
             piece's own waits for the GPU. None if it is not known.
@@ -124,7 +124,7 @@ class Measure:
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether the host hands over hardly faster than the GPU runs, at the highest clock."""
+        """True if the host hands over hardly faster than the GPU runs, at the highest clock."""
         return self.host_s is not None and bool(self.host_s >= _HOST_BOUND * self.both_s[0])
 
 
@@ -138,7 +138,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """What a GPU holds for a parameter. The optimizer's part can be shared by data parallel ranks.
+    """Bytes that a GPU holds for a parameter; data parallel ranks can share the optimizer's.
 
     `least_workspace` is memory that is held beside at the peak where no piece's workspace is as
     large (Aceso counts another copy of the weights).
@@ -170,7 +170,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Links:
-    """What messages between GPUs take; a curve that is missing takes no time.
+    """Times of messages between GPUs; a curve that is missing takes no time.
 
     Args:
         within_node, across_nodes: a message from stage to stage.
@@ -242,7 +242,7 @@ class LayerProfile:
 
     @property
     def has_energy(self) -> bool:
-        """Whether all pieces and recomputations have measured joules; zeros alone are none."""
+        """True if all pieces and recomputations have measured joules, and not only zeros."""
         measures = [each for by_piece in self.measures.values() for each in by_piece.values()]
         pieces = [x for each in measures for x in (each.forward_j, each.backward_j)]
         ways = [way.energy_j for each in measures for way in each.recomputation]

@@ -132,8 +132,10 @@ class SplitSpace:
         """A cut as the search has it; without the memory limit if it does not keep that."""
         configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
         job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
-        found = Candidate(configuration, self.profile, job)
-        return found if found.fits else replace(found, job=replace(job, memory_bytes=None))
+        found, limit_bytes = Candidate(configuration, self.profile, job), job.memory_bytes
+        if limit_bytes is not None and (found.peak_bytes > limit_bytes * _SLACK).any():
+            return replace(found, job=replace(job, memory_bytes=None))
+        return found
 
     def bottleneck_s(self, cut: Cut) -> float:
         """The slowest stage of a cut, forward plus backward at the highest clocks."""

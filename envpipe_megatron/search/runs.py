@@ -28,7 +28,7 @@ BETTER = 1 - 1e-12
 
 @dataclass(frozen=True)
 class Way:
-    """What recomputing does: running sums [n + 1] over pieces; others [n] of each.
+    """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
 
     `can_be` says which pieces can be recomputed.
     """
@@ -45,9 +45,9 @@ class Way:
 
     @cached_property
     def levels(self) -> list[tuple[float, IntArray]]:
-        """What a piece may hold while it is recomputed, from the least; and for each of the pieces.
+        """Bytes that a piece may hold while it is recomputed, from the least.
 
-        [n + 1] the next piece that holds more; behind all pieces if none does.
+        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
         """
         count = len(self.working_bytes)
         found = []
@@ -130,7 +130,7 @@ class Runs:
         return node - self.rows.start, end_node - node - 1
 
     def sums(self, running_sums: FloatArray) -> FloatArray:
-        """What each run has of a value."""
+        """Sum a value over each run, from its running sums."""
         sums: FloatArray = running_sums[self.end] - running_sums[self.first]
         return sums
 
@@ -167,7 +167,7 @@ class PieceRuns(Runs):
 
     @cached_property
     def parameters(self) -> FloatArray:
-        """That one GPU holds."""
+        """Parameters that one GPU holds."""
         return self.sums(self.pieces.parameters)
 
     @cached_property
@@ -181,7 +181,7 @@ class PieceRuns(Runs):
         of_parameters_bytes: FloatArray,
         working_bytes: float = 0.0,
     ) -> FloatArray:
-        """By how much each run exceeds its memory, before anything is saved by recomputing.
+        """Bytes by which each run exceeds its memory, before anything is saved by recomputing.
 
         `of_parameters_bytes`, [rows, width], are held for each run's parameters.
         """

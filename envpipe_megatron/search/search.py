@@ -49,7 +49,7 @@ class Ranked:
 
     @property
     def cost(self) -> Cost | None:
-        """Of all GPUs, with the plan."""
+        """Time and energy of all GPUs under the plan."""
         return None if self.plan is None else self.plan.cost
 
     @property
@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, the best first, and how much it looked at."""
+    """Result of a search, the best first, and how much it looked at."""
 
     ranked: tuple[Ranked, ...]
     num_shapes: int
@@ -87,7 +87,7 @@ def search(
     """The best configurations of a job.
 
     Args:
-        objective: without joules the least time alone.
+        objective: without joules only the least time.
         blocking_power_w: of a GPU that waits.
         max_slowdown: for other objectives than time, how much longer an iteration may take than
             that of the fastest configuration at the highest clocks, as a fraction.

@@ -38,7 +38,7 @@ _MOST_SAMPLES = 10**9
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """Limits of the search.
 
     Args:
         max_chunks: virtual stages of a stage at most; 1 for none.
@@ -120,7 +120,7 @@ class MegatronSpace:
         return all_s / (1 - (1 - 1 / shape.num_microbatches) ** shape.num_stages)
 
     def pieces(self, shape: Shape) -> Pieces:
-        """What pieces take at a shape's sizes, in parts where it has several stages."""
+        """Return what pieces take at a shape's sizes, in parts where it has several stages."""
         in_parts = shape.num_stages > 1
         key = shape.sizes, in_parts
         if key not in self._pieces:
@@ -186,7 +186,7 @@ class MegatronSpace:
         return Cut(self.configuration(shape, best.cut, best.recomputed), best.bound_s)
 
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
-        """What all stages recompute, each way that Megatron has; or None, for each its own."""
+        """List what all stages can recompute in Megatron's own ways; None: each its own."""
         if not self.space.same_recomputation:
             yield None
             return
@@ -210,22 +210,21 @@ class MegatronSpace:
         slots = _spread(self.pieces(shape), shape)
         if slots is None:
             return None
-        most = int(np.diff(slots).max())
-        if not self.space.same_recomputation:
-            chosen = [
-                self._least_of_stage(shape, slots, stage, most) for stage in range(shape.num_stages)
-            ]
+        most, stages = int(np.diff(slots).max()), range(shape.num_stages)
+        ways = self.pieces(shape).ways if self.job.memory_bytes is not None else ()
+        fewest = {
+            name: [self._fewest(shape, slots, stage, name, most) for stage in stages]
+            for name in ways
+        }
+        if self.space.same_recomputation:
+            options = [(name, max(n) if name == FULL else most) for name, n in fewest.items()]
+            tried = [[option for _ in stages] for option in [(None, 0), *options]]
+        else:
+            by_stage = [[(None, 0), *((name, n[s]) for name, n in fewest.items())] for s in stages]
+            chosen = [self._least_of_stage(shape, slots, s, by_stage[s]) for s in stages]
             known = [each for each in chosen if each is not None]
-            return self._cut_in_chunks(shape, slots, known) if len(known) == len(chosen) else None
-        options: list[Recomputed] = [(None, 0)]
-        for name in self.pieces(shape).ways if self.job.memory_bytes else ():
-            counts = [
-                self._fewest(shape, slots, stage, name, most) for stage in range(shape.num_stages)
-            ]
-            options.append((name, max(counts) if name == FULL else most))
-        cuts = [
-            self._cut_in_chunks(shape, slots, [option] * shape.num_stages) for option in options
-        ]
+            tried = [known] if len(known) == len(chosen) else []
+        cuts = (self._cut_in_chunks(shape, slots, each) for each in tried)
         fitting = [cut for cut in cuts if cut is not None]
         return min(fitting, key=lambda cut: cut.bound_s, default=None)
 
@@ -242,13 +241,9 @@ class MegatronSpace:
         return Cut(found, float((shape.num_microbatches * times_s + ahead_s).max()))
 
     def _least_of_stage(
-        self, shape: Shape, slots: IntArray, stage: int, most: int
+        self, shape: Shape, slots: IntArray, stage: int, options: Iterable[Recomputed]
     ) -> Recomputed | None:
-        """What takes a stage the least time of what fits; None if nothing does."""
-        options: list[Recomputed] = [(None, 0)]
-        if self.job.memory_bytes is not None:
-            names = self.pieces(shape).ways
-            options += [(n, self._fewest(shape, slots, stage, n, most)) for n in names]
+        """Which option takes a stage the least time of what fits; None if nothing does."""
         found = [(*self._time_and_peak(shape, slots, stage, each), each) for each in options]
         fitting = [(time_s, each) for time_s, peak, each in found if peak <= self._limit_bytes]
         return min(fitting, key=lambda each: each[0])[1] if fitting else None

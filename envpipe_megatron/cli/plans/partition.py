@@ -136,7 +136,7 @@ def partition(
 
 @dataclass(frozen=True)
 class _Job:
-    """What every split of this command is held against."""
+    """Splits of one command, which are held against each other."""
 
     space: SplitSpace
     blocking_power_w: float
@@ -147,7 +147,7 @@ class _Job:
     def figures(
         self, cut: Cut, deadline_s: float, cost: Cost | None
     ) -> dict[str, tuple[float, int]]:
-        """By name, what a split takes, and the digits to show.
+        """Name the figures of a split, with the digits to show.
 
         Without a cost, that of a plan in time, or if the split is late at the highest clocks, no
         later.

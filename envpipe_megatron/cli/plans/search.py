@@ -177,7 +177,7 @@ def search_command(
             max_slowdown=slowdown_percent / 100,
             progress=progress,
         )
-    shown = Shown(profile, job, found)
+    shown = Shown(profile, found)
     show_tables(console, shown.table())
     show_tables(console, shown.lost())
     show_tables(console, shown.stages())

@@ -1,4 +1,4 @@
-"""What `envpipe search` prints of what it found: tables of the best, and of where time goes.
+"""Tables that `envpipe search` prints: the best configurations, and where their time goes.
 
 Enter at `Shown`; the command in `search.py` prints it.
 """
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from envpipe_megatron.console import table_of
 from envpipe_megatron.search.candidates import Losses
-from envpipe_megatron.search.configuration import Job, recomputed_layers
+from envpipe_megatron.search.configuration import recomputed_layers
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
@@ -21,10 +21,9 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Shown:
-    """What is printed of a search."""
+    """Tables and sentences about a search."""
 
     profile: LayerProfile
-    job: Job
     found: Found
 
     def table(self) -> Table:
@@ -113,7 +112,7 @@ class Shown:
         )
 
     def how_sure(self) -> str:
-        """What was looked at."""
+        """Say how much was looked at."""
         cut = f"{self.found.num_cut} of {self.found.num_shapes} shapes were cut"
         return f"{cut}: the others have a bound above what was found."
 
@@ -149,7 +148,7 @@ def pieces_words(names: tuple[str, ...]) -> str:
 
 
 def why_slower(losses: Losses, best: Losses, longer: float) -> str:
-    """What the largest part of the time is that a candidate takes more than the best."""
+    """Name the largest part of the time that a candidate takes more than the best."""
     more = {
         name: 100 * (getattr(losses, field) * longer - getattr(best, field))
         for name, field in (

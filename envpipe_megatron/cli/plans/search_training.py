@@ -40,7 +40,7 @@ _WITH_DISTRIBUTED_OPTIMIZER = re.compile("--overlap-param-gather")
 
 @dataclass(frozen=True)
 class Measured:
-    """What training shows: times (s) after the warm-up, each a mean of a few iterations.
+    """Figures of a training: times (s) after the warm-up, each a mean of a few iterations.
 
     Peaks (bytes) are by rank.
     """
@@ -112,7 +112,7 @@ def without_set(words: Sequence[str], configuration: Configuration) -> list[str]
 
 
 def arguments(flags: Sequence[str]) -> list[str]:
-    """What the run gets: a configuration's flags, and a log of every few iterations.
+    """Arguments of the run: a configuration's flags, and a log of every few iterations.
 
     Recomputation by stage is EnvPipe's: it only observes here.
     """
