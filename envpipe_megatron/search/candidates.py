@@ -206,7 +206,7 @@ class Candidate:
             schedule="auto",
             policy="optimal",
             num_chunks=self.configuration.num_chunks,
-            max_in_flight=None if self.job.memory_bytes is None else BY_MEMORY,
+            max_in_flight=BY_MEMORY if self.stage_profile.sidecar.free_bytes else None,
             deadline_factor=deadline_factor,
             conditions=self.conditions(blocking_power_w),
             runnable=True,

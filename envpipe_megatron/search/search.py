@@ -24,7 +24,7 @@ from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.runs import cheapest_paths
+from envpipe_megatron.search.runs import BETTER, cheapest_paths
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 
 #: Configurations that are shown, and that are planned with clocks, at most.
@@ -170,7 +170,7 @@ def cheap_cuts(
     pieces = megatron.pieces(shape)
     if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
         return
-    within_s = longest_s / megatron.profile.least_rested
+    within_s = longest_s / megatron.profile.least_rested / BETTER
     static_bytes = megatron.static_bytes(shape)
     cuts = ShapeCuts(pieces, shape, megatron.job, static_bytes, within_s=within_s)
     if cuts.stages:

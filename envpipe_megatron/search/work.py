@@ -166,7 +166,7 @@ def parameter_bytes(
     *,
     distributed_optimizer: bool,
 ) -> FloatArray:
-    """Bytes that a GPU holds for parameters: weights, gradients, its share of the optimizer's state."""
+    """Bytes that a GPU holds for weights, gradients and its share of the optimizer's state."""
     each = profile.bytes_per_parameter
     of_experts, of_others = (
         each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)

@@ -106,6 +106,16 @@ def test_energy_is_of_all_gpus() -> None:
     assert ours == pytest.approx(2 * theirs)
 
 
+def test_layers_without_activations_limit_no_microbatches() -> None:
+    nothing = {"activation_bytes": 0.0, "input_bytes": 0.0, "output_bytes": 0.0}
+    measures = {name: replace(each, **nothing) for name, each in profile_of().at(ONE).items()}
+    profile = replace(profile_of(links=Links()), measures={ONE: measures})
+    limited = candidate_of(profile, job=replace(JOB, memory_bytes=1e6))
+    assert limited.stage_profile.sidecar.activation_bytes is None
+    free = candidate_of(profile)
+    assert limited.plan(50.0).cost.energy_j == pytest.approx(free.plan(50.0).cost.energy_j)
+
+
 def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
     profile = whole_layers(1, ("layer",) * 6)
     measures = {
