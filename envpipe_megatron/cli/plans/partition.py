@@ -19,6 +19,7 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
+from envpipe_megatron.cli.plans.search_tables import stage_table
 from envpipe_megatron.console import say, show_tables, table_of
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.plan import Cost
@@ -31,7 +32,6 @@ from envpipe_megatron.search.configuration import (
     megatron_even_split,
 )
 from envpipe_megatron.search.layer_file import read_layers_or_table
-from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS
 from envpipe_megatron.search.partition import (
     Cut,
     Found,
@@ -108,7 +108,8 @@ def partition(
     found = best(space)
     split, best_one = layers_of(profile, found.cut), space.candidate(found.cut)
     write_stages(best_one.stage_profile, blocking_power, output)
-    show_tables(console, _stage_table(space, found.cut))
+    title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
+    show_tables(console, stage_table(title, best_one, best_one.peak_bytes, memory))
     num_layers = sum(split)
     even, even_flags = megatron_even_split(num_layers, num_stages) or (None, ())
     show_tables(console, _comparison(job, found, even))
@@ -168,33 +169,6 @@ class _Job:
             figures["planned time (s)"] = cost.iteration_time_s, 4
             figures["planned energy (J)"] = cost.energy_j, 1
         return figures
-
-
-def _stage_table(space: SplitSpace, cut: Cut) -> Table:
-    candidate, names = space.candidate(cut), space.profile.pieces
-    peak_bytes = candidate.peak_bytes
-    memory = ["1F1B memory (GiB)"] if peak_bytes.any() else []
-    columns = ["stage", "layers", "forward (ms)", "backward (ms)", "share of bottleneck (%)"]
-    longest_s, rows = max(work.time_s for work in candidate.works), []
-    for stage, work in enumerate(candidate.works):
-        at = range(cut[stage], cut[stage + 1])
-        numbers = [
-            str(n - (names[0] == EMBEDDING)) for n in at if names[n] not in (EMBEDDING, LOSS)
-        ]
-        parts = [EMBEDDING] * (names[at[0]] == EMBEDDING)
-        parts += ["-".join(dict.fromkeys([numbers[0], numbers[-1]]))] if numbers else []
-        parts += [LOSS] * (names[at[-1]] == LOSS)
-        cells = [
-            str(stage),
-            ", ".join(parts),
-            f"{1e3 * work.forward_s[0, 0]:.3f}",
-            f"{1e3 * work.backward_s[0, 0]:.3f}",
-            f"{100 * work.time_s / longest_s:.1f}",
-        ]
-        rows.append([*cells, *(f"{peak_bytes[stage] / 2**30:.2f}" for _ in memory)])
-    shown = table_of("Stages, at the highest clocks", [*columns, *memory], rows)
-    shown.columns[1].justify = "left"
-    return shown
 
 
 def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
