@@ -32,6 +32,8 @@ from envpipe_megatron.search.runs import (
 _COARSE_NODES = 96
 #: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
+#: Numbers of an array over prices.
+_BLOCK = 1_000_000
 
 #: The name of a recomputation, and of how many of the first pieces that know it.
 Recomputed = tuple[str | None, int]
@@ -271,9 +273,11 @@ def least_energy_j(
     """
     power_w = max(float((energy_j / time_s).max()) for energy_j, time_s in units)
     least_j = np.full(window_s.shape, -np.inf)
-    for price_w in power_w * _TIME_PRICES:
+    blocks = 1 + units[0][0].size * len(_TIME_PRICES) // _BLOCK  # all at once where units are few
+    for prices_w in np.array_split(power_w * _TIME_PRICES, min(blocks, len(_TIME_PRICES))):
+        price_w = prices_w.reshape(-1, *[1] * window_s.ndim)
         dual_j = -price_w * window_s
         for energy_j, time_s in units:
-            dual_j += (energy_j + (price_w - blocking_power_w) * time_s).min(axis=-1)
-        np.maximum(least_j, dual_j, out=least_j)
+            dual_j += (energy_j + (price_w[..., None] - blocking_power_w) * time_s).min(axis=-1)
+        np.maximum(least_j, dual_j.max(axis=0), out=least_j)
     return least_j
