@@ -1,7 +1,7 @@
 r"""What each layer of a model takes on this GPU, and what splits by different methods make of it.
 
     python benchmarks/deepspeed_engine/split_layers.py --model gpt-350m --num-stages 4 \
-        --output layers.csv
+        --output layers.json
 
 Needs one GPU, whose clocks stay as they are. Prints the slowest stage of each method's split, a
 forward and a backward of one microbatch; the stage that takes longest decides a pipeline's time.
@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
-import numpy as np
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
@@ -24,10 +23,11 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
-from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
-from envpipe_megatron.policies.partitions.layers import read_layers
+from envpipe_megatron.search.layer_file import read_layers
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.parts import parts_by_file
 
 
 @click.command()
@@ -35,7 +35,7 @@ from envpipe_megatron.policies.partitions.layers import read_layers
 @click.option("--num-stages", default=4)
 @click.option("--microbatch-size", default=4)
 @click.option("--sequence-length", default=1024)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Layer CSV.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Layer profile.")
 def main(
     model: str, num_stages: int, microbatch_size: int, sequence_length: int, output: Path
 ) -> None:
@@ -61,11 +61,13 @@ def main(
         output,
     )
     meter.close()
-    table = read_layers(output)
-    time_s = sum(times[:, 0] for times in table.time_s.values())
-    energy_j = sum(energies[:, 0] for energies in table.energy_j.values())
-    assert isinstance(time_s, np.ndarray)
-    assert isinstance(energy_j, np.ndarray)
+    profile = read_layers(output)
+    columns = {
+        name: profile.column(Sizes(), name)[:, 0]
+        for name in ("forward_s", "backward_s", "forward_j", "backward_j")
+    }
+    time_s = columns["forward_s"] + columns["backward_s"]
+    energy_j = columns["forward_j"] + columns["backward_j"]
     rows = [
         {
             "layer": f"{index} {layer.typename.__name__}",
@@ -80,7 +82,7 @@ def main(
     splits = {
         "uniform": partition_uniform(len(layers), num_stages),
         "parameters": partition_balanced([row["parameters"] for row in rows], num_stages),
-        "time": parts_by_time(output, len(layers), num_stages),
+        "time": parts_by_file(f"time:{output}", len(layers), num_stages),
     }
     stages = [
         {

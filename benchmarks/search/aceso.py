@@ -42,9 +42,9 @@ from benchmarks.search.aceso_runs import (
 )
 from benchmarks.search.aceso_space.aceso_files import fold_blocks
 from benchmarks.search.searches import alone, divide_layers, divide_operators, search_megatron
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate
 
 COMMAND = "python -m benchmarks.search.aceso"
 #: In percent: what Megatron's space may cost against stages of any sizes.

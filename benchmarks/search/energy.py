@@ -51,11 +51,11 @@ from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.search import search as search_megatron
-from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.search import search as search_megatron
+from envpipe_megatron.search.space import Space
 
 COMMAND = "python -m benchmarks.search.energy"
 #: The first is fitted to the GPU of the last setting, the next ones to others, the last to none.

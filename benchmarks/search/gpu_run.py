@@ -39,11 +39,13 @@ from benchmarks.megatron_lm.models import (
 )
 from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import (
+    Job,
+    megatron_flags,
+)
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.flags import megatron_flags
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (

@@ -22,8 +22,8 @@ from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import Space
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import Space
 
 #: Virtual stages of a stage in Megatron's space at most.
 MAX_CHUNKS = 4

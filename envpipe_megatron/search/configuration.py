@@ -1,10 +1,26 @@
-"""A parallel configuration: the pieces of each stage, its GPUs, and what it recomputes."""
+"""A parallel configuration: the pieces of each stage, its GPUs, and what it recomputes.
+
+Also its forms for others: Megatron-LM's flags (`megatron_flags`), and the file of what a search
+chose, `envpipe-configuration/1` (`configuration_text`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from typing import Any
 
-from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
+
+CONFIGURATION_FORMAT = "envpipe-configuration/1"
+#: The letters of pieces in a layout; all others are transformer layers.
+_LETTERS = {EMBEDDING: "E", LOSS: "L"}
+
+#: Transformer layers on each stage.
+Split = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Job:
-    """What is searched for: the GPUs that are there, the batch, and the memory of one GPU.
+    """A training job: its GPUs, the batch, and the memory of one GPU.
 
     Args:
         memory_bytes: that one GPU may hold at its peak; None for no limit.
@@ -67,3 +83,183 @@ class Job:
     gpus_per_node: int
     global_batch: int
     memory_bytes: float | None = None
+
+
+def configuration_text(
+    profile: LayerProfile,
+    configuration: Configuration,
+    job: Job,
+    *,
+    flags: Sequence[str],
+    predicted: dict[str, Any],
+) -> str:
+    """The file's text.
+
+    Args:
+        flags: of Megatron-LM, if it can train the configuration.
+        predicted: what is said of it: `iteration_time_s`, `energy_j`, `peak_bytes` by stage.
+    """
+    known = {
+        "format": CONFIGURATION_FORMAT,
+        "profile": profile.source,
+        "gpus": job.num_gpus,
+        "gpus_per_node": job.gpus_per_node,
+        "global_batch": job.global_batch,
+        "num_microbatches": configuration.num_microbatches,
+        "distributed_optimizer": configuration.distributed_optimizer,
+        "stages": [_stage_entry(profile, stage) for stage in configuration.stages],
+        "megatron_flags": list(flags),
+        "predicted": predicted,
+    }
+    return json.dumps(known, indent=1) + "\n"
+
+
+def _stage_entry(profile: LayerProfile, stage: StageLayout) -> dict[str, Any]:
+    return {
+        "pieces": [list(chunk) for chunk in stage.chunks],
+        "names": [list(profile.pieces[first:end]) for first, end in stage.chunks],
+        **asdict(stage.sizes),
+        "data_parallel": stage.data_parallel,
+        "recomputed": list(stage.recomputed),
+    }
+
+
+def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
+    """The flags that make Megatron-LM (core_v0.16.1 to core_v0.19.0) train a configuration.
+
+    Where stages recompute different numbers of layers, which Megatron has no flag for, the flag is
+    EnvPipe's own.
+    """
+    stages, sizes = configuration.stages, configuration.stages[0].sizes
+    flags = [
+        f"--tensor-model-parallel-size {sizes.tensor_parallel}",
+        f"--pipeline-model-parallel-size {len(stages)}",
+        f"--micro-batch-size {sizes.microbatch_size}",
+        f"--global-batch-size {job.global_batch}",
+    ]
+    if sizes.context_parallel > 1:
+        flags.append(f"--context-parallel-size {sizes.context_parallel}")
+    if sizes.expert_parallel > 1:
+        flags.append(f"--expert-model-parallel-size {sizes.expert_parallel}")
+    if len(stages) > 1:
+        flags.append(layout_flag(profile, configuration))
+    if configuration.distributed_optimizer:
+        flags.append("--use-distributed-optimizer")
+    return [*flags, *_recomputation(profile, configuration)]
+
+
+def layout_flag(profile: LayerProfile, configuration: Configuration) -> str:
+    """Megatron's flag for any cut, quoted for a shell: slots chunk by chunk, stage by stage.
+
+    Embedding and loss are demanded exactly once, first and last, whether they were profiled or not.
+    """
+    slots = [
+        "".join(_LETTERS.get(piece, "t") for piece in profile.pieces[first:end])
+        for chunk in range(configuration.num_chunks)
+        for first, end in (stage.chunks[chunk] for stage in configuration.stages)
+    ]
+    slots[0] = "E" + slots[0].removeprefix("E")
+    slots[-1] = slots[-1].removesuffix("L") + "L"
+    return f"--pipeline-model-parallel-layout {shlex.quote(_layout_text(slots))}"
+
+
+def _layout_text(stages: Sequence[str]) -> str:
+    """Letters of stages as Megatron's layout: `Et*3|(tt|)*2tL`.
+
+    The syntax of core_v0.16.1 to core_v0.19.0: stages between `|`; `E` embedding, `t` transformer
+    layer, `m` layer that predicts a further token, `L` loss; `x*n` and `(...)*n` repeat.
+    """
+
+    def short(stage: str) -> str:
+        runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+        return "".join(x * n if n < 2 else f"{x}*{n}" for x, n in runs)
+
+    middle = ""
+    for stage, same in groupby(stages[1:-1]):
+        repeats = len(list(same))
+        text = f"{short(stage)}|"
+        middle += text if repeats == 1 else f"({text})*{repeats}"
+    return f"{short(stages[0])}|{middle}{short(stages[-1])}"
+
+
+def first_last_flags(split: Split) -> str | None:
+    """Megatron's flags for the first and the last stage, or None if they cannot express a split.
+
+    Megatron (core_v0.16.1) wants at least one layer on each of the two, and deals the others evenly
+    to the stages between. The flags exclude the layout and `--account-for-*-in-pipeline-split`.
+    """
+    if min(split) < 1 or len(set(split[1:-1])) > 1:
+        return None
+    return (
+        f"--decoder-first-pipeline-num-layers {split[0]} "
+        f"--decoder-last-pipeline-num-layers {split[-1]}"
+    )
+
+
+def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[str, ...]] | None:
+    """The split that Megatron makes without a layout, and the flags it needs for that.
+
+    Without flags the stages must divide the layers; `--account-for-embedding-in-pipeline-split` and
+    `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each. None
+    if Megatron refuses all of these.
+    """
+    for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # only the loss splits as only the embedding
+        share, left = divmod(num_layers + embedding + loss, num_stages)
+        split = [share] * num_stages
+        split[0] -= embedding
+        split[-1] -= loss
+        if left or min(split) < 1:
+            continue
+        flags = [
+            f"--account-for-{what}-in-pipeline-split"
+            for what, counted in ((EMBEDDING, embedding), (LOSS, loss))
+            if counted
+        ]
+        return tuple(split), tuple(flags)
+    return None
+
+
+def recomputed_layers(configuration: Configuration) -> list[tuple[str | None, int]]:
+    """For each stage the name of its recomputation, and how many layers of a chunk it is of."""
+    found: list[tuple[str | None, int]] = []
+    for stage in configuration.stages:
+        ways = iter(stage.recomputed)
+        chunks = [[next(ways) for _ in range(first, end)] for first, end in stage.chunks]
+        counts = [sum(way is not None for way in chunk) for chunk in chunks]
+        name = next((way for way in stage.recomputed if way is not None), None)
+        found.append((name, max(counts)))
+    return found
+
+
+def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:
+    by_stage = recomputed_layers(configuration)
+    names = {name for name, _ in by_stage}
+    if names == {None}:
+        return
+    count = max(count for _, count in by_stage)
+    if names <= {None, FULL} and _first_everywhere(profile, configuration, FULL, count):
+        yield "--recompute-granularity full --recompute-method block"
+        yield f"--recompute-num-layers {count}"
+        return
+    for name in names - {None, FULL}:
+        if _first_everywhere(profile, configuration, name, len(profile.pieces)):
+            yield f"--recompute-granularity {name}"
+            return
+    stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
+    yield f"--envpipe --envpipe-recompute {stages}"
+
+
+def _first_everywhere(
+    profile: LayerProfile, configuration: Configuration, name: str | None, count: int
+) -> bool:
+    """Check that in each chunk the first pieces that know a recomputation have it, no others."""
+    for stage in configuration.stages:
+        ways, measures = iter(stage.recomputed), profile.at(stage.sizes)
+        for first, end in stage.chunks:
+            own = list(islice(ways, end - first))
+            able = [measures[piece].way(name) is not None for piece in profile.pieces[first:end]]
+            known = [way for way, can_be in zip(own, able, strict=True) if can_be]
+            given = min(count, len(known))
+            if known != [name] * given + [None] * (len(known) - given):
+                return False
+    return True

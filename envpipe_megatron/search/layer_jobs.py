@@ -26,7 +26,7 @@ _ELSEWHERE = "Give another --output, or remove that file."
 
 @dataclass(frozen=True)
 class LayerJob:
-    """What one job measures.
+    """A job of Megatron that measures layers.
 
     Args:
         folder: where rank 0 leaves a layer profile of each microbatch size.
@@ -43,7 +43,7 @@ class LayerJob:
     source: str = LayerProfile.source
 
     def sizes(self, microbatch_size: int) -> Sizes:
-        """Those of one of its measurements."""
+        """Sizes of one of its measurements."""
         return Sizes(
             self.tensor_parallel, microbatch_size, self.context_parallel, self.expert_parallel
         )
@@ -55,7 +55,7 @@ class LayerJob:
         return math.lcm(shared, self.tensor_parallel * self.expert_parallel)
 
     def gpus(self, speeds: Sequence[float]) -> range:
-        """Of a node's GPUs, those that it runs on: the slowest, for which all others wait.
+        """Choose the GPUs of a node that it runs on: the slowest, for which all others wait.
 
         They are neighbours, as Megatron's groups are.
         """
@@ -68,7 +68,7 @@ class LayerJob:
         return Path(self.folder) / f"{microbatch_size}.json"
 
     def to_text(self) -> str:
-        """What `JOB_VARIABLE` holds."""
+        """Return the text that `JOB_VARIABLE` holds."""
         return json.dumps(asdict(self))
 
     @classmethod

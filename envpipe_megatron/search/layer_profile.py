@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
@@ -24,13 +24,16 @@ SELECTIVE, FULL, OPERATOR = "selective", "full", "operator"
 
 #: Of a piece's time, from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
+#: Times of a microbatch beside a smaller one's, beyond what the samples account for; a GPU's times
+#: vary by less.
+_MOST, _LEAST = 1.2, 0.9
 #: A model of more pieces in all is a mistake in a file, and would fill the memory.
 _MOST_PIECES = 100_000
 
 
 @dataclass(frozen=True, order=True)
 class Sizes:
-    """What the measures of a piece depend on."""
+    """Sizes that the measures of a piece depend on."""
 
     tensor_parallel: int = 1
     microbatch_size: int = 1
@@ -71,7 +74,7 @@ class Measure:
         parameters: that one GPU holds.
         input_bytes, output_bytes: the message if a stage begins, or ends, with this piece.
         activation_bytes: kept from forward to backward of a microbatch.
-        forward_workspace_bytes, backward_workspace_bytes: held during the piece's own run alone.
+        forward_workspace_bytes, backward_workspace_bytes: held only while the piece itself runs.
         recomputation: ways to keep less, from the mildest.
         host_s: in which the host hands over forward and backward, at the highest clock; with the
             piece's own waits for the GPU. None if it is not known.
@@ -121,7 +124,7 @@ class Measure:
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether the host hands over hardly faster than the GPU runs, at the highest clock."""
+        """True if the host hands over hardly faster than the GPU runs, at the highest clock."""
         return self.host_s is not None and bool(self.host_s >= _HOST_BOUND * self.both_s[0])
 
 
@@ -135,7 +138,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """What a GPU holds for a parameter. The optimizer's part can be shared by data parallel ranks.
+    """Bytes that a GPU holds for a parameter; data parallel ranks can share the optimizer's.
 
     `least_workspace` is memory that is held beside at the peak where no piece's workspace is as
     large (Aceso counts another copy of the weights).
@@ -167,7 +170,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Links:
-    """What messages between GPUs take; a curve that is missing takes no time.
+    """Times of messages between GPUs; a curve that is missing takes no time.
 
     Args:
         within_node, across_nodes: a message from stage to stage.
@@ -239,7 +242,7 @@ class LayerProfile:
 
     @property
     def has_energy(self) -> bool:
-        """Whether all pieces and recomputations have measured joules; zeros alone are none."""
+        """True if all pieces and recomputations have measured joules, and not only zeros."""
         measures = [each for by_piece in self.measures.values() for each in by_piece.values()]
         pieces = [x for each in measures for x in (each.forward_j, each.backward_j)]
         ways = [way.energy_j for each in measures for way in each.recomputation]
@@ -346,3 +349,41 @@ def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
     yield measure.forward_s
     yield measure.backward_s
     yield from (values for values in optional if values is not None)
+
+
+def implausible_rows(profile: LayerProfile) -> list[str]:
+    """A line for each row whose time cannot be right beside that of the next microbatch size.
+
+    A larger microbatch takes longer than a smaller one, and not much longer for each sample. Other
+    sizes are not compared: where the host is what bounds, more GPUs may well take longer.
+    Forward and backward together, at the highest clock: which of them waits for a host that is
+    slow differs from row to row. Nothing of profiles without a GPU's name: the times of a CPU, and
+    of another project's single operators, vary more.
+    """
+    if profile.gpu is None:
+        return []
+    found = []
+    ordered = sorted(profile.measures, key=lambda sizes: (_shared(sizes), sizes.microbatch_size))
+    for _, alike in groupby(ordered, _shared):
+        for small, large in pairwise(alike):
+            samples = large.microbatch_size / small.microbatch_size
+            for piece, measure in profile.at(large).items():
+                times = float((measure.both_s / profile.at(small)[piece].both_s)[0])
+                if times > _MOST * samples:
+                    found.append(_sentence(piece, large, small, times))
+                elif times < _LEAST:
+                    found.append(_sentence(piece, small, large, 1 / times))
+    return found
+
+
+def _shared(sizes: Sizes) -> tuple[int, int, int]:
+    return sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel
+
+
+def _sentence(piece: str, sizes: Sizes, other: Sizes, times: float) -> str:
+    parts = zip(("tensor", "context", "expert"), _shared(sizes), strict=True)
+    at = "".join(f"{name} parallel {size}, " for name, size in parts if size > 1)
+    return (
+        f"{piece} at {at}microbatch {sizes.microbatch_size} takes {times:.1f} times as long as at "
+        f"microbatch {other.microbatch_size}"
+    )

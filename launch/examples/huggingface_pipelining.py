@@ -34,7 +34,7 @@ def train(folder: str | None, device: torch.device) -> None:
         n_embd=64, n_head=4, n_layer=4, vocab_size=256, bos_token_id=None, eos_token_id=None
     )  # fmt: skip
     model = split_model(config, weights=folder)
-    parts = model.parts(stages)  # or by a layer CSV: model.parts(stages, "time:layers.csv")
+    parts = model.parts(stages)  # or by time: model.parts(stages, "time:layers.json")
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(
         config.vocab_size, (MICROBATCHES * MICROBATCH, LENGTH + 1), generator=generator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +37,10 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.deepspeed.initialize import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
-from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.search.layer_file import read_layers
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.parts import parts_by_file
 
 CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
 PLAIN = {"train_batch_size": 4}
@@ -244,7 +245,7 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
     forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
     meter = Scripted([time_s * k for time_s in forward_s for k in (1, 3)])
     words = torch.randint(7, (2, 5))
-    path = tmp_path / "layers.csv"
+    path = tmp_path / "layers.json"
 
     def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
@@ -252,15 +253,14 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
     profile_layers(layers, (words, words), loss, 1410, meter, torch.device("cpu"), path)
     assert meter.ran == 10
     assert norm.weight.grad is None, "a copy was measured"
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["time"]) for row in rows if row["instruction"] == "forward"] == forward_s
-    backward = [float(row["energy"]) for row in rows if row["instruction"] == "backward"]
-    assert backward == pytest.approx([400 * time_s for time_s in forward_s])
-    assert parts_by_time(path, num_layers=5, num_stages=2) == [0, 4, 5], "the loss is heavy"
-    assert parts_by_time(path, num_layers=5, num_stages=3) == [0, 2, 4, 5]
+    profile, cut = read_layers(path), f"time:{path}"
+    assert profile.column(Sizes(), "forward_s")[:, 0].tolist() == forward_s
+    backward_j = profile.column(Sizes(), "backward_j")[:, 0].tolist()
+    assert backward_j == pytest.approx([400 * time_s for time_s in forward_s])
+    assert parts_by_file(cut, num_layers=5, num_stages=2) == [0, 4, 5], "the loss is heavy"
+    assert parts_by_file(cut, num_layers=5, num_stages=3) == [0, 2, 4, 5]
     with pytest.raises(EnvPipeError, match="another model"):
-        parts_by_time(path, num_layers=6, num_stages=2)
+        parts_by_file(cut, num_layers=6, num_stages=2)
 
 
 def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 from whole_layers import whole_layers
 
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.configuration import (
+    Job,
+    configuration_text,
+    megatron_flags,
+    recomputed_layers,
+)
+from envpipe_megatron.search.cuts import Recomputed, Shape
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.megatron.cuts import Recomputed, Shape
-from envpipe_megatron.search.megatron.flags import megatron_flags, recomputed_layers
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 PROFILE = whole_layers(0, ("layer",) * 7)
 JOB = Job(num_gpus=4, gpus_per_node=4, global_batch=8)

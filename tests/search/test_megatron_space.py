@@ -9,13 +9,13 @@ from whole_layers import whole_layers
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.cuts import Shape, best_cut
 from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Shape, best_cut
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
-from envpipe_megatron.search.megatron.work import StageWork, peak_bytes, stage_work
+from envpipe_megatron.search.search import search
+from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.work import StageWork, peak_bytes, stage_work
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")
@@ -192,7 +192,7 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
     shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
     given = megatron.pieces(shape), shape, job, megatron.static_bytes(shape)
     at_once = best_cut(*given)
-    monkeypatch.setattr("envpipe_megatron.search.megatron.cuts._COARSE_NODES", 12)
+    monkeypatch.setattr("envpipe_megatron.search.cuts._COARSE_NODES", 12)
     assert best_cut(*given) == at_once
     assert best_cut(*given, within_s=at_once.bound_s) == at_once
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(EnvPipeError, match=r"fit 7 GPUs and a batch of 8 .*expert parallel"):
         search(profile, Job(7, 7, 8), Space(), FASTEST)
     with pytest.raises(EnvPipeError, match="more than 1,000,000,000 samples"):
-        MegatronSpace(profile, Job(4, 4, 8 * 10**19), Space())
+        search(profile, Job(4, 4, 8 * 10**19), Space(), FASTEST)
     timed = {
         sizes: {name: replace(of, forward_j=None) for name, of in by_piece.items()}
         for sizes, by_piece in profile.measures.items()
@@ -254,4 +254,4 @@ def test_a_model_begins_with_one_embedding_and_ends_with_one_loss(kept: slice | 
     profile = whole_layers(0)
     blocks = tuple(np.array(profile.blocks, dtype=object)[kept])
     with pytest.raises(EnvPipeError, match="one 'embedding' and ends with one 'loss'"):
-        MegatronSpace(replace(profile, blocks=blocks), JOB, Space())
+        search(replace(profile, blocks=blocks), JOB, Space(), FASTEST)

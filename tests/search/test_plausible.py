@@ -10,8 +10,8 @@ from envpipe_megatron.search.layer_profile import (
     Links,
     Measure,
     Sizes,
+    implausible_rows,
 )
-from envpipe_megatron.search.plausible import implausible_rows
 
 
 def profile(times_ms: dict[Sizes, tuple[float, float]], gpu: str | None = "a GPU") -> LayerProfile:

@@ -8,7 +8,9 @@ import pytest
 from whole_layers import whole_layers
 
 from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
     Curve,
     LayerProfile,
@@ -17,11 +19,8 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.cuts import Shape
-from envpipe_megatron.search.megatron.energy import estimate_j
-from envpipe_megatron.search.megatron.search import search
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.search import estimates_j, search
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
 LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
@@ -102,8 +101,19 @@ def test_energy_is_of_all_gpus() -> None:
     profile = profile_of(links=Links())
     one, two = (candidate_of(profile, replicas=n) for n in (1, 2))
     assert two.plan(50.0).cost.energy_j == pytest.approx(2 * one.plan(50.0).cost.energy_j)
-    times = one.iteration_time_s
-    assert estimate_j(two, 50.0, times) == pytest.approx(2 * estimate_j(one, 50.0, times))
+    times_s = one.iteration_time_s * np.array([1.0, 1.1])
+    ours, theirs = (estimates_j(each, 50.0, times_s) for each in (two, one))
+    assert ours == pytest.approx(2 * theirs)
+
+
+def test_layers_without_activations_limit_no_microbatches() -> None:
+    nothing = {"activation_bytes": 0.0, "input_bytes": 0.0, "output_bytes": 0.0}
+    measures = {name: replace(each, **nothing) for name, each in profile_of().at(ONE).items()}
+    profile = replace(profile_of(links=Links()), measures={ONE: measures})
+    limited = candidate_of(profile, job=replace(JOB, memory_bytes=1e6))
+    assert limited.stage_profile.sidecar.activation_bytes is None
+    free = candidate_of(profile)
+    assert limited.plan(50.0).cost.energy_j == pytest.approx(free.plan(50.0).cost.energy_j)
 
 
 def test_a_recomputation_that_takes_no_time_can_be_used() -> None:

@@ -7,6 +7,7 @@ import pytest
 from whole_layers import whole_layers
 
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
     OPERATOR,
     Block,
@@ -18,10 +19,8 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
     Sizes,
 )
-from envpipe_megatron.search.megatron.cuts import Shape
-from envpipe_megatron.search.megatron.energy import _by_clock
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
-from envpipe_megatron.search.megatron.work import StageWork, stage_work, tails_s
+from envpipe_megatron.search.space import MegatronSpace, Space
+from envpipe_megatron.search.work import StageWork, stage_work, tails_s
 
 ONE = np.array([1.0])
 
@@ -103,4 +102,6 @@ def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:
         shape = Shape(Sizes(), stages, 2 // stages, 1, 4)
         whole_s = np.sum(parts) - loss.apart_s + apart_s
         assert megatron.pieces(shape).time_s[-1] == pytest.approx(whole_s)
-        assert _by_clock(megatron, shape)[None][0][-1, 0] == pytest.approx(whole_s)
+        by_clock = megatron.pieces(shape).by_clock
+        both_s = sum(by_clock[kind][1][-1, 0] for kind in ("forward", "backward"))
+        assert both_s == pytest.approx(whole_s)

@@ -34,8 +34,7 @@ from envpipe_megatron.search.layer_jobs import (
     merged,
     slowest_gpu,
 )
-from envpipe_megatron.search.layer_profile import LayerProfile, Links
-from envpipe_megatron.search.plausible import implausible_rows
+from envpipe_megatron.search.layer_profile import LayerProfile, Links, implausible_rows
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
 _MIB = 2**20

@@ -27,14 +27,11 @@ from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.configuration_file import configuration_text
+from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.flags import megatron_flags
-from envpipe_megatron.search.megatron.search import Found, search
-from envpipe_megatron.search.megatron.space import Space
-from envpipe_megatron.search.plausible import implausible_rows
+from envpipe_megatron.search.layer_profile import LayerProfile, implausible_rows
+from envpipe_megatron.search.search import Found, search
+from envpipe_megatron.search.space import Space
 
 _GIB = 2.0**30
 #: No GPU has as much as `below`: such a number is not in GiB.
@@ -180,7 +177,7 @@ def search_command(
             max_slowdown=slowdown_percent / 100,
             progress=progress,
         )
-    shown = Shown(profile, job, found)
+    shown = Shown(profile, found)
     show_tables(console, shown.table())
     show_tables(console, shown.lost())
     show_tables(console, shown.stages())

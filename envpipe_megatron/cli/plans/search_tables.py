@@ -1,4 +1,4 @@
-"""What `envpipe search` prints of what it found: tables of the best, and of where time goes.
+"""Tables that `envpipe search` prints: the best configurations, and where their time goes.
 
 Enter at `Shown`; the command in `search.py` prints it.
 """
@@ -11,21 +11,20 @@ from itertools import groupby
 from rich.table import Table
 
 from envpipe_megatron.console import table_of
-from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.search.candidates import Candidate, Losses
+from envpipe_megatron.search.configuration import recomputed_layers
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
-from envpipe_megatron.search.megatron.candidates import Losses
-from envpipe_megatron.search.megatron.flags import recomputed_layers
-from envpipe_megatron.search.megatron.search import Found, Ranked
+from envpipe_megatron.search.search import Found, Ranked
 
 _GIB = 2.0**30
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What is printed of a search."""
+    """Tables and sentences about a search."""
 
     profile: LayerProfile
-    job: Job
     found: Found
 
     def table(self) -> Table:
@@ -80,26 +79,8 @@ class Shown:
     def stages(self) -> Table:
         """The stages of the best."""
         best = self.found.ranked[0]
-        candidate, peak_bytes = best.candidate, best.peak_bytes
-        layouts, works = candidate.configuration.stages, candidate.works
-        recomputed = recomputed_layers(candidate.configuration)
-        rows = [
-            (
-                str(stage),
-                " + ".join(pieces_words(self.profile.pieces[a:b]) for a, b in layout.chunks),
-                f"TP{layout.sizes.tensor_parallel} DP{layout.data_parallel}",
-                "-" if name is None else f"{name} {count}",
-                f"{1e3 * work.time_s:.2f}",
-                f"{peak / _GIB:.2f}",
-            )
-            for stage, (layout, work, peak, (name, count)) in enumerate(
-                zip(layouts, works, peak_bytes, recomputed, strict=True)
-            )
-        ]
-        columns = ("stage", "layers", "sizes", "recomputed", "time (ms)", "peak (GiB)")
-        shown = table_of("Stages of the best, at the highest clocks", columns, rows)
-        shown.columns[1].justify = "left"
-        return shown
+        title = "Stages of the best, at the highest clocks"
+        return stage_table(title, best.candidate, best.peak_bytes)
 
     def host_bound(self) -> list[str]:
         """The best one's layers that the host bounds."""
@@ -114,7 +95,7 @@ class Shown:
         )
 
     def how_sure(self) -> str:
-        """What was looked at."""
+        """Say how much was looked at."""
         cut = f"{self.found.num_cut} of {self.found.num_shapes} shapes were cut"
         return f"{cut}: the others have a bound above what was found."
 
@@ -143,14 +124,51 @@ def recomputation_words(each: Ranked) -> str:
     return f"{'/'.join(names)} {counts}{' ...' if len(by_stage) > 8 else ''}" if names else "-"
 
 
+def stage_table(
+    title: str, candidate: Candidate, peak_bytes: FloatArray, peak: str = "peak (GiB)"
+) -> Table:
+    """Stages of a configuration; columns that have nothing to say are left out."""
+    configuration, works = candidate.configuration, candidate.works
+    stages, pieces = configuration.stages, candidate.profile.pieces
+    longest_s = max(work.time_s for work in works)
+    columns = {
+        "stage": [str(stage) for stage in range(len(stages))],
+        "layers": [
+            " + ".join(pieces_words(pieces[first:end]) for first, end in stage.chunks)
+            for stage in stages
+        ],
+        "sizes": [
+            f"TP{stage.sizes.tensor_parallel} DP{stage.data_parallel}" if stage.num_gpus > 1 else ""
+            for stage in stages
+        ],
+        "recomputed": [
+            f"{name} {count}" if name else "" for name, count in recomputed_layers(configuration)
+        ],
+        "forward (ms)": [f"{1e3 * work.forward_s[:, 0].sum():.3f}" for work in works],
+        "backward (ms)": [f"{1e3 * work.backward_s[:, 0].sum():.3f}" for work in works],
+        "share of bottleneck (%)": [f"{100 * work.time_s / longest_s:.1f}" for work in works],
+        peak: [f"{held / _GIB:.2f}" if peak_bytes.any() else "" for held in peak_bytes],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cells)}
+    shown = table_of(title, known, zip(*known.values(), strict=True))
+    shown.columns[1].justify = "left"
+    return shown
+
+
 def pieces_words(names: tuple[str, ...]) -> str:
-    """Pieces in the order they run, those of a name in a row counted."""
-    runs = ((name, len(list(same))) for name, same in groupby(names))
-    return ", ".join(name if count == 1 else f"{count} {name}s" for name, count in runs)
+    """Pieces in the order they run: those of a name in a row counted, numbers as a range."""
+    words = []
+    for name, same in groupby(names, lambda name: "" if name.isdigit() else name):
+        run = list(same)
+        if not name:
+            words.append("-".join(dict.fromkeys([run[0], run[-1]])))
+        else:
+            words.append(name if len(run) == 1 else f"{len(run)} {name}s")
+    return ", ".join(words)
 
 
 def why_slower(losses: Losses, best: Losses, longer: float) -> str:
-    """What the largest part of the time is that a candidate takes more than the best."""
+    """Name the largest part of the time that a candidate takes more than the best."""
     more = {
         name: 100 * (getattr(losses, field) * longer - getattr(best, field))
         for name, field in (

@@ -16,8 +16,8 @@ from envpipe_megatron.console import table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import ranks_of_node, read, run_torchrun, split
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration
-from envpipe_megatron.search.megatron.candidates import Candidate
 
 #: Iterations that are trained, and those at first that take longer and are left out.
 ITERATIONS, WARM_UP = 30, 10
@@ -39,7 +39,7 @@ _WITH_DISTRIBUTED_OPTIMIZER = re.compile("--overlap-param-gather")
 
 @dataclass(frozen=True)
 class Measured:
-    """What training shows: times (s) after the warm-up, each a mean of a few iterations.
+    """Figures of a training: times (s) after the warm-up, each a mean of a few iterations.
 
     Peaks (bytes) are by rank.
     """
@@ -111,7 +111,7 @@ def without_set(words: Sequence[str], configuration: Configuration) -> list[str]
 
 
 def arguments(flags: Sequence[str]) -> list[str]:
-    """What the run gets: a configuration's flags, and a log of every few iterations.
+    """Arguments of the run: a configuration's flags, and a log of every few iterations.
 
     Recomputation by stage is EnvPipe's: it only observes here.
     """

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
-import csv
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.policies.partitions.layers import LAYER_COLUMNS
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.search.layer_file import layers_text
+from envpipe_megatron.search.layer_profile import (
+    Block,
+    BytesPerParameter,
+    LayerProfile,
+    Links,
+    Measure,
+    Sizes,
+)
 
 #: A counter that refreshes ten times a second is right to a few percent over this.
 WINDOW_S = 1.5
@@ -68,7 +76,7 @@ def profile_layers(
     device: torch.device,
     path: Path,
 ) -> None:
-    """Run each layer alone, forward and backward, and write a layer CSV for `time:FILE`.
+    """Run each layer alone, forward and backward, and write a layer profile for `time:FILE`.
 
     The loss counts as a part of the last layer. One layer is on the device at a time, a copy if
     the pipeline has a module in place of a spec. Specs are built in torch's default type: set that
@@ -82,27 +90,34 @@ def profile_layers(
             compared.
         meter: raises a MeterError if the energy counter fails.
         device: where layers run.
-        path: the CSV to write.
+        path: the JSON to write.
     """
     inputs, labels = batch
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(LAYER_COLUMNS)
-        for index, layer in enumerate(layers):
-            function = _on_device(layer, device)
-            if index == len(layers) - 1 and loss_fn is not None:
-                function = _with_loss(function, loss_fn, labels)
-            forward = partial(function, inputs)
-            forward_s, forward_j = meter.measure(forward)
-            both_s, both_j = meter.measure(partial(_forward_and_backward, forward))
-            for kind, time_s, energy_j in (
-                (Kind.FORWARD, forward_s, forward_j),
-                (Kind.BACKWARD, both_s - forward_s, both_j - forward_j),
-            ):
-                # A layer without weights may have no backward that can be told from none.
-                values = (max(time_s, _LEAST), max(energy_j, _LEAST))
-                writer.writerow([index, kind.value, frequency_mhz, *map(repr, values)])
-            inputs = _detached(forward())
+    measures = {}
+    for index, layer in enumerate(layers):
+        function = _on_device(layer, device)
+        if index == len(layers) - 1 and loss_fn is not None:
+            function = _with_loss(function, loss_fn, labels)
+        forward = partial(function, inputs)
+        forward_s, forward_j = meter.measure(forward)
+        both_s, both_j = meter.measure(partial(_forward_and_backward, forward))
+        # A layer without weights may have no backward that can be told from none.
+        measures[str(index)] = Measure(
+            np.array([max(forward_s, _LEAST)]),
+            np.array([max(both_s - forward_s, _LEAST)]),
+            np.array([max(forward_j, _LEAST)]),
+            np.array([max(both_j - forward_j, _LEAST)]),
+        )
+        inputs = _detached(forward())
+    profile = LayerProfile(
+        blocks=tuple(Block((name,)) for name in measures),
+        frequency_mhz=np.array([frequency_mhz]),
+        measures={Sizes(): measures},
+        bytes_per_parameter=BytesPerParameter(),
+        links=Links(),
+        source="layers of a pipeline module",
+    )
+    replace_files({path: [layers_text(profile)]})
 
 
 #: Files have times and energies above 0: a microsecond, a microjoule.

@@ -1,45 +1,39 @@
-"""Layers over stages: DeepSpeed's partition methods, and those of `policies.partitions.parts`."""
+"""Layers over stages: DeepSpeed's partition methods, and those of `search.parts`."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import deepspeed.pipe
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.partitions.parts import (
-    check_parts,
-    parts_by_energy,
-    parts_by_time,
-)
+from envpipe_megatron.search.parts import ENERGY, TIME, check_parts, parts_by_file
 
-__all__ = ["PARTS", "PipelineModule", "parts_by_time"]
+__all__ = ["PARTS", "PipelineModule"]
 
 logger = logging.getLogger(__name__)
 
 PARTS = "parts:"
-_BY_FILE = {"time:": parts_by_time, "energy:": parts_by_energy}
 
 
 class PipelineModule(deepspeed.pipe.PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's, with more of `partition_method`.
 
-    `time:FILE` and `energy:FILE` split by a layer CSV, as `parts_by_time` and `parts_by_energy` do;
+    `time:FILE` and `energy:FILE` split by a profile of layers, as `parts_by_file` does;
     `parts:0,3,7` gives the first layer of each stage, and the number of layers.
     """
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        name, colon, rest = method.partition(":")
-        if name + colon not in (*_BY_FILE, PARTS):
+        num_layers = len(self._layer_specs)
+        if method.startswith(PARTS):
+            given = _numbers(method.removeprefix(PARTS))
+            self.parts = check_parts(given, num_layers, self.num_stages)
+        elif method.startswith((TIME, ENERGY)):
+            self.parts = parts_by_file(method, num_layers, self.num_stages)
+        else:
             super()._partition_layers(method)
             return
-        num_layers = len(self._layer_specs)
-        if name + colon == PARTS:
-            self.parts = check_parts(_numbers(rest), num_layers, self.num_stages)
-        else:
-            self.parts = _BY_FILE[name + colon](Path(rest), num_layers, self.num_stages)
         if dist.get_rank() == 0:
             logger.info("layers of stages by %s: %s", method, self.parts)
         stage = self._topo.get_coord(self.global_rank).pipe

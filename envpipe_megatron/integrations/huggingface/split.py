@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Entry, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
-from envpipe_megatron.policies.partitions.parts import make_parts
+from envpipe_megatron.search.parts import make_parts
 
 DEFAULT_SEED = 1234
 

@@ -12,9 +12,9 @@ from benchmarks.search import energy, sailor, scale, searches
 from benchmarks.search.aceso_runs import ARCHIVE, Setting, unpack
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objectives.objective import Goal
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 WAIT_W = 80.0
 

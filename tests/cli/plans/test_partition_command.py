@@ -6,6 +6,7 @@ import pytest
 from cli_helpers import plan_for, run_badly, run_well
 
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.search.layer_file import layers_text, read_layers_or_table
 
 #: {frequency_mhz: (slowdown, power_w)}.
 CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}
@@ -75,6 +76,12 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     times = [kinds["forward"][0].time_s for kinds in profile.rows]
     assert times == pytest.approx([0.035, 0.04, 0.03])
     plan_for(output, tmp_path / "plan.json", "--schedule", "envpipe", "--policy", "envelope")
+    # The same layers in the file that `envpipe search` takes give the same.
+    written = output.read_bytes()
+    layers_path.write_text(layers_text(read_layers_or_table(layers_path)))
+    options = ("--objective", objective, "--blocking-power", 80)
+    assert partition(layers_path, output, *options, stages=3).stdout == text
+    assert output.read_bytes() == written
 
 
 def test_against_the_even_split(tmp_path):

@@ -13,11 +13,11 @@ from envpipe_megatron.cli.plans import search as command
 from envpipe_megatron.cli.plans import search_tables
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_file import layers_text, read_layers
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.search import Found, Ranked
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space
+from envpipe_megatron.search.search import Found, Ranked
+from envpipe_megatron.search.space import MegatronSpace, Space
 
 JOB = ("--gpus", 4, "--gpus-per-node", 2, "--global-batch", 8)
 ENERGY = ("--objective", "energy", "--max-slowdown", 20, "--blocking-power", 60)

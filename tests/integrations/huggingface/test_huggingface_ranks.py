@@ -94,7 +94,7 @@ def test_layers_can_be_profiled_for_a_cut(name, tmp_path):
     model = split_model(tiny.config_of(name))
     inputs, extras, labels = tiny.microbatches(name)[0]
     batch = ((inputs, *extras.values()) if extras else inputs, labels)
-    meter, path = Counting(), tmp_path / "layers.csv"
+    meter, path = Counting(), tmp_path / "layers.json"
     layers = deepspeed_layers(model)
     profile_layers(layers, batch, model.loss, 1410, meter, torch.device("cpu"), path)
     assert meter.runs == 2 * len(model.entries)

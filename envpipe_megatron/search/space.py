@@ -1,15 +1,17 @@
 """Megatron's space: whole layers, and one tensor, context, data and expert size for all stages.
 
 Everything that Megatron runs is a shape (sizes, stages, virtual stages, recomputation) and a cut.
-For each shape the best cut is found (exactly without virtual stages, see `cuts`, `chunks`); shapes
-come with a bound, so that those that cannot be among the best are passed over.
+For each shape the best cut is found: exactly without virtual stages, by `cuts`. With virtual
+stages, of whose slots stage s has every p-th from s on, the evenest slots come from the same graph;
+then single pieces move between slots as long as that shortens the estimate, which need not end at
+the best cut. Shapes come with a bound, so that those that cannot be among the best are passed over.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -19,11 +21,10 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.cuts import BestCut, Recomputed, Shape, best_cut
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
-from envpipe_megatron.search.megatron.chunks import spread
-from envpipe_megatron.search.megatron.cuts import BestCut, Recomputed, Shape, best_cut
-from envpipe_megatron.search.megatron.runs import Pieces
-from envpipe_megatron.search.megatron.work import (
+from envpipe_megatron.search.runs import BETTER, Pieces, least_path, runs_within
+from envpipe_megatron.search.work import (
     parameter_bytes,
     peak_bytes,
     replica_groups,
@@ -37,7 +38,7 @@ _MOST_SAMPLES = 10**9
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """Limits of the search.
 
     Args:
         max_chunks: virtual stages of a stage at most; 1 for none.
@@ -62,8 +63,7 @@ class Cut:
 class MegatronSpace:
     """All configurations of a job that Megatron can run, by shape.
 
-    EnvPipeError: a profile whose layers are in parts, or that does not begin with the embedding and
-    end with the loss; a batch that is too large, or that no shape divides.
+    EnvPipeError: a profile whose layers are in parts.
     """
 
     def __init__(self, profile: LayerProfile, job: Job, space: Space) -> None:
@@ -72,26 +72,30 @@ class MegatronSpace:
                 "The layer profile lists parts of layers, and Megatron's stages have whole ones",
                 remedy="Fold each block into one piece first.",
             )
-        ends = profile.pieces[0], profile.pieces[-1]
-        if ends != (EMBEDDING, LOSS) or {*ends} & {*profile.pieces[1:-1]}:
-            raise EnvPipeError(
-                f"A model of Megatron's begins with one '{EMBEDDING}' and ends with one '{LOSS}', "
-                "and the pieces of the layer profile do not",
-                value=profile.pieces,
-                remedy="Give these two pieces blocks of their own, and measures.",
-            )
-        if job.global_batch > _MOST_SAMPLES:
-            raise EnvPipeError(
-                f"The batch has more than {_MOST_SAMPLES:,} samples",
-                value=job.global_batch,
-                remedy="Correct --global-batch.",
-            )
         self.profile, self.job, self.space = profile, job, space
         self._pieces: dict[tuple[Sizes, bool], Pieces] = {}
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Every shape, the one with the lowest bound first."""
+        """Every shape, the one with the lowest bound first.
+
+        EnvPipeError: a profile that does not begin with the embedding and end with the loss; a
+        batch that is too large, or that no shape divides.
+        """
+        ends = self.profile.pieces[0], self.profile.pieces[-1]
+        if ends != (EMBEDDING, LOSS) or {*ends} & {*self.profile.pieces[1:-1]}:
+            raise EnvPipeError(
+                f"A model of Megatron's begins with one '{EMBEDDING}' and ends with one '{LOSS}', "
+                "and the pieces of the layer profile do not",
+                value=self.profile.pieces,
+                remedy="Give these two pieces blocks of their own, and measures.",
+            )
+        if self.job.global_batch > _MOST_SAMPLES:
+            raise EnvPipeError(
+                f"The batch has more than {_MOST_SAMPLES:,} samples",
+                value=self.job.global_batch,
+                remedy="Correct --global-batch.",
+            )
         found = tuple(self._shapes())
         if not found:
             raise EnvPipeError(
@@ -116,7 +120,7 @@ class MegatronSpace:
         return all_s / (1 - (1 - 1 / shape.num_microbatches) ** shape.num_stages)
 
     def pieces(self, shape: Shape) -> Pieces:
-        """What pieces take at a shape's sizes, in parts where it has several stages."""
+        """Return what pieces take at a shape's sizes, in parts where it has several stages."""
         in_parts = shape.num_stages > 1
         key = shape.sizes, in_parts
         if key not in self._pieces:
@@ -182,7 +186,7 @@ class MegatronSpace:
         return Cut(self.configuration(shape, best.cut, best.recomputed), best.bound_s)
 
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
-        """What all stages recompute, each way that Megatron has; or None, for each its own."""
+        """List what all stages can recompute in Megatron's own ways; None: each its own."""
         if not self.space.same_recomputation:
             yield None
             return
@@ -203,25 +207,24 @@ class MegatronSpace:
         return float(shape.num_microbatches * all_s / shape.num_stages)
 
     def _in_chunks(self, shape: Shape) -> Cut | None:
-        slots = spread(self.pieces(shape), shape)
+        slots = _spread(self.pieces(shape), shape)
         if slots is None:
             return None
-        most = int(np.diff(slots).max())
-        if not self.space.same_recomputation:
-            chosen = [
-                self._least_of_stage(shape, slots, stage, most) for stage in range(shape.num_stages)
-            ]
+        most, stages = int(np.diff(slots).max()), range(shape.num_stages)
+        ways = self.pieces(shape).ways if self.job.memory_bytes is not None else ()
+        fewest = {
+            name: [self._fewest(shape, slots, stage, name, most) for stage in stages]
+            for name in ways
+        }
+        if self.space.same_recomputation:
+            options = [(name, max(n) if name == FULL else most) for name, n in fewest.items()]
+            tried = [[option for _ in stages] for option in [(None, 0), *options]]
+        else:
+            by_stage = [[(None, 0), *((name, n[s]) for name, n in fewest.items())] for s in stages]
+            chosen = [self._least_of_stage(shape, slots, s, by_stage[s]) for s in stages]
             known = [each for each in chosen if each is not None]
-            return self._cut_in_chunks(shape, slots, known) if len(known) == len(chosen) else None
-        options: list[Recomputed] = [(None, 0)]
-        for name in self.pieces(shape).ways if self.job.memory_bytes else ():
-            counts = [
-                self._fewest(shape, slots, stage, name, most) for stage in range(shape.num_stages)
-            ]
-            options.append((name, max(counts) if name == FULL else most))
-        cuts = [
-            self._cut_in_chunks(shape, slots, [option] * shape.num_stages) for option in options
-        ]
+            tried = [known] if len(known) == len(chosen) else []
+        cuts = (self._cut_in_chunks(shape, slots, each) for each in tried)
         fitting = [cut for cut in cuts if cut is not None]
         return min(fitting, key=lambda cut: cut.bound_s, default=None)
 
@@ -238,13 +241,9 @@ class MegatronSpace:
         return Cut(found, float((shape.num_microbatches * times_s + ahead_s).max()))
 
     def _least_of_stage(
-        self, shape: Shape, slots: IntArray, stage: int, most: int
+        self, shape: Shape, slots: IntArray, stage: int, options: Iterable[Recomputed]
     ) -> Recomputed | None:
-        """What takes a stage the least time of what fits; None if nothing does."""
-        options: list[Recomputed] = [(None, 0)]
-        if self.job.memory_bytes is not None:
-            names = self.pieces(shape).ways
-            options += [(n, self._fewest(shape, slots, stage, n, most)) for n in names]
+        """Which option takes a stage the least time of what fits; None if nothing does."""
         found = [(*self._time_and_peak(shape, slots, stage, each), each) for each in options]
         fitting = [(time_s, each) for time_s, peak, each in found if peak <= self._limit_bytes]
         return min(fitting, key=lambda each: each[0])[1] if fitting else None
@@ -308,3 +307,60 @@ def shape_of(configuration: Configuration) -> Shape:
         configuration.num_chunks,
         configuration.num_microbatches,
     )
+
+
+def _spread(pieces: Pieces, shape: Shape) -> IntArray | None:
+    """[slots + 1] the first piece of each slot, and the number of pieces; None for too few."""
+    slots = shape.num_stages * shape.num_chunks
+    if pieces.num_pieces < slots:
+        return None
+    # Slots that are filled one after another exceed their share by less than a piece.
+    longest_s = pieces.time_s[-1] / slots + np.diff(pieces.time_s).max()
+    runs = runs_within(pieces, np.arange(pieces.num_pieces + 1), slots, longest_s / BETTER)
+    weights = [np.where(each.inside, each.time_s, np.inf) for each in runs]
+    _, cut = least_path(runs, weights, largest=True)
+    return _with_moves(pieces, shape, cut)
+
+
+def _with_moves(pieces: Pieces, shape: Shape, cut: IntArray) -> IntArray:
+    """The cut after the best moves out of the stage that forces the most, until none helps."""
+    value = float(_chunks_forced_s(pieces, shape, cut[None]).max())
+    while True:
+        worst = int(_chunks_forced_s(pieces, shape, cut[None])[0].argmax())
+        moved = np.array(list(_moves(cut, range(worst, len(cut) - 1, shape.num_stages))))
+        if not len(moved):
+            return cut
+        values = _chunks_forced_s(pieces, shape, moved).max(axis=1)
+        best = int(values.argmin())
+        if values[best] >= value * BETTER:
+            return cut
+        cut, value = moved[best], float(values[best])
+
+
+def _moves(cut: IntArray, slots: Iterable[int]) -> Iterator[IntArray]:
+    """Cuts in which one of some slots has one piece less, and another slot one more."""
+    for slot in slots:
+        if cut[slot + 1] - cut[slot] == 1:
+            continue
+        for other in range(len(cut) - 1):
+            moved = cut.copy()
+            if other < slot:
+                moved[other + 1 : slot + 1] += 1
+            elif other > slot:
+                moved[slot + 1 : other + 1] -= 1
+            else:
+                continue
+            yield moved
+
+
+def _chunks_forced_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
+    """[num_cuts, num_stages] the least time (s) that each stage forces.
+
+    All its microbatches, and the way of the first one there and of the last one back through the
+    slots before it.
+    """
+    slot_s = np.diff(pieces.time_s[cuts], axis=1)
+    by_chunk = slot_s.reshape(len(cuts), shape.num_chunks, shape.num_stages)
+    ahead_s = np.cumsum(by_chunk[:, 0], axis=1) - by_chunk[:, 0]
+    forced_s: FloatArray = shape.num_microbatches * by_chunk.sum(axis=1) + ahead_s
+    return forced_s

@@ -2,15 +2,17 @@
 
 What is exact: the cut of each shape without virtual stages, by the time that it forces, and the
 memory of every configuration; no shape is passed over whose bound is below what is found. With
-energy or cost the planner decides, for the best few by an estimate.
+energy or cost the planner decides, for the best few by an estimate; among them are other cuts of
+the best shapes, as what is even in time need not be what takes the least energy with clocks.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -18,16 +20,21 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.candidates import Candidate
+from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.candidates import Candidate
-from envpipe_megatron.search.megatron.energy import alternatives, estimate_j
-from envpipe_megatron.search.megatron.space import MegatronSpace, Space, shape_of
+from envpipe_megatron.search.runs import BETTER, cheapest_paths
+from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 
 #: Configurations that are shown, and that are planned with clocks, at most.
 NUM_SHOWN, NUM_PLANNED = 10, 6
 #: Iteration times at which the score of a candidate is estimated.
 _NUM_TIMES = 5
+#: Models of more pieces are cut only for time: the list of cuts takes their square.
+_MOST_PIECES = 256
+#: 1F1B takes more than a stage forces: so many cuts are simulated at most for each that is wanted.
+_CUTS_FOR_ONE = 8
 
 #: Told what is done, and how much of how many.
 Progress = Callable[[str, int, int], None]
@@ -42,7 +49,7 @@ class Ranked:
 
     @property
     def cost(self) -> Cost | None:
-        """Of all GPUs, with the plan."""
+        """Time and energy of all GPUs under the plan."""
         return None if self.plan is None else self.plan.cost
 
     @property
@@ -60,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, the best first, and how much it looked at."""
+    """Result of a search, the best first, and how much it looked at."""
 
     ranked: tuple[Ranked, ...]
     num_shapes: int
@@ -80,7 +87,7 @@ def search(
     """The best configurations of a job.
 
     Args:
-        objective: without joules the least time alone.
+        objective: without joules only the least time.
         blocking_power_w: of a GPU that waits.
         max_slowdown: for other objectives than time, how much longer an iteration may take than
             that of the fastest configuration at the highest clocks, as a fraction.
@@ -124,8 +131,9 @@ def _cheapest(
     """
 
     def key(candidate: Candidate) -> float:
-        times_s = np.linspace(candidate.iteration_time_s, longest_s, _NUM_TIMES).tolist()
-        costs = (Cost(at_s, estimate_j(candidate, blocking_power_w, at_s)) for at_s in times_s)
+        times_s = np.linspace(candidate.iteration_time_s, longest_s, _NUM_TIMES)
+        energies_j = estimates_j(candidate, blocking_power_w, times_s)
+        costs = map(Cost, times_s.tolist(), energies_j.tolist())
         return min(objective.score(cost, megatron.job.num_gpus) for cost in costs)
 
     found = list(candidates)
@@ -136,6 +144,49 @@ def _cheapest(
     unlike = {candidate.configuration: candidate for candidate in found}
     fastest = unlike.pop(candidates[0].configuration)
     return [fastest, *sorted(unlike.values(), key=key)]
+
+
+def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArray) -> FloatArray:
+    """[n] energy (J) of all GPUs at [n] iteration times (s), estimated as `energy_weights`."""
+    configuration, works = candidate.configuration, candidate.works
+    gpus = np.array([stage.num_gpus for stage in configuration.stages])
+    first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
+    window_s = times_s[:, None] - (np.cumsum(first_s) - first_s)
+    units = [
+        [np.array([getattr(work, f"{kind}_{of}")[chunk] for work in works]) for of in ("j", "s")]
+        for chunk in range(configuration.num_chunks)
+        for kind in ("forward", "backward")
+    ]
+    microbatches = configuration.num_microbatches
+    busy_j = least_energy_j(units, window_s / microbatches, blocking_power_w)
+    energies_j: FloatArray = (microbatches * busy_j + blocking_power_w * times_s[:, None]) @ gpus
+    return energies_j
+
+
+def cheap_cuts(
+    megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float
+) -> Iterator[Configuration]:
+    """Cuts of a shape without virtual stages, the cheapest by the same estimate first."""
+    pieces = megatron.pieces(shape)
+    if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
+        return
+    within_s = longest_s / megatron.profile.least_rested / BETTER
+    static_bytes = megatron.static_bytes(shape)
+    cuts = ShapeCuts(pieces, shape, megatron.job, static_bytes, within_s=within_s)
+    if cuts.stages:
+        weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
+        for path in cheapest_paths(cuts.runs, weights):
+            yield megatron.configuration(shape, path, cuts.recomputed(path))
+
+
+def alternatives(
+    megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float, most: int
+) -> list[Candidate]:
+    """The cheapest cuts of a shape, among the first ones, that are in time by the simulator."""
+    cuts = islice(cheap_cuts(megatron, shape, blocking_power_w, longest_s), most * _CUTS_FOR_ONE)
+    candidates = (Candidate(each, megatron.profile, megatron.job) for each in cuts)
+    in_time = (each for each in candidates if each.iteration_time_s <= longest_s)
+    return list(islice(in_time, most))
 
 
 def _simulated(

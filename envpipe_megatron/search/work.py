@@ -1,4 +1,4 @@
-"""What each stage of a configuration does and holds, by the measures of its pieces."""
+"""Times, energies and bytes of a configuration's stages, by the measures of their pieces."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def workspace_bytes(
     working_bytes: FloatArray | float,
     parameters: FloatArray | float,
 ) -> FloatArray:
-    """What is held at the peak beside weights and activations, of one stage or many.
+    """Bytes held at the peak beside weights and activations, of one stage or many.
 
     The workspaces are the largest of a stage's pieces, and `working_bytes` the largest `working` of
     those that are recomputed.
@@ -141,7 +141,7 @@ def workspace_bytes(
 
 
 def working(profile: LayerProfile, measure: Measure, way: Recomputation | None) -> float:
-    """What a piece holds while it is recomputed, as `workspace_bytes` takes it."""
+    """Bytes that a piece holds while it is recomputed, as `workspace_bytes` takes it."""
     if way is None:
         return 0.0
     if profile.workspaces_add:
@@ -166,7 +166,7 @@ def parameter_bytes(
     *,
     distributed_optimizer: bool,
 ) -> FloatArray:
-    """What a GPU holds for parameters: weights, gradients, its share of the optimizer's state."""
+    """Bytes that a GPU holds for weights, gradients and its share of the optimizer's state."""
     each = profile.bytes_per_parameter
     of_experts, of_others = (
         each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)
@@ -199,7 +199,7 @@ def stage_peak_bytes(
 def static_bytes(
     profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageWork
 ) -> float:
-    """What a GPU of a stage holds at the peak but for microbatches in flight."""
+    """Bytes that a GPU of a stage holds at the peak but for microbatches in flight."""
     for_parameters = parameter_bytes(
         profile,
         replica_groups(layout.sizes, layout.data_parallel),

@@ -24,7 +24,7 @@ from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.megatron.work import (
+from envpipe_megatron.search.work import (
     StageWork,
     framework_order,
     hops_s,
@@ -59,7 +59,7 @@ class Candidate:
 
     @cached_property
     def works(self) -> tuple[StageWork, ...]:
-        """What each stage does; at its power limit a GPU is the faster the more it waits."""
+        """Work of each stage; at its power limit a GPU is the faster the more it waits."""
         works = measured = self._measured_works
         for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
             share = self.configuration.num_microbatches / self._timeline(works).iteration_time_s
@@ -106,7 +106,7 @@ class Candidate:
 
     @property
     def iteration_time_s(self) -> float:
-        """Of the framework's own order at the highest clocks, by the simulator."""
+        """Time of the framework's own order at the highest clocks, by the simulator."""
         return self.timeline.iteration_time_s
 
     @property
@@ -143,21 +143,21 @@ class Candidate:
                 clocks, times[chunk].tolist(), energies[chunk].tolist(), strict=True
             )
         ]
-        # A profile of noise alone may have less of two microbatches than of one.
+        # A profile of mere noise may have less of two microbatches than of one.
         held = [max(0.0, float(work.held_bytes.mean())) for work in self.works]
         sidecar = Sidecar(
             gpu=self.profile.gpu,
             num_chunks=chunks,
-            p2p_latency_s=tuple(self.hops_s.tolist()),
-            tail_time_s=tuple(self.tails_s.tolist()),
-            activation_bytes=tuple(held),
-            free_bytes=self._free_bytes(held),
+            p2p_latency_s=_known(self.hops_s.tolist()),
+            tail_time_s=_known(self.tails_s.tolist()),
+            activation_bytes=_known(held),
+            free_bytes=self._free_bytes(held) if any(held) else None,
         )
         source = f"{self.profile.source}, {len(self.works)} stages"
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
     def conditions(self, blocking_power_w: float) -> Conditions:
-        """What surrounds the units; all GPUs of a stage follow its plan."""
+        """Conditions around the units; all GPUs of a stage follow its plan."""
         return make_conditions(
             self.stage_profile,
             blocking_power_w=blocking_power_w,
@@ -209,7 +209,7 @@ class Candidate:
             "schedule": "auto",
             "policy": "optimal",
             "num_chunks": self.configuration.num_chunks,
-            "max_in_flight": None if self.job.memory_bytes is None else BY_MEMORY,
+            "max_in_flight": BY_MEMORY if self.stage_profile.sidecar.free_bytes else None,
             "deadline_factor": deadline_factor,
             "conditions": self.conditions(blocking_power_w),
             "runnable": True,
@@ -224,3 +224,8 @@ class Candidate:
         by_own_order = needed * np.array(held)
         spare = np.maximum(self.job.memory_bytes - self.peak_bytes, 0.0)
         return tuple((by_own_order + spare).tolist())
+
+
+def _known(values: Sequence[float]) -> tuple[float, ...] | None:
+    """Return values by stage, or None where the layer profile has nothing but zeros."""
+    return tuple(values) if any(values) else None

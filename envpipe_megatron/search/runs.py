@@ -1,18 +1,26 @@
-"""Runs of a model's pieces: what stages can be, and what each takes and holds."""
+"""The graph of runs: nodes are pieces at which a stage may begin, and a run of pieces is an edge.
+
+A cut of a model into stages is a path of one run for each stage. `least_path` finds the best one,
+`cheapest_paths` lists all; `PieceRuns` says what runs take and hold. Every search over cuts
+(`cuts`, `space`, `partition`) is one over this graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
-from envpipe_megatron.search.megatron.work import working, workspace_bytes
+from envpipe_megatron.search.work import working, workspace_bytes
 
 #: A cut must be better by more than rounding.
 BETTER = 1 - 1e-12
@@ -20,7 +28,7 @@ BETTER = 1 - 1e-12
 
 @dataclass(frozen=True)
 class Way:
-    """What recomputing does: running sums [n + 1] over pieces; others [n] of each.
+    """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
 
     `can_be` says which pieces can be recomputed.
     """
@@ -37,9 +45,9 @@ class Way:
 
     @cached_property
     def levels(self) -> list[tuple[float, IntArray]]:
-        """What a piece may hold while it is recomputed, from the least; and for each of the pieces.
+        """Bytes that a piece may hold while it is recomputed, from the least.
 
-        [n + 1] the next piece that holds more; behind all pieces if none does.
+        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
         """
         count = len(self.working_bytes)
         found = []
@@ -56,10 +64,10 @@ class Pieces:
     """
 
     def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
-        self.profile = profile
-        measures = profile.at(sizes)
-        by_piece = [measures[piece] for piece in profile.pieces]
+        self.profile, measures = profile, profile.at(sizes)
+        by_piece = self._by_piece = [measures[piece] for piece in profile.pieces]
         self.forward_s = running([m.forward_s[0] for m in by_piece])
+        self.backward_s = running([m.backward_s[0] for m in by_piece])
         self.time_s = running([m.both_s[0] for m in by_piece])
         self.kept_bytes = running([m.activation_bytes for m in by_piece])
         self.parameters = running([m.parameters for m in by_piece])
@@ -78,9 +86,29 @@ class Pieces:
         """Pieces of the model, n."""
         return len(self.time_s) - 1
 
+    @cached_property
+    def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
+        """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
+        nothing = np.zeros(len(self.profile.frequency_mhz))
+
+        def of(values: Iterable[FloatArray | None]) -> FloatArray:
+            of_pieces = [nothing if value is None else value for value in values]
+            return np.cumsum([nothing, *of_pieces], axis=0)
+
+        each = self._by_piece
+        sums: dict[str, tuple[FloatArray, FloatArray]] = {
+            Kind.FORWARD: (of(m.forward_j for m in each), of(m.forward_s for m in each)),
+            Kind.BACKWARD: (of(m.backward_j for m in each), of(m.backward_s for m in each)),
+        }
+        for name in self.ways:
+            ways = [m.way(name) for m in each]
+            energies_j = of(None if way is None else way.energy_j for way in ways)
+            sums[name] = energies_j, of(None if way is None else way.time_s for way in ways)
+        return sums
+
 
 class Runs:
-    """Runs of pieces from some nodes to others: arrays are [rows, width].
+    """Runs from some nodes to others: arrays are [rows, width].
 
     Column k of a node's row is the run from there to the k-th node behind it; `inside` says whether
     there is one.
@@ -91,16 +119,28 @@ class Runs:
         width: of how many nodes a stage consists at most.
     """
 
-    def __init__(self, pieces: Pieces, nodes: IntArray, rows: range, width: int) -> None:
-        self.pieces, self.nodes, self.rows = pieces, nodes, rows
+    def __init__(self, nodes: IntArray, rows: range, width: int) -> None:
+        self.nodes, self.rows = nodes, rows
         index = np.array(rows)[:, None] + np.arange(1, width + 1)
         self.inside: BoolArray = index < len(nodes)
         self.first, self.end = nodes[rows, None], nodes[np.minimum(index, len(nodes) - 1)]
 
+    def place(self, node: int, end_node: int) -> tuple[int, int]:
+        """Where arrays have the run between two nodes."""
+        return node - self.rows.start, end_node - node - 1
+
     def sums(self, running_sums: FloatArray) -> FloatArray:
-        """What each run has of a value."""
+        """Sum a value over each run, from its running sums."""
         sums: FloatArray = running_sums[self.end] - running_sums[self.first]
         return sums
+
+
+class PieceRuns(Runs):
+    """Runs of a model's pieces, with what they take and hold."""
+
+    def __init__(self, pieces: Pieces, nodes: IntArray, rows: range, width: int) -> None:
+        super().__init__(nodes, rows, width)
+        self.pieces = pieces
 
     def largest(self, values: FloatArray) -> FloatArray:
         """The largest of a value in each run."""
@@ -127,7 +167,7 @@ class Runs:
 
     @cached_property
     def parameters(self) -> FloatArray:
-        """That one GPU holds."""
+        """Parameters that one GPU holds."""
         return self.sums(self.pieces.parameters)
 
     @cached_property
@@ -141,7 +181,7 @@ class Runs:
         of_parameters_bytes: FloatArray,
         working_bytes: float = 0.0,
     ) -> FloatArray:
-        """By how much each run exceeds its memory, before anything is saved by recomputing.
+        """Bytes by which each run exceeds its memory, before anything is saved by recomputing.
 
         `of_parameters_bytes`, [rows, width], are held for each run's parameters.
         """
@@ -182,8 +222,8 @@ class Runs:
 
 def runs_within(
     pieces: Pieces, nodes: IntArray, num_stages: int, longest_s: float
-) -> list[Runs] | None:
-    """For each stage, at least the runs of all cuts whose stages take no longer; None if none do.
+) -> list[PieceRuns]:
+    """For each stage, at least the runs of all cuts whose stages take no longer; none if none do.
 
     With little time to spare, a stage can begin at few of the nodes.
     """
@@ -198,10 +238,88 @@ def runs_within(
         rows = range(earliest, latest[stage] + 1)
         width = int((ends[rows] - rows).max()) if rows else 0
         if width < 1:
-            return None
-        found.append(Runs(pieces, nodes, rows, width))
+            return []
+        found.append(PieceRuns(pieces, nodes, rows, width))
         following = earliest
     return found[::-1]
+
+
+def least_path(
+    runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
+) -> tuple[float, IntArray]:
+    """The path whose largest run, or whose sum of runs, is least.
+
+    Args:
+        weights: of each stage's runs, infinite where there is no run.
+
+    Returns that value, infinite if there is no path, and [num_stages + 1] the nodes.
+    """
+    combine, num_nodes = np.maximum if largest else np.add, len(runs[0].nodes)
+    best = np.full(num_nodes, np.inf)
+    best[-1] = -np.inf if largest else 0.0
+    choices = []
+    for of_stage, weight in zip(reversed(runs), reversed(weights), strict=True):
+        rows, width = of_stage.rows, weight.shape[1]
+        behind = np.pad(best[1:], (0, width), constant_values=np.inf)
+        through = combine(weight, sliding_window_view(behind, width)[rows])
+        choices.append(through.argmin(axis=1))
+        best = np.full(num_nodes, np.inf)
+        best[rows] = through[np.arange(len(rows)), choices[-1]]
+    if not math.isfinite(best[0]):
+        return math.inf, np.zeros(len(runs) + 1, dtype=int)
+    path = [0]
+    for of_stage, choice in zip(runs, reversed(choices), strict=True):
+        path.append(path[-1] + 1 + int(choice[path[-1] - of_stage.rows.start]))
+    return float(best[0]), np.array(path)
+
+
+def cheapest_paths(
+    runs: Sequence[Runs], weights: Sequence[FloatArray]
+) -> Iterator[tuple[int, ...]]:
+    """All paths, as `least_path` gives one, from the least sum of runs upwards.
+
+    The k shortest paths by recursive enumeration (Jimenez and Marzal, WAE'99): each node keeps its
+    best completions so far, and a heap of the next one through each successor.
+    """
+    num_stages, last = len(runs), len(runs[0].nodes) - 1
+    found: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
+    waiting: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
+
+    def completion(stage: int, node: int, rank: int) -> float | None:
+        """The cost of a node's completion of that rank; None if there are fewer."""
+        if stage == num_stages:
+            return 0.0 if node == last and rank == 0 else None
+        if node not in runs[stage].rows:
+            return None
+        key = stage, node
+        if key not in found:
+            found[key], waiting[key] = [], []
+            row = weights[stage][node - runs[stage].rows.start]
+            for column in np.flatnonzero(np.isfinite(row)).tolist():
+                offer(key, node + 1 + column, 0)
+        known, heap = found[key], waiting[key]
+        while len(known) <= rank:
+            if not heap:
+                return None
+            known.append(heappop(heap))
+            offer(key, known[-1][1], known[-1][2] + 1)
+        return known[rank][0]
+
+    def offer(key: tuple[int, int], following: int, rank: int) -> None:
+        stage, node = key
+        rest = completion(stage + 1, following, rank)
+        if rest is not None:
+            weight = float(weights[stage][runs[stage].place(node, following)])
+            heappush(waiting[key], (weight + rest, following, rank))
+
+    overall = 0
+    while completion(0, 0, overall) is not None:
+        path, rank = [0], overall
+        for stage in range(num_stages):
+            _, following, rank = found[stage, path[-1]][rank]
+            path.append(following)
+        yield tuple(path)
+        overall += 1
 
 
 def running(values: ArrayLike) -> FloatArray:

@@ -1,1 +1,0 @@
-"""Which layers stand on which stage."""

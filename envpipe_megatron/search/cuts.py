@@ -1,0 +1,283 @@
+"""Weights of runs as stages: the cut that takes the least time, and estimates of energy.
+
+A stage's time, memory and least recomputation depend only on its run and its place, and so does the
+iteration time that it forces: the cut whose stages force the least is a path through runs
+(`best_cut`). 1F1B takes that time or a little more, which the simulator says. The energy that a
+stage needs within a time is as much its own (`ShapeCuts.energy_weights`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.runs import (
+    BETTER,
+    PieceRuns,
+    Pieces,
+    least_path,
+    running,
+    runs_within,
+)
+
+#: With more pieces a coarse cut is found first, which says how long a stage can be at most.
+_COARSE_NODES = 96
+#: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
+_TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
+#: Numbers of an array over prices.
+_BLOCK = 1_000_000
+
+#: The name of a recomputation, and of how many of the first pieces that know it.
+Recomputed = tuple[str | None, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration but for its cut and recomputation: all stages have the same sizes."""
+
+    sizes: Sizes
+    num_stages: int
+    data_parallel: int
+    num_chunks: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class BestCut:
+    """The iteration time that a cut forces, infinite if none fits; what each stage recomputes.
+
+    `cut` lists the first piece of each stage, and the number of pieces.
+    """
+
+    bound_s: float = math.inf
+    cut: tuple[int, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageRuns:
+    """Runs as one stage of a shape.
+
+    Args:
+        time_s: [rows, width] with the least recomputation that fits, infinite where none does.
+        ways: for each recomputation its name, until which piece runs recompute, and their time.
+    """
+
+    runs: PieceRuns
+    time_s: FloatArray
+    ways: Sequence[tuple[str, IntArray, FloatArray]]
+
+
+class ShapeCuts:
+    """All cuts of a shape without virtual stages, and what their runs weigh.
+
+    Args:
+        static_bytes: [n + 1] running sums of what is held for parameters.
+        everywhere: what each stage recomputes; by default each as little as its memory allows, in
+            the way that takes it the least time.
+        within_s: cuts that force more need not be among them.
+        nodes: pieces at which stages may begin, and the number of pieces; all by default.
+
+    `stages` are none if there is no cut; `forced_s` is for each of them [rows, width] the iteration
+    time (s) that a run forces there.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        shape: Shape,
+        job: Job,
+        static_bytes: FloatArray,
+        everywhere: Recomputed | None = None,
+        within_s: float = math.inf,
+        nodes: IntArray | None = None,
+    ) -> None:
+        self.pieces, self.shape = pieces, shape
+        self._static_bytes, self._everywhere = static_bytes, everywhere
+        nodes = np.arange(pieces.num_pieces + 1) if nodes is None else nodes
+        longest_s = within_s / shape.num_microbatches / BETTER
+        self.runs = runs_within(pieces, nodes, shape.num_stages, longest_s)
+        self.stages = [self._stage(*each, job.memory_bytes) for each in enumerate(self.runs)]
+        self.forced_s = self._forced_s(pieces.time_s)
+
+    def _stage(self, stage: int, runs: PieceRuns, memory_bytes: float | None) -> StageRuns:
+        everywhere, limit_bytes = self._everywhere, 1e300 if memory_bytes is None else memory_bytes
+        of_parameters_bytes = runs.sums(self._static_bytes)
+        in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
+        least_s = np.full(runs.end.shape, np.inf)
+        if everywhere is None or everywhere[0] is None:
+            fits = runs.inside
+            if memory_bytes is not None:
+                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, of_parameters_bytes) <= 0)
+            least_s = np.where(fits, runs.time_s, np.inf)
+        ways = []
+        for name, way in runs.pieces.ways.items():
+            if everywhere is not None and everywhere[0] != name:
+                continue
+            if everywhere is None and memory_bytes is None:
+                continue  # nothing asks for it
+            layers = None if everywhere is None else everywhere[1]
+            until = runs.recomputed_until(way, limit_bytes, in_flight, of_parameters_bytes, layers)
+            fits = runs.inside & (until <= runs.end)
+            again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
+            way_s = np.where(fits, runs.time_s + again_s, np.inf)
+            ways.append((name, until, way_s))
+            least_s = np.minimum(least_s, way_s)
+        return StageRuns(runs, least_s, ways)
+
+    def _forced_s(self, passed_s: FloatArray) -> list[FloatArray]:
+        """For each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
+
+        `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
+        microbatches between the way of the first forward there and of the last backward back;
+        or one of these ways goes on to the last stage, past what 1F1B puts ahead of the stage's
+        first backward, or behind its last forward; or both do, with what is between these two
+        units.
+        """
+        all_s, microbatches, forced = passed_s[-1], self.shape.num_microbatches, []
+        for number, stage in enumerate(self.stages):
+            runs, can_be = stage.runs, np.isfinite(stage.time_s)
+            steady = microbatches - min(microbatches, self.shape.num_stages - number)
+            forward_s = runs.sums(runs.pieces.forward_s)
+            backward_s = np.where(can_be, stage.time_s - forward_s, 0.0)
+            terms = [
+                passed_s[runs.first] + microbatches * (forward_s + backward_s),
+                all_s + (microbatches - 1) * backward_s + steady * forward_s,
+                all_s + (microbatches - 1) * forward_s + steady * backward_s,
+            ]
+            if steady:  # else the last forward is ahead of the first backward
+                behind_s = all_s - passed_s[runs.end]
+                terms.append(all_s + behind_s + steady * (forward_s + backward_s))
+            forced.append(np.where(can_be, np.maximum.reduce(terms), np.inf))
+        return forced
+
+    def recomputed(self, path: Sequence[int]) -> tuple[Recomputed, ...]:
+        """Return what each stage of a path recomputes."""
+        found = []
+        for stage, run in zip(self.stages, pairwise(path), strict=True):
+            at = stage.runs.place(*run)
+            least: Recomputed = (None, 0)
+            for name, until, way_s in stage.ways:
+                if stage.runs.time_s[at] < way_s[at] == stage.time_s[at]:
+                    known = self.pieces.ways[name].known
+                    least = name, int(known[until[at]] - known[stage.runs.nodes[run[0]]])
+            found.append(least)
+        return tuple(found)
+
+    def fastest(self) -> BestCut:
+        """The cut that forces the least time; of equal ones that with the evenest stages."""
+        if not self.stages:
+            return BestCut()
+        bound_s, path = self._evenest(self.forced_s)
+        if not math.isfinite(bound_s):
+            return BestCut()
+        # Once more with what the ways through other stages take where these recompute as well: that
+        # is no bound, but nearer to the truth.
+        of_path = zip(self.stages, pairwise(path.tolist()), strict=True)
+        taken = [stage.time_s[stage.runs.place(*run)] for stage, run in of_path]
+        nodes, until_s = self.runs[0].nodes, self.pieces.time_s
+        if sum(taken) > until_s[-1] / BETTER:
+            passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
+            _, path = self._evenest(self._forced_s(passed_s))
+        return BestCut(bound_s, tuple(nodes[path].tolist()), self.recomputed(path.tolist()))
+
+    def _evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
+        """The least time (s) that any cut forces, and the evenest of the cuts that do."""
+        least_s, path = least_path(self.runs, forced, largest=True)
+        if math.isfinite(least_s):
+            even = [
+                np.where(force <= least_s / BETTER, stage.time_s**2, np.inf)
+                for force, stage in zip(forced, self.stages, strict=True)
+            ]
+            _, path = least_path(self.runs, even, largest=False)
+        return least_s, path
+
+    def energy_weights(
+        self, within_s: float, longest_s: float, blocking_power_w: float
+    ) -> list[FloatArray]:
+        """For each stage [rows, width] J of a microbatch above waiting in an iteration time.
+
+        Infinite where a run forces more than `within_s`. A stage can spread its microbatches over
+        the iteration less the way of the first forward there and of the last backward back.
+        """
+        places = [np.nonzero(force <= within_s) for force in self.forced_s]
+
+        def gather(by_stage: Iterable[IntArray]) -> IntArray:
+            """[num_runs] of all stages."""
+            return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
+
+        first = gather(np.broadcast_to(s.runs.first, s.time_s.shape) for s in self.stages)
+        end, by_clock = gather(s.runs.end for s in self.stages), self.pieces.by_clock
+        forward = [sums[end] - sums[first] for sums in by_clock[Kind.FORWARD]]
+        backward = [sums[end] - sums[first] for sums in by_clock[Kind.BACKWARD]]
+        for ways in zip(*(stage.ways for stage in self.stages), strict=True):
+            until = gather(
+                np.where((s.runs.time_s < way_s) & (way_s == s.time_s), until, s.runs.first)
+                for s, (_, until, way_s) in zip(self.stages, ways, strict=True)
+            )
+            again = (sums[until] - sums[first] for sums in by_clock[ways[0][0]])
+            backward = [each + more for each, more in zip(backward, again, strict=True)]
+        window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
+        weights = [np.full(force.shape, np.inf) for force in self.forced_s]
+        if len(first):
+            energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
+            ends = np.cumsum([len(rows) for rows, _ in places])
+            for weight, at, own_j in zip(
+                weights, places, np.split(energy_j, ends[:-1]), strict=True
+            ):
+                weight[at] = own_j
+        return weights
+
+
+def best_cut(
+    pieces: Pieces,
+    shape: Shape,
+    job: Job,
+    static_bytes: FloatArray,
+    within_s: float = math.inf,
+    everywhere: Recomputed | None = None,
+) -> BestCut:
+    """The cut that forces the least time, exactly; arguments as `ShapeCuts`.
+
+    Many pieces are cut coarsely first: no stage of a better cut takes longer for all microbatches.
+    """
+    given, count = (pieces, shape, job, static_bytes, everywhere), pieces.num_pieces
+    if count < shape.num_stages:
+        return BestCut()
+    if count > _COARSE_NODES:
+        step = -(-count // _COARSE_NODES)
+        coarse = np.unique([*range(0, count, step), 1, count - 1, count])
+        within_s = min(within_s, ShapeCuts(*given, nodes=coarse).fastest().bound_s)
+    return ShapeCuts(*given, within_s).fastest()
+
+
+def least_energy_j(
+    units: Sequence[Sequence[FloatArray]], window_s: FloatArray, blocking_power_w: float
+) -> FloatArray:
+    """The least energy (J), above what waiting takes, of units that have a time in all.
+
+    Args:
+        units: J and s of each at each clock, [..., num_frequencies].
+        window_s: [...] that time.
+
+    With clocks mixed freely it is the largest value over prices of time of the Lagrangian dual, and
+    any price gives a bound.
+    """
+    power_w = max(float((energy_j / time_s).max()) for energy_j, time_s in units)
+    least_j = np.full(window_s.shape, -np.inf)
+    blocks = 1 + units[0][0].size * len(_TIME_PRICES) // _BLOCK  # all at once where units are few
+    for prices_w in np.array_split(power_w * _TIME_PRICES, min(blocks, len(_TIME_PRICES))):
+        price_w = prices_w.reshape(-1, *[1] * window_s.ndim)
+        dual_j = -price_w * window_s
+        for energy_j, time_s in units:
+            dual_j += (energy_j + (price_w[..., None] - blocking_power_w) * time_s).min(axis=-1)
+        np.maximum(least_j, dual_j.max(axis=0), out=least_j)
+    return least_j

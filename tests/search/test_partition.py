@@ -1,0 +1,430 @@
+"""Splits of layers over stages, held against all splits there are and against Megatron's reader."""
+
+import shlex
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from core_cases import uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_request import examples
+
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.configuration import (
+    first_last_flags,
+    layout_flag,
+    megatron_even_split,
+)
+from envpipe_megatron.search.layer_profile import (
+    Block,
+    BytesPerParameter,
+    LayerProfile,
+    Links,
+    Measure,
+    Sizes,
+)
+from envpipe_megatron.search.partition import (
+    SplitSpace,
+    cut_of,
+    fastest,
+    layers_of,
+    least_bottleneck,
+    least_energy,
+    plan_cost,
+)
+from envpipe_megatron.search.runs import cheapest_paths
+
+#: {frequency_mhz: (slowdown, power_w)}: least energy at 900 MHz.
+CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}
+
+
+def table_of(forward_s, backward_s, *, embedding=False, loss=False, curve=CURVE, held=None):
+    """A profile from the time of each layer at the highest clock, and perhaps its bytes."""
+    layers = len(forward_s) - embedding - loss
+    names = ["embedding"] * embedding + [str(n) for n in range(layers)] + ["loss"] * loss
+    slowdown, power_w = np.array(list(curve.values())).T
+    measures = {}
+    for name, forward, backward, (memory, activation) in zip(
+        names, forward_s, backward_s, held or [(0.0, 0.0)] * len(names), strict=True
+    ):
+        times = forward * slowdown, backward * slowdown
+        joules = (time_s * power_w for time_s in times)
+        measures[name] = Measure(*times, *joules, parameters=memory, activation_bytes=activation)
+    return LayerProfile(
+        blocks=tuple(Block((name,)) for name in names),
+        frequency_mhz=np.array(list(curve)),
+        measures={Sizes(): measures},
+        bytes_per_parameter=BytesPerParameter(1.0, 0.0, 0.0),
+        links=Links(),
+    )
+
+
+def all_cuts(table, num_stages):
+    """Every way to deal the layers, one at least to a stage."""
+    layers = len(table.pieces)
+    return [
+        cut
+        for inner in product(range(1, layers), repeat=num_stages - 1)
+        if list(cut := (0, *inner, layers)) == sorted(set(cut))
+    ]
+
+
+def stage_times(table, cut, kind):
+    measures = table.at(Sizes())
+    each_s = [getattr(measures[piece], f"{kind}_s")[0] for piece in table.pieces]
+    return [sum(each_s[first:end]) for first, end in pairwise(cut)]
+
+
+def both_times(table, cut):
+    return np.sum([stage_times(table, cut, kind) for kind in ("forward", "backward")], axis=0)
+
+
+def iteration_time(table, cut, num_microbatches):
+    schedule = builders.one_f_one_b(len(cut) - 1, num_microbatches)
+    by_kind = np.array([stage_times(table, cut, kind) for kind in ("forward", "backward")])
+    durations = by_kind[schedule.is_backward.astype(int), np.arange(len(cut) - 1)[:, None]]
+    return Timeline(schedule, durations).iteration_time_s
+
+
+def planned_energy(table, cut, num_microbatches, power_w, deadline_s):
+    profile = SplitSpace(table, len(cut) - 1, num_microbatches).candidate(cut).stage_profile
+    return plan_cost(profile, num_microbatches, power_w, deadline_s).energy_j
+
+
+@st.composite
+def jobs(draw, max_layers=6, max_stages=4, max_microbatches=6):
+    """(table, stages, microbatches); whole times, so that ties are common."""
+    num_stages = draw(st.integers(2, max_stages))
+    embedding, loss = draw(st.booleans()), draw(st.booleans())
+    fewest = max(1, num_stages - embedding - loss)
+    layers = draw(st.integers(fewest, max(fewest, max_layers))) + embedding + loss
+    times = st.lists(st.integers(1, 5), min_size=layers, max_size=layers)
+    table = table_of(
+        np.array(draw(times)) / 10, np.array(draw(times)) / 10, embedding=embedding, loss=loss
+    )
+    return table, num_stages, draw(st.integers(1, max_microbatches))
+
+
+@given(jobs())
+@settings(max_examples=examples(60), deadline=None)
+def test_least_bottleneck_then_time_then_spread_of_all_cuts(job):
+    table, num_stages, num_microbatches = job
+    found = least_bottleneck(SplitSpace(table, num_stages, num_microbatches))
+
+    def rank(cut):
+        total = both_times(table, cut)
+        figures = total.max(), iteration_time(table, cut, num_microbatches), total.std()
+        return tuple(round(float(figure), 9) for figure in figures)
+
+    assert rank(found.cut) == min(map(rank, all_cuts(table, num_stages)))
+    assert found.exact
+    assert found.deadline_s == pytest.approx(iteration_time(table, found.cut, num_microbatches))
+
+
+@given(jobs(max_layers=8))
+@settings(max_examples=examples(60), deadline=None)
+def test_cuts_are_listed_once_each_timed_as_timeline_does_and_keep_their_bound(job):
+    table, num_stages, num_microbatches = job
+    space = SplitSpace(table, num_stages, num_microbatches)
+    cuts = list(cheapest_paths(space.runs, [time_s**2 for time_s in _reached(space)]))
+    assert sorted(cuts) == sorted(all_cuts(table, num_stages))
+    squares = [np.square(both_times(table, cut)).sum() for cut in cuts]
+    assert squares == pytest.approx(sorted(squares))
+    times = [iteration_time(table, cut, num_microbatches) for cut in cuts]
+    assert space.iteration_times_s(np.array(cuts)) == pytest.approx(times)
+    for cut, time_s in zip(cuts, times, strict=True):
+        forced = zip(space.runs, space.forced_s, pairwise(cut), strict=True)
+        bound_s = max(force[runs.place(*run)] for runs, force, run in forced)
+        assert bound_s <= time_s * (1 + 1e-9)
+        assert space.bottleneck_s(cut) == pytest.approx(both_times(table, cut).max())
+    found = fastest(space, space.forced_s)
+    assert found.exact
+    assert found.deadline_s == pytest.approx(min(times))
+
+
+def _reached(space):
+    """Stage times of the runs there are."""
+    both = zip(space.runs, space.time_s, strict=True)
+    return [np.where(runs.inside, time_s, np.inf) for runs, time_s in both]
+
+
+def test_a_large_model_is_split_exactly():
+    # 126 layers over 16 stages: about 10^18 splits.
+    times = np.concatenate([[0.2], np.ones(126), [2.0]])
+    space = SplitSpace(table_of(times, 2 * times, embedding=True, loss=True), 16, 64)
+    found = least_bottleneck(space)
+    assert found.exact
+    assert layers_of(space.profile, found.cut) == (8,) * 15 + (6,)
+    assert space.bottleneck_s(found.cut) == pytest.approx(3 * 8.2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "split"),
+    [
+        # Each end weighs as much as two layers, so the end stages take two layers less.
+        ([0.2, *[0.1] * 8, 0.2], (2, 4, 2)),
+        # So heavy that they want a stage for themselves.
+        ([0.9, *[0.1] * 8, 0.9], (0, 4, 4, 0)),
+    ],
+)
+def test_embedding_stays_on_the_first_stage_and_loss_on_the_last(weights, split):
+    table = table_of(np.array(weights), np.array(weights), embedding=True, loss=True)
+    space = SplitSpace(table, len(split), 6)
+    cut = least_bottleneck(space).cut
+    assert layers_of(table, cut) == split
+    assert cut_of(table, split) == cut
+    rows = space.candidate(cut).stage_profile.rows
+    times_s = [kinds[Kind.FORWARD][0].time_s for kinds in rows]
+    assert times_s == pytest.approx(stage_times(table, cut, "forward"))
+    joules = [kinds[Kind.BACKWARD][3].energy_j for kinds in rows]
+    assert joules == pytest.approx([1.7 * 250 * time_s for time_s in times_s])
+
+
+@given(jobs(max_layers=5, max_stages=3, max_microbatches=4), st.sampled_from([0.0, 0.05, 0.3]))
+@settings(max_examples=examples(25), deadline=None)
+def test_least_energy_of_all_cuts_that_are_fast_enough(job, tolerance):
+    table, num_stages, num_microbatches = job
+    found = least_energy(SplitSpace(table, num_stages, num_microbatches), 80.0, tolerance, 10_000)
+    times = {c: iteration_time(table, c, num_microbatches) for c in all_cuts(table, num_stages)}
+    limit_s = min(times.values()) * (1 + tolerance) * (1 + 1e-9)
+    within = [cut for cut, time_s in times.items() if time_s <= limit_s]
+    energies = {c: planned_energy(table, c, num_microbatches, 80.0, limit_s) for c in within}
+    assert found.exact
+    assert found.num_planned == len(within)
+    assert found.cut in within
+    assert found.cost.energy_j == pytest.approx(min(energies.values()))
+    assert found.cost.energy_j == pytest.approx(energies[found.cut])
+
+
+def test_fewer_plans_than_splits_are_not_called_exact():
+    times = np.concatenate([np.ones(12), [5.0]])
+    space = SplitSpace(table_of(times, 2 * times, loss=True), 4, 8)
+    everything = least_energy(space, 80.0, 0.05, 10_000)
+    some = least_energy(space, 80.0, 0.05, 3)
+    assert everything.exact
+    assert everything.num_planned > 4
+    assert not some.exact
+    assert some.num_planned <= 4  # those, and the fastest
+    assert everything.cost.energy_j <= some.cost.energy_j
+    # The estimate knows good splits: three plans come within 2 % of the best.
+    assert some.cost.energy_j <= 1.02 * everything.cost.energy_j
+
+
+def test_energy_needs_energies():
+    free = {frequency: (slowdown, 0.0) for frequency, (slowdown, _) in CURVE.items()}
+    table = table_of(np.ones(4), np.ones(4), curve=free)
+    assert least_bottleneck(SplitSpace(table, 2, 4)).cut == (0, 2, 4)
+    with pytest.raises(EnvPipeError, match="no energies"):
+        least_energy(SplitSpace(table, 2, 4), 80.0, 0.0)
+
+
+@given(jobs(), st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_splits_above_the_memory_limit_are_left_out(job, data):
+    table, num_stages, num_microbatches = job
+    amounts = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    count = len(table.pieces)
+    held = data.draw(st.lists(amounts, min_size=count, max_size=count).filter(np.any))
+    by_piece = {
+        piece: replace(measure, parameters=float(memory), activation_bytes=float(activation))
+        for (piece, measure), (memory, activation) in zip(
+            table.at(Sizes()).items(), held, strict=True
+        )
+    }
+    table = replace(table, measures={Sizes(): by_piece})
+    free = SplitSpace(table, num_stages, num_microbatches)
+
+    def peak(cut):
+        of_stages = [
+            sum(m + min(num_microbatches, num_stages - stage) * a for m, a in held[first:end])
+            for stage, (first, end) in enumerate(pairwise(cut))
+        ]
+        assert free.candidate(cut).peak_bytes == pytest.approx(of_stages)
+        return max(of_stages)
+
+    cuts = all_cuts(table, num_stages)
+    limit = float(data.draw(st.integers(1, 40)))
+    fitting = [cut for cut in cuts if peak(cut) <= limit]
+    if not fitting:
+        with pytest.raises(EnvPipeError, match=r"stage \d+ is the tightest") as caught:
+            SplitSpace(table, num_stages, num_microbatches, limit)
+        assert f"holds {min(map(peak, cuts)):.6g} bytes" in str(caught.value)
+        return
+    space = SplitSpace(table, num_stages, num_microbatches, limit)
+    found = least_bottleneck(space)
+    assert found.cut in fitting
+    assert [cut for cut in cuts if space.candidate(cut).job.memory_bytes] == fitting
+    least_s = min(both_times(table, cut).max() for cut in fitting)
+    assert both_times(table, found.cut).max() == pytest.approx(least_s)
+
+
+def test_the_tightest_stage_is_named():
+    # Stage 0 holds two microbatches, and the embedding's weights.
+    held = [(50.0, 3.0), *[(1.0, 3.0)] * 4]
+    table = table_of(np.ones(5), np.ones(5), embedding=True, held=held)
+    with pytest.raises(EnvPipeError, match="stage 0 is the tightest and holds 56 bytes"):
+        SplitSpace(table, 2, 8, 40.0)
+    with pytest.raises(EnvPipeError, match="no bytes for the memory limit"):
+        SplitSpace(table_of(np.ones(4), np.ones(4)), 2, 8, 40.0)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4), (2, 10**9)])
+def test_fewer_layers_than_stages(layers, stages):
+    with pytest.raises(EnvPipeError, match=f"too few layers for {stages} stages"):
+        SplitSpace(table_of(np.ones(layers), np.ones(layers)), stages, 4)
+
+
+#: Forwards and backwards of unlike ratio, so that no split reaches the bound.
+UNLIKE = table_of(*np.random.default_rng(1).uniform(0.1, 2.0, (2, 14)))
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 0)])
+def test_a_split_needs_two_stages_and_a_microbatch(sizes):
+    table = table_of(np.ones(4), np.ones(4))
+    with pytest.raises(EnvPipeError, match="two stages and one microbatch"):
+        SplitSpace(table, *sizes)
+    space = SplitSpace(table, 2, 1)
+    assert fastest(space, space.forced_s).cut == (0, 2, 4)
+    several = replace(table, measures={Sizes(): table.at(Sizes()), Sizes(2): table.at(Sizes())})
+    with pytest.raises(EnvPipeError, match="at several sizes"):
+        SplitSpace(several, 2, 1)
+
+
+def test_a_stage_that_waits_at_both_ends_bounds_the_iteration():
+    """The middle one, a little longer, waits for its first backward and for its last one."""
+    forward_s = np.array([1.0, 1.2, 1.0])
+    space = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 8)
+    time_s = float(space.iteration_times_s(np.array([[0, 1, 2, 3]]))[0])
+    assert time_s == pytest.approx(9.6 + 3.0 + 6 * 3.6)
+    assert space.forced_s[1][0, 0] == pytest.approx(time_s)
+    # With fewer microbatches the last forward is ahead of the first backward.
+    few = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 2)
+    assert few.forced_s[1][0, 0] <= few.iteration_times_s(np.array([[0, 1, 2, 3]]))[0] * (1 + 1e-9)
+
+
+def test_no_plan_is_below_the_estimate():
+    """For every split: the estimate, and what all stages take by waiting as long as it lasts."""
+    space = SplitSpace(UNLIKE, 3, 4)
+    cuts = list(cheapest_paths(space.runs, _reached(space)))
+    times_s = space.iteration_times_s(np.array(cuts))
+    limit_s = 1.1 * float(times_s.min())
+    estimate_j = space.cuts.energy_weights(limit_s, limit_s, 80.0)
+    for weights, force in zip(estimate_j, space.forced_s, strict=True):
+        assert (np.isfinite(weights) == (force <= limit_s)).all()
+    checked = 0
+    for cut, time_s in zip(cuts, times_s, strict=True):
+        if time_s <= limit_s:
+            weighed = zip(space.runs, estimate_j, pairwise(cut), strict=True)
+            least_j = 4 * sum(weights[runs.place(*run)] for runs, weights, run in weighed)
+            least_j += 3 * 80.0 * time_s
+            assert least_j <= planned_energy(UNLIKE, cut, 4, 80.0, limit_s) * (1 + 1e-9)
+            checked += 1
+    assert checked > 3
+
+
+def test_the_estimate_takes_the_slowest_clocks_that_there_is_time_for():
+    # Two layers take 6 s at 1200 MHz, 6.6 s at 1000. Less what waiting takes they use 1920 J there,
+    # 1518 J at 1000 MHz and 1368 J at 900, the least.
+    space = SplitSpace(table_of(np.ones(4), np.full(4, 2.0)), 2, 2)
+    limit_s = 6.0 + 2 * 6.6
+    first, second = space.cuts.energy_weights(limit_s, limit_s, 80.0)
+    assert first[space.runs[0].place(0, 2)] == pytest.approx(1368.0)
+    assert second[space.runs[1].place(2, 4)] == pytest.approx(1518.0)
+
+
+def test_a_split_that_is_too_slow_in_every_order_is_refused():
+    profile = uniform_profile(2, {clock: (t, t * w) for clock, (t, w) in CURVE.items()})
+    with pytest.raises(EnvPipeError, match=r"longer than the deadline.*got 1.0"):
+        plan_cost(profile, 4, 80.0, 1.0)
+
+
+# --- Megatron's flags ---
+
+
+def flag_of(split, **ends):
+    """As the flag gives it, whether embedding and loss were profiled or not."""
+    ones = np.ones(sum(split) + len(ends))
+    table = table_of(ones, ones, **ends)
+    found = SplitSpace(table, len(split), 1).candidate(cut_of(table, split)).configuration
+    return layout_flag(table, found)
+
+
+@pytest.mark.parametrize("ends", [{}, {"embedding": True, "loss": True}])
+def test_layouts_as_they_look(ends):
+    flag = "--pipeline-model-parallel-layout"
+    assert flag_of((3, 4, 4, 2), **ends) == f"{flag} 'Et*3|(t*4|)*2t*2L'"
+    assert flag_of((1, 1), **ends) == f"{flag} 'Et|tL'"
+    if ends:
+        assert flag_of((0, 1, 2, 0), **ends) == f"{flag} 'E|t|t*2|L'"
+
+
+def test_even_split():
+    assert megatron_even_split(8, 4) == ((2, 2, 2, 2), ())
+    both = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+    assert megatron_even_split(126, 16) == ((7, *[8] * 14, 7), both)
+    assert megatron_even_split(7, 4) == ((1, 2, 2, 2), both[:1])
+    assert megatron_even_split(9, 4) is None
+    assert megatron_even_split(2, 4) is None
+
+
+@pytest.fixture(scope="module")
+def megatron_config():
+    pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def make(split, **options):
+        import torch
+
+        return TransformerConfig(
+            num_layers=sum(split), hidden_size=8, num_attention_heads=1,
+            pipeline_model_parallel_size=len(split), pipeline_dtype=torch.float32, **options,
+        )  # fmt: skip
+
+    return make
+
+
+def built_by_megatron(config):
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    stages = range(config.pipeline_model_parallel_size)
+    return tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in stages)
+
+
+@pytest.mark.xdist_group("megatron")
+@pytest.mark.parametrize(
+    "split", [(3, 4, 4, 2), (0, 1, 2, 0), (1, 1), (12, 13, 13, 11), (2, 1, 1, 2), (0, 10, 10, 1)]
+)
+def test_megatron_reads_the_flags_alike(megatron_config, split):
+    from megatron.core.transformer.enums import LayerType
+
+    text = shlex.split(flag_of(split, embedding=True, loss=True))[1]
+    config = megatron_config(split, pipeline_model_parallel_layout=text)
+    layout = config.pipeline_model_parallel_layout
+    decoders = [
+        layout.get_num_layers_to_build(LayerType.decoder, vp_stage=0, pp_rank=stage)
+        for stage in range(len(split))
+    ]
+    assert tuple(decoders) == split
+    assert config.virtual_pipeline_model_parallel_size is None
+    if (flags := first_last_flags(split)) is not None:
+        _, first, _, last = flags.split()
+        config = megatron_config(
+            split,
+            num_layers_in_first_pipeline_stage=int(first),
+            num_layers_in_last_pipeline_stage=int(last),
+        )
+        assert built_by_megatron(config) == split
+
+
+@pytest.mark.xdist_group("megatron")
+@pytest.mark.parametrize(("layers", "stages"), [(8, 4), (126, 16), (7, 4), (11, 4)])
+def test_megatron_makes_the_even_split(megatron_config, layers, stages):
+    split, flags = megatron_even_split(layers, stages)
+    options = {flag.removeprefix("--").replace("-", "_"): True for flag in flags}
+    assert built_by_megatron(megatron_config(split, **options)) == split
