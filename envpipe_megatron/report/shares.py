@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
+from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 
 
 @dataclass(frozen=True)
