@@ -24,7 +24,7 @@ from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
 from benchmarks.outputs import make_console, make_table, output_option, span, write_csv
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 

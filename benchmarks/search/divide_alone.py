@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.search.aceso_runs import SETTINGS, divide_setting, read_setting
 from benchmarks.search.aceso_space.divide import Division, divide
 from benchmarks.search.aceso_space.folding import fold_blocks
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.megatron.search import search
 from envpipe_megatron.search.megatron.space import Space

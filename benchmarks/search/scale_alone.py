@@ -19,7 +19,7 @@ from benchmarks.search.aceso_space.folding import fold_blocks
 from benchmarks.search.divide_alone import MAX_CHUNKS
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.megatron.search import search
 from envpipe_megatron.search.megatron.space import Space
 

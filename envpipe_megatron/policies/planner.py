@@ -20,7 +20,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.auto import AutoSearch
 from envpipe_megatron.policies.orders.envpipe_rule import envpipe_order

@@ -12,9 +12,9 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.limits import OrderLimits, in_flight_by_memory, order_limits
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
 
 #: `max_in_flight` by the memory in the profile's sidecar.

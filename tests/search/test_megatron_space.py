@@ -8,7 +8,7 @@ import pytest
 from whole_layers import whole_layers
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
 from envpipe_megatron.search.megatron.candidates import Candidate

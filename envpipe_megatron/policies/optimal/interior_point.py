@@ -76,7 +76,7 @@ class InteriorPoint:
         self._overtime_cost = len(problem.tail) * float(1 + np.max(-self._slope, initial=0.0))
 
     def solve(self, deadline: float, dearer: float = 1.0) -> Solution:
-        """Minimise for a deadline, as far as rounding allows; overtime costs `dearer` times more."""
+        """Minimise for a deadline as far as rounding allows; overtime costs `dearer` times it."""
         edge, last, below, _, _ = self._problem.pairs
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         # Numbers that overflow end the search, at the best point until then.

@@ -17,7 +17,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.megatron.candidates import Candidate
