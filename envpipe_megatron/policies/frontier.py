@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.plan import Cost, Plan
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -162,7 +162,7 @@ class ObjectivePlanner:
                 within &= a * times_s + b * energies_j <= c + _CLOSE * _CLOSE * abs(c)
             if not within.any():
                 return None
-            scores = objective.score(Cost(times_s, energies_j), num_gpus)
+            scores = objective.scores(times_s, energies_j, num_gpus)
             at = int(np.where(within, scores, np.inf).argmin())
         return float(times_s[at])
 

@@ -78,14 +78,20 @@ class Objective:
 
     def score(self, cost: Cost, num_gpus: int) -> float:
         """The quantity that is to be least."""
+        return float(self.scores(cost.iteration_time_s, np.array(cost.energy_j), num_gpus))
+
+    def scores(
+        self, iteration_time_s: float | FloatArray, energy_j: FloatArray, num_gpus: int
+    ) -> FloatArray:
+        """[n] scores of n iteration times and energies."""
         if self.goal == Goal.ENERGY:
-            return cost.energy_j
+            return energy_j
         if self.goal == Goal.TIME:
-            return cost.iteration_time_s
+            return np.asarray(iteration_time_s)
         if self.goal == Goal.EDP:
-            return cost.energy_j * cost.iteration_time_s
-        of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * cost.iteration_time_s
-        return self.energy_price / _JOULES_PER_KWH * cost.energy_j + of_gpus
+            return energy_j * iteration_time_s
+        of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * iteration_time_s
+        return self.energy_price / _JOULES_PER_KWH * energy_j + of_gpus
 
     def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
         """(a, b, c): plans within the limits keep a T + b E <= c (s, J).

@@ -178,7 +178,7 @@ def wild_job(rng, max_microbatches):
 
 @pytest.mark.parametrize("jobs", [25, pytest.param(2000, marks=on_request("CORE"))])
 def test_badly_conditioned_programs_are_solved_too(jobs):
-    """Of 10,000 such jobs none ends further from its bound than disturbed slopes explain."""
+    """None ends further from its bound than disturbed slopes explain."""
     for seed in range(jobs):
         case = Case(seed, max_microbatches=4, job=wild_job)
         relaxed = case.program().solve(case.deadline_s)
