@@ -164,7 +164,8 @@ class ObjectivePlanner:
                 return None
             scores = objective.scores(times_s, energies_j, num_gpus)
             at = int(np.where(within, scores, np.inf).argmin())
-        return float(times_s[at])
+        # The curve bends where all units meet profiled times: a little before, one would not fit.
+        return float(times_s[min(at + 1, _TIMES - 1) if at else 0])
 
     def latest_time_s(self, optimizer: Optimizer, worth_w: float | None = None) -> float:
         """The longest time that is worth a look: no plan needs more, or it is forbidden."""
