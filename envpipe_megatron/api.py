@@ -15,8 +15,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import read_frontier, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.policies.objectives.power import peak_power_w
+from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.planner import (
     Planned,
     build_schedule,

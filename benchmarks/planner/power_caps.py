@@ -23,7 +23,7 @@ from benchmarks import outputs
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 

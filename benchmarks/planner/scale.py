@@ -1,9 +1,10 @@
 """How the optimal policy grows: planning time, peak memory and gap from 4 x 16 to 64 x 1024.
 
 Every size is planned on 1F1B and on EnvPipe's order, at the all-maximum time of 1F1B, in a fresh
-process. The linear program alone is also given to HiGHS' simplex and interior point, to show where
-the interior-point method of our own takes over and why. Stages are copies of the profile's first,
-with its last at the end. Times are the processor's, which a busy machine lengthens least.
+process. The linear program alone is also given to HiGHS' simplex and interior point, to show what
+the interior-point method of our own is for (of the extra `rivals`; without it they are left out).
+Stages are copies of the profile's first, with its last at the end. Times are the processor's, which
+a busy machine lengthens least.
 
     python benchmarks/planner/scale.py
     python benchmarks/planner/scale.py --size 8x96 --size 16x512 --highs-limit 0
@@ -26,6 +27,7 @@ from unittest.mock import patch
 
 import click
 import numpy as np
+from scipy.sparse import bmat, csr_array
 
 from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
 from envpipe_megatron.core.conditions import Conditions
@@ -33,9 +35,9 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.policies.optimal import optimizer as optimal
 from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram
+from envpipe_megatron.policies.optimal.newton_step import DurationProblem
 from envpipe_megatron.policies.optimal.rounding import round_durations
-from envpipe_megatron.policies.optimal.simplex import Simplex
 from envpipe_megatron.policies.planner import build_schedule
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -124,27 +126,54 @@ def _peak_mib() -> float:
 
 
 def measure_highs(job: Job, solver: str) -> dict[str, float]:
-    """The same linear program by HiGHS' simplex or ipm."""
+    """The same linear program by HiGHS' simplex or ipm; nothing where it fails, or is not there."""
+    try:
+        import highspy
+    except ImportError:
+        return {}
     profile, request, conditions = _pipeline(job)
     schedule, _ = build_schedule(profile, request)
     deadline_s = optimal.all_maximum_s(schedule, profile, conditions)
     choices = make_choices(profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage)
-    program = DurationProgram(
-        schedule,
-        choices,
-        conditions.latency_s,
-        conditions.tail_by_stage_s,
-        max_simplex_units=schedule.num_units,
-    )
-    assert isinstance(program._solver, Simplex)
-    for option, value in {"simplex": {}, "ipm": _IPM}[solver].items():
-        program._solver._highs.setOptionValue(option, value)
+    program = DurationProgram(schedule, choices, conditions.latency_s, conditions.tail_by_stage_s)
+    highs = highspy.Highs()
+    for option, value in {"output_flag": False, **({"simplex": {}, "ipm": _IPM}[solver])}.items():
+        highs.setOptionValue(option, value)
+    highs.passModel(_highs_model(program._problem, deadline_s / program._time_unit_s))
     start_s = time.process_time()
-    try:
-        program.solve(deadline_s)
-    except LinearProgramError:
-        return {}
-    return {f"{solver}_s": time.process_time() - start_s}
+    highs.run()
+    seconds = time.process_time() - start_s
+    solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return {f"{solver}_s": seconds} if solved else {}
+
+
+def _highs_model(problem: DurationProblem, deadline: float) -> Any:
+    """Columns: ends of nodes, segments, the iteration. Rows: dependencies, ends of stages."""
+    import highspy
+
+    def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
+        return csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
+
+    edges, nodes, segments = len(problem.target), problem.num_nodes, len(problem.width)
+    edge, stage, infinity = np.arange(edges), np.arange(len(problem.tail)), highspy.kHighsInf
+    into = ones(edge, problem.target, (edges, nodes))
+    out_of = ones(edge[: len(problem.source)], problem.source, (edges, nodes))
+    stretch = into @ ones(problem.segment_node, np.arange(segments), (nodes, segments))
+    last = ones(stage, problem.last_node, (len(stage), nodes))
+    iteration = ones(stage, 0 * stage, (len(stage), 1))
+    matrix = bmat([[into - out_of, -stretch, None], [-last, None, iteration]], format="csr")
+    model = highspy.HighsLp()
+    model.num_row_, model.num_col_ = matrix.shape
+    model.col_cost_ = np.concatenate([np.zeros(nodes), problem.slope, [problem.waiting_cost]])
+    model.col_lower_ = np.zeros(matrix.shape[1])
+    model.col_upper_ = np.concatenate([np.full(nodes, infinity), problem.width, [deadline]])
+    model.row_lower_ = np.concatenate([problem.least, problem.tail])
+    model.row_upper_ = np.full(matrix.shape[0], infinity)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = matrix.indptr
+    model.a_matrix_.index_ = matrix.indices
+    model.a_matrix_.value_ = matrix.data
+    return model
 
 
 def _send(function: Callable[[Job], dict[str, float]], job: Job, pipe: Connection) -> None:

@@ -20,7 +20,7 @@ import click
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, Setting, unpack
 from benchmarks.search.searches import PRESET, alone, search_at_scale
-from envpipe_megatron.policies.objectives.objective import Goal
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.search.configuration import Job
 
 COMMAND = "python -m benchmarks.search.scale"

@@ -1,18 +1,27 @@
-"""The time-energy frontier: from the fastest iteration to the cheapest, order and frequencies.
+"""Searches over the deadline of an order: the time-energy frontier, and plans for an objective.
 
-Each point is the optimal plan for one deadline; the linear programs of an order are solved one from
-the other. Where the order is free, a few orders compete at every deadline.
+The least energy of an order is convex in the time of its iteration, being the optimum of a linear
+program in its right side. A frontier plans for deadlines from the fastest iteration to the
+cheapest; where the order is free, a few orders compete at every deadline.
+
+An objective is best at one time of that curve. Rounding to clocks that exist takes a little more
+than the linear program said, and the power of a window or a node is not in it. So a plan that
+breaks a limit gets more time, as little as will do. Where time does not help, a ceiling on all
+clocks may: there the search is a heuristic, whose result is checked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 
@@ -21,12 +30,22 @@ _PROBES = 6
 #: The gap that is good enough for a point of a frontier: pairs of moves take most of the time and
 #: gain a hundredth of a percent.
 FRONTIER_GAP = 0.01
+#: Energies that are as close as this count as equal: rounding loses more.
+_CLOSE = 1e-4
+#: Times from the fastest to the cheapest at which an objective is looked at, and solutions for it.
+_TIMES, _MOST_SOLUTIONS = 20_001, 40
+#: Iteration times that differ by this fraction are as good as each other.
+_SAME_TIME = 2e-4
+#: Plans that are made to find the shortest time within limits.
+_MOST_PLANS = 12
+#: Advice where a deadline is given, or the baseline's time is one.
+_MORE_TIME = ", or allow more time (--deadline-factor, --objective time)"
 
 
 def plan_frontier(
     optimizers: Sequence[Optimizer], num_points: int, min_dwell_s: float = 0.0
 ) -> list[Plan]:
-    """The plans of which no other found is both as fast and as cheap, the fastest first.
+    """The plans that no other found beats in both time and energy, the fastest first.
 
     Args:
         optimizers: one for each order that competes, all for one profile and conditions.
@@ -72,9 +91,148 @@ def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) ->
 
 
 def pareto(plans: Iterable[Plan]) -> list[Plan]:
-    """Those of some plans that no other beats in both time and energy, the fastest first."""
+    """Leave out plans that another beats in both time and energy; the fastest come first."""
     kept: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.cost.iteration_time_s, p.cost.energy_j)):
         if not kept or plan.cost.energy_j < kept[-1].cost.energy_j:
             kept.append(plan)
     return kept
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result of a search on an order.
+
+    Args:
+        plan: None if there was none.
+        excess: how much of its tightest limit it takes.
+        score: what is to be least.
+    """
+
+    plan: Plan | None = None
+    excess: float = math.inf
+    score: float = math.inf
+
+
+def _rank(found: _Found) -> tuple[float, float]:
+    """Lower is better: within the limits by the score, beyond them by how far."""
+    return max(1.0, found.excess), found.score
+
+
+@dataclass(frozen=True)
+class ObjectivePlanner:
+    """Makes plans of orders for an objective.
+
+    Args:
+        longest_s: no iteration may take longer; infinite for no such limit.
+        min_dwell_s: as `Optimizer.plan` takes it.
+    """
+
+    objective: Objective
+    longest_s: float
+    min_dwell_s: float = 0.0
+
+    def best_time_s(self, optimizer: Optimizer) -> float | None:
+        """The time that is best for an order if units ran between profiled clocks.
+
+        None if no time up to the cheapest keeps the limits. LinearProgramError: the order takes
+        longer than `longest_s` at any clocks. The highest of the known solutions' lines is nowhere
+        above the energy; a solution at the time that it makes best shows whether it is that high
+        there, or adds a line (Kelley's cutting planes in one dimension). Three to ten do.
+        """
+        objective = self.objective
+        if objective.goal == Goal.ENERGY:
+            return self.longest_s
+        num_gpus = int(optimizer.conditions.gpus_by_stage.sum())
+        limits = objective.limits(optimizer.schedule.num_stages)
+        last_s = self.latest_time_s(optimizer)
+        times_s = np.linspace(min(optimizer.fastest_s, last_s), last_s, _TIMES)
+        energies_j = np.full(_TIMES, -np.inf)
+        at, solved = 0, set[int]()
+        while at not in solved and len(solved) < _MOST_SOLUTIONS:
+            relaxed = optimizer.relaxed(float(times_s[at]))
+            confirmed = len(solved) > 1 and relaxed.cost_j <= energies_j[at] * (1 + _CLOSE)
+            solved.add(at)
+            line_j = relaxed.lower_bound_j + relaxed.slope_w * (times_s - times_s[at])
+            energies_j = np.maximum(energies_j, line_j)
+            if confirmed:
+                break
+            within = np.ones(_TIMES, dtype=bool)
+            for a, b, c in limits:
+                within &= a * times_s + b * energies_j <= c + _CLOSE * _CLOSE * abs(c)
+            if not within.any():
+                return None
+            scores = objective.scores(times_s, energies_j, num_gpus)
+            at = int(np.where(within, scores, np.inf).argmin())
+        # The curve bends where all units meet profiled times: a little before, one would not fit.
+        return float(times_s[min(at + 1, _TIMES - 1) if at else 0])
+
+    def latest_time_s(self, optimizer: Optimizer, worth_w: float | None = None) -> float:
+        """The longest time that is worth a look: no plan needs more, or it is forbidden."""
+        return min(self.longest_s, optimizer.cheapest_s(worth_w))
+
+    def score(self, plan: Plan) -> float:
+        """The quantity that is to be least."""
+        return self.objective.score(plan.cost, int(plan.conditions.gpus_by_stage.sum()))
+
+    def plan(self, optimizer: Optimizer) -> Plan:
+        """The best plan found within the limits.
+
+        LinearProgramError: none was found, or no frequencies are in time.
+        """
+        early_s = self.best_time_s(optimizer) or self.latest_time_s(optimizer)
+        found = self._found(optimizer, early_s)
+        if found.excess > 1:
+            found = self._later(optimizer, early_s, found)
+            cap_w = self.objective.power_cap_w
+            if cap_w is not None and (found.excess > 1 or self.objective.power_window_s):
+                gpus = self.objective.gpus_below_cap(optimizer.conditions)
+                first = self._found(optimizer, early_s, cap_w / gpus)
+                found = min(found, self._later(optimizer, early_s, first, cap_w / gpus), key=_rank)
+        plan = found.plan
+        if plan is None or found.excess > 1:
+            raise LinearProgramError(
+                f"No plan of schedule '{optimizer.schedule.name}' was found within the limits",
+                value=self.objective.to_json(),
+                remedy="Raise the limits (in W and J) or allow more time."
+                if plan is None
+                else f"The nearest takes {plan.cost.iteration_time_s:.6g} s, "
+                f"{plan.cost.energy_j:.6g} J and {self.objective.power_w(plan):.6g} W: raise the "
+                f"limits, in W and J{'' if math.isinf(self.longest_s) else _MORE_TIME}.",
+            )
+        if self.objective != LEAST_ENERGY:
+            plan = replace(plan, objective=self.objective.to_json())
+        return plan
+
+    def _later(
+        self, optimizer: Optimizer, early_s: float, early: _Found, worth_w: float | None = None
+    ) -> _Found:
+        """The plan for the first time within limits, from one on; the nearest if there is none."""
+        late_s = self.latest_time_s(optimizer, worth_w)
+        if early.excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
+            return early
+        excess, step = early.excess, _SAME_TIME
+        best = min(early, self._found(optimizer, late_s, worth_w), key=_rank)
+        for _ in range(_MOST_PLANS):
+            if best.excess > 1 or late_s <= early_s * (1 + _SAME_TIME):
+                break
+            # A mean power falls at least as fast as time rises; an energy may need any step.
+            least = 1.0 if self.objective.power_cap_w is None else excess
+            time_s = min(early_s * max(least, 1 + step), math.sqrt(early_s * late_s))
+            now = self._found(optimizer, time_s, worth_w)
+            if now.plan is None or now.excess > 1:
+                early_s, excess, step = time_s, now.excess, 3 * step
+            else:
+                late_s = now.plan.cost.iteration_time_s
+            best = min(best, now, key=_rank)
+        return best
+
+    def _found(self, optimizer: Optimizer, time_s: float, worth_w: float | None = None) -> _Found:
+        """The plan for a time; none if changes of clock leave none in time."""
+        try:
+            plan = optimizer.plan(time_s, self.min_dwell_s, worth_w)
+        except LinearProgramError:
+            if time_s >= self.longest_s:
+                raise
+            return _Found()
+        return _Found(plan, self.objective.excess(plan), self.score(plan))

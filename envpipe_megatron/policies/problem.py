@@ -20,8 +20,8 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.frontier import ObjectivePlanner
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
 
 

@@ -11,8 +11,13 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Objective
-from envpipe_megatron.policies.problem import Limits, PlannerError, Problem, in_flight_by_memory
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
+from envpipe_megatron.policies.problem import (
+    Limits,
+    PlannerError,
+    Problem,
+    in_flight_by_memory,
+)
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.schedules import SCHEDULES, that_take
 

@@ -19,7 +19,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
+from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
 
 #: So many of the latest iterations at full clock are looked at.

@@ -19,7 +19,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j

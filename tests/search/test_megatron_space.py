@@ -8,7 +8,7 @@ import pytest
 from whole_layers import whole_layers
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import Shape, best_cut

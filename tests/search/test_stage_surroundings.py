@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from whole_layers import whole_layers
 
-from envpipe_megatron.policies.objectives.objective import Objective
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.cuts import Shape

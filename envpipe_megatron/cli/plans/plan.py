@@ -36,7 +36,7 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
     check_frontier,
     check_memory_frontier,

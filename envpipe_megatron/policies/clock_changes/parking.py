@@ -15,7 +15,7 @@ from envpipe_megatron.core.conditions import WaitCurves
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
+from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 
 
 def park(

@@ -1,64 +1,145 @@
-"""Newton steps of an interior-point method on a pipeline's dependency graph.
+"""The linear program over durations as arrays, and one Newton step of the method that solves it.
+
+Every unit ends no sooner than a fixed time after each unit it waits for, plus what it is stretched
+by; a stretch is a sum of segments, each bounded and each with a price a second that falls from one
+to the next; the iteration ends a tail after the last unit of each stage:
+
+    minimise  sum of slope x segment + waiting cost x iteration
+    with      end[target] - end[source] - sum of target's segments >= least   for every dependency
+              iteration - end[last unit] >= tail                              for every stage
+              0 <= segment <= width,  iteration <= deadline.
 
 A step is a flow of corrections: each dependency conducts, each unit's segments conduct, and when
 everything else is eliminated the ends of units remain as unknowns, in a symmetric positive definite
-matrix (a graph Laplacian). Units that stand at like places of their stages depend on each other, so
-in that order the matrix is a band as wide as the pipeline is deep.
+matrix (a graph Laplacian). Units at like places of their stages depend on each other, so in that
+order the matrix is a band as wide as the pipeline is deep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from scipy.linalg import cho_solve_banded, cholesky_banded
+from scipy.linalg import LinAlgError
+from scipy.linalg.lapack import dpbtrf, dpbtrs
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.policies.optimal.duration_problem import DurationProblem
 
-#: The pairs of a slack and its price: dependencies, ends of stages, segments from below and from
-#: above, and how early or late the iteration is.
-EDGE, LAST, BELOW, ABOVE, EARLY_LATE = range(5)
-#: iteration time = deadline + _SIGN @ slack[EARLY_LATE].
-_SIGN = np.array([-1.0, 1.0])
+#: iteration time = deadline + SIGN @ (how early, how late).
+SIGN = np.array([-1.0, 1.0])
 #: Orders of a band that are tried, each narrower as a rule; further ones gain next to nothing.
 _PULLS = 30
 
 
 @dataclass(frozen=True)
+class DurationProblem:
+    """The program but for its deadline, in units that make its numbers lie around 1.
+
+    Args:
+        target: [num_edges] the node that waits.
+        source: [num_fed] the node that each of the first dependencies waits for; the others wait
+            for the start of the iteration.
+        least: [num_edges] time from the source's end to the target's at its fastest.
+        segment_node: [num_segments] the node that a segment stretches, rising.
+        width: [num_segments] the longest that each can be.
+        slope: [num_segments] cost of a second of the segment, below 0.
+        last_node: [num_stages] the last node of each stage.
+        tail: [num_stages] time after that node.
+        waiting_cost: cost of a second of the iteration.
+        fixed_cost: cost of all units at their fastest.
+        num_nodes: how many units there are.
+        ends: [num_nodes] what each node is stretched by to their earliest ends.
+    """
+
+    target: IntArray
+    source: IntArray
+    least: FloatArray
+    segment_node: IntArray
+    width: FloatArray
+    slope: FloatArray
+    last_node: IntArray
+    tail: FloatArray
+    waiting_cost: float
+    fixed_cost: float
+    num_nodes: int
+    ends: Callable[[FloatArray], FloatArray]
+
+    @cached_property
+    def pairs(self) -> tuple[slice, slice, slice, slice, slice]:
+        """Where slacks and their prices are in one array, in this order.
+
+        Dependencies, ends of stages, segments from below and from above, and how early and how late
+        the iteration is.
+        """
+        segments = len(self.width)
+        at = np.cumsum([0, len(self.target), len(self.tail), segments, segments, 2]).tolist()
+        edge, last, below, above, ends = map(slice, at, at[1:])
+        return edge, last, below, above, ends
+
+    @cached_property
+    def can_save(self) -> float:
+        """What the units at their slowest cost less than at their fastest."""
+        return -float(self.slope @ self.width)
+
+    def by_node(self, by_segment: FloatArray) -> FloatArray:
+        """[num_nodes] the sum over each node's segments."""
+        return self.sum_at(self.segment_node, by_segment)
+
+    def sum_at(self, nodes: IntArray, values: FloatArray) -> FloatArray:
+        """[num_nodes] the sum of the values at each node."""
+        return np.bincount(nodes, values, minlength=self.num_nodes).astype(np.float64, copy=False)
+
+    def net(self, by_edge: FloatArray) -> FloatArray:
+        """[num_nodes] the sum over what each node waits for, less that over what waits for it."""
+        passed = self.sum_at(self.source, by_edge[: len(self.source)])
+        return self.sum_at(self.target, by_edge) - passed
+
+    def apart(self, end: FloatArray) -> FloatArray:
+        """[num_edges] from the end of each source to that of its target."""
+        apart = end[self.target]
+        apart[: len(self.source)] -= end[self.source]
+        return apart
+
+
+@dataclass(frozen=True)
 class Point:
-    """An iterate: pairs of a slack and its price, one array for each of the pairs above.
+    """An iterate: slacks and their prices, all above 0, as `DurationProblem.pairs` has them.
 
     `end`, [num_nodes], and `iteration` are when units and the iteration end, for these slacks.
     """
 
-    slack: list[FloatArray]
-    price: list[FloatArray]
+    slack: FloatArray
+    price: FloatArray
     end: FloatArray
     iteration: float
 
     @property
     def gap(self) -> float:
         """Sum of the products of slack and price: 0 at a solution."""
-        return sum(float(s @ p) for s, p in zip(self.slack, self.price, strict=True))
+        return float(self.slack @ self.price)
 
     def moved(self, step: Point, of_slack: float, of_price: float) -> Point:
         """The point some way along a step."""
         return Point(
-            [s + of_slack * d for s, d in zip(self.slack, step.slack, strict=True)],
-            [p + of_price * d for p, d in zip(self.price, step.price, strict=True)],
+            self.slack + of_slack * step.slack,
+            self.price + of_price * step.price,
             self.end + of_slack * step.end,
             self.iteration + of_slack * step.iteration,
         )
 
-    def longest_steps(self, step: Point) -> tuple[float, float]:
-        """How many of these steps slacks and prices can go before one of them is 0."""
-        return _longest(self.slack, step.slack), _longest(self.price, step.price)
+    def longest_steps(self, step: Point, share: float = 1.0) -> tuple[float, float]:
+        """The shares of a step, 1 at most, that take slacks and prices `share` of the way to 0."""
+        return (
+            1.0 / max(1.0, float((step.slack / self.slack).min()) / -share),
+            1.0 / max(1.0, float((step.price / self.price).min()) / -share),
+        )
 
 
 @dataclass(frozen=True)
 class Residual:
-    """What is missing in each equation, to be made up by a step.
+    """By how much a point misses each equation, to be made up by a step.
 
     Args:
         edge: [num_edges] in the slack of each dependency.
@@ -74,34 +155,23 @@ class Residual:
     node: FloatArray
     early_late: FloatArray
 
-    def cost(self, point: Point) -> float:
-        """What the cost may be wrong by, to first order."""
-        return (
-            float(np.abs(self.edge) @ point.price[EDGE])
-            + abs(self.iteration) * float(point.price[LAST].sum())
-            + float(np.abs(self.segment) @ point.slack[BELOW])
-            + float(np.abs(self.node) @ np.abs(point.end))
-            + float(np.abs(self.early_late) @ point.slack[EARLY_LATE])
-        )
-
 
 class BandMatrix:
-    """Where the entries of a Newton step's band matrix stand, and its factors.
+    """Where the entries of a Newton step's band matrix are, and its factors.
 
-    `near`, [num_nodes], is a number for each node; nodes that depend on each other have near ones.
-    Through chunks, a band in that order is wide: it is made narrower step by step.
+    Through chunks, a band in the order of `near` (see `InteriorPoint`) is wide: it is made narrower
+    step by step.
     """
 
     def __init__(self, problem: DurationProblem, near: IntArray) -> None:
         self.problem = problem
-        edge = np.arange(len(problem.target))
-        self.fed = edge[problem.source >= 0]
+        target, source = problem.target[: len(problem.source)], problem.source
         # The two dependencies of a node with two: its sources push against each other.
-        by_target = self.fed[np.argsort(problem.target[self.fed], kind="stable")]
-        twice = np.flatnonzero(np.diff(problem.target[by_target]) == 0)
+        by_target = np.argsort(target, kind="stable")
+        twice = np.flatnonzero(np.diff(target[by_target]) == 0)
         self.pair = by_target[twice], by_target[twice + 1]
-        rows = np.concatenate([problem.target[self.fed], problem.source[self.pair[0]]])
-        columns = np.concatenate([problem.source[self.fed], problem.source[self.pair[1]]])
+        rows = np.concatenate([target, source[self.pair[0]]])
+        columns = np.concatenate([source, source[self.pair[1]]])
         # Each node is pulled between the two that it is linked with furthest from each other.
         places, pulled = [], near
         for _ in range(_PULLS):
@@ -128,27 +198,26 @@ class BandMatrix:
             to_end: [num_stages] between each last node and the end of the iteration.
         """
         problem = self.problem
-        band = np.bincount(
-            self._entry,
-            -np.concatenate([along[self.fed], across]),
-            minlength=self._height * problem.num_nodes,
-        )
-        diagonal = sum_at(problem, problem.target, along) + sum_at_source(problem, along)
+        along_fed = along[: len(problem.source)]
+        size = self._height * problem.num_nodes
+        band = np.bincount(self._entry, -np.concatenate([along_fed, across]), minlength=size)
+        diagonal = problem.sum_at(problem.target, along) + problem.sum_at(problem.source, along_fed)
         for edge in self.pair:
-            diagonal += sum_at(problem, problem.source[edge], across)
+            diagonal += problem.sum_at(problem.source[edge], across)
         diagonal[problem.last_node] += to_end
         band[self._diagonal] = diagonal
         shape = (self._height, problem.num_nodes)
-        factor: FloatArray = cholesky_banded(
-            band.reshape(shape, order="F"), lower=True, check_finite=False
-        )
-        return factor
+        factor, failed = dpbtrf(band.reshape(shape, order="F"), lower=1, overwrite_ab=1)
+        if failed:
+            raise LinAlgError(f"the band's minor of order {failed} is not positive definite")
+        found: FloatArray = factor
+        return found
 
     def solve(self, factor: FloatArray, right: FloatArray) -> FloatArray:
         """[num_nodes] what the matrix takes to the right-hand side."""
         ordered = np.empty_like(right)
         ordered[self.place] = right
-        solved: FloatArray = cho_solve_banded((factor, True), ordered, check_finite=False)
+        solved: FloatArray = dpbtrs(factor, ordered, lower=1, overwrite_b=1)[0]
         return solved[self.place]
 
 
@@ -165,12 +234,12 @@ class NewtonStep:
     ) -> None:
         self._problem, self._matrix = problem, matrix
         self._point, self._residual = point, residual
-        slack, price = point.slack, point.price
-        self._edge = price[EDGE] / slack[EDGE]
-        self._last = price[LAST] / slack[LAST]
-        self._segment = price[BELOW] / slack[BELOW] + price[ABOVE] / slack[ABOVE]
-        self._give = problem.by_node(1.0 / self._segment)
-        into = sum_at(problem, problem.target, self._edge)
+        edge, last, below, above, ends = problem.pairs
+        conducts = point.price / point.slack
+        self._edge, self._last = conducts[edge], conducts[last]
+        self._segment_give = 1.0 / (conducts[below] + conducts[above])
+        self._give = problem.by_node(self._segment_give)
+        into = problem.sum_at(problem.target, self._edge)
         self._through = 1.0 / (1.0 + self._give * into)
         first, second = matrix.pair
         node = problem.target[first]
@@ -183,110 +252,69 @@ class NewtonStep:
         at_last = np.zeros(problem.num_nodes)
         at_last[problem.last_node] = self._last
         self._by_iteration = matrix.solve(self._factor, at_last)
-        self._iteration_give = float((slack[EARLY_LATE] / price[EARLY_LATE]).sum())
+        self._iteration_give = float((1.0 / conducts[ends]).sum())
         # What pulls at the end of the iteration is what arrives at its start: the sum there is of
         # positive terms, the one over the last nodes would cancel.
-        start = problem.source < 0
+        start = slice(len(problem.source), None)
         arrived = float(along[start] @ self._by_iteration[problem.target[start]])
         self._iteration_pull = 1.0 / self._iteration_give + arrived
 
-    def step(self, product: list[FloatArray]) -> Point:
+    def step(self, product: FloatArray) -> Point:
         """The step that changes each product of slack and price by the given, to first order."""
         problem, residual = self._problem, self._residual
+        edge, last, below, above, ends = problem.pairs
         slack, price = self._point.slack, self._point.price
+        push = product / slack
         # What would change with all ends of units held still.
-        pushed = product[EDGE] / slack[EDGE] - self._edge * residual.edge
-        wanted = residual.segment + product[BELOW] / slack[BELOW] - product[ABOVE] / slack[ABOVE]
+        pushed = push[edge] - self._edge * residual.edge
+        wanted = residual.segment + push[below] - push[above]
         stretch = self._through * (
-            problem.by_node(wanted / self._segment)
-            - self._give * sum_at(problem, problem.target, pushed)
+            problem.by_node(wanted * self._segment_give)
+            - self._give * problem.sum_at(problem.target, pushed)
         )
-        pushed = pushed + self._edge * stretch[problem.target]
-        last = product[LAST] / slack[LAST]
-        right = (
-            residual.node + sum_at(problem, problem.target, pushed) - sum_at_source(problem, pushed)
-        )
-        right[problem.last_node] -= last
+        pushed += self._edge * stretch[problem.target]
+        right = residual.node + problem.net(pushed)
+        right[problem.last_node] -= push[last]
         still = self._matrix.solve(self._factor, right)
-        drift = residual.iteration + float(
-            _SIGN
-            @ ((product[EARLY_LATE] - slack[EARLY_LATE] * residual.early_late) / price[EARLY_LATE])
-        )
-        iteration = (
-            drift / self._iteration_give + float(last.sum() + self._last @ still[problem.last_node])
-        ) / self._iteration_pull
+        late = (product[ends] - slack[ends] * residual.early_late) / price[ends]
+        pulled = float(push[last].sum() + self._last @ still[problem.last_node])
+        drift = (residual.iteration + float(SIGN @ late)) / self._iteration_give
+        iteration = (drift + pulled) / self._iteration_pull
         end = still + self._by_iteration * iteration
         # From the ends back to everything else.
-        apart = end[problem.target] - source_end(problem, end)
-        pull = sum_at(problem, problem.target, self._edge * apart)
-        stretch = stretch + self._give * self._through * pull
-        edge_slack = apart - stretch[problem.target] + residual.edge
-        edge_price = (product[EDGE] - price[EDGE] * edge_slack) / slack[EDGE]
-        into = sum_at(problem, problem.target, edge_price)
-        segment = (wanted - into[problem.segment_node]) / self._segment
-        last_slack = iteration - end[problem.last_node]
-        last_price = (product[LAST] - price[LAST] * last_slack) / slack[LAST]
-        ends = self._early_late(product[EARLY_LATE], iteration, float(last_price.sum()))
-        return Point(
-            [
-                edge_slack,
-                last_slack,
-                segment,
-                -segment,
-                ends[0],
-            ],
-            [
-                edge_price,
-                last_price,
-                (product[BELOW] - price[BELOW] * segment) / slack[BELOW],
-                (product[ABOVE] + price[ABOVE] * segment) / slack[ABOVE],
-                ends[1],
-            ],
-            end,
-            iteration,
-        )
+        apart = problem.apart(end)
+        pull = problem.sum_at(problem.target, self._edge * apart)
+        stretch += self._give * self._through * pull
+        slack_step = np.empty_like(slack)
+        slack_step[edge] = apart - stretch[problem.target] + residual.edge
+        slack_step[last] = iteration - end[problem.last_node]
+        edge_price = push[edge] - self._edge * slack_step[edge]
+        into = problem.sum_at(problem.target, edge_price)
+        slack_step[below] = (wanted - into[problem.segment_node]) * self._segment_give
+        slack_step[above] = -slack_step[below]
+        slack_step[ends] = 0.0
+        price_step = (product - price * slack_step) / slack
+        total = float(price_step[last].sum())
+        slack_step[ends], price_step[ends] = self._early_late(product[ends], iteration, total)
+        return Point(slack_step, price_step, end, iteration)
 
     def _early_late(
         self, product: FloatArray, iteration: float, total: float
     ) -> tuple[FloatArray, FloatArray]:
         """Steps ds, dp of how early and late the iteration ends (slacks s), and of their prices p.
 
-        They solve p ds + s dp = product ([2]) and _SIGN @ ds = iteration - residual; where s / p is
-        less, dp = residual - _SIGN total. `total` is the step of the sum of prices LAST.
+        They solve p ds + s dp = product ([2]) and SIGN @ ds = iteration - residual; where s / p is
+        less, dp = residual - SIGN total. `total` is the step of the sum of the stages' prices.
         """
-        slack, price = self._point.slack[EARLY_LATE], self._point.price[EARLY_LATE]
+        ends = self._problem.pairs[-1]
+        slack, price = self._point.slack[ends], self._point.price[ends]
         # ds of the larger s / p follows from the other: its p may be too near 0 to divide by.
         more = int(np.argmax(slack / price))
         less = 1 - more
         slack_step, price_step = np.empty(2), np.empty(2)
-        price_step[less] = self._residual.early_late[less] - _SIGN[less] * total
+        price_step[less] = self._residual.early_late[less] - SIGN[less] * total
         slack_step[less] = (product[less] - slack[less] * price_step[less]) / price[less]
-        rest = iteration - self._residual.iteration - _SIGN[less] * slack_step[less]
-        slack_step[more] = _SIGN[more] * rest
+        rest = iteration - self._residual.iteration - SIGN[less] * slack_step[less]
+        slack_step[more] = SIGN[more] * rest
         price_step[more] = (product[more] - price[more] * slack_step[more]) / slack[more]
         return slack_step, price_step
-
-
-def sum_at(problem: DurationProblem, nodes: IntArray, values: FloatArray) -> FloatArray:
-    """[num_nodes] the sum of the values that stand at each node."""
-    return np.bincount(nodes, values, minlength=problem.num_nodes).astype(np.float64)
-
-
-def sum_at_source(problem: DurationProblem, by_edge: FloatArray) -> FloatArray:
-    """[num_nodes] the sum over the dependencies on each node; the start is none."""
-    fed = problem.source >= 0
-    return sum_at(problem, problem.source[fed], by_edge[fed])
-
-
-def source_end(problem: DurationProblem, end: FloatArray) -> FloatArray:
-    """[num_edges] the end of each dependency's source; the iteration starts at 0."""
-    return np.where(problem.source >= 0, end[problem.source], 0.0)
-
-
-def _longest(values: list[FloatArray], steps: list[FloatArray]) -> float:
-    longest = np.inf
-    for value, step in zip(values, steps, strict=True):
-        falling = step < 0
-        if falling.any():
-            longest = min(longest, float((-value[falling] / step[falling]).min()))
-    return longest

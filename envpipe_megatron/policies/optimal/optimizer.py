@@ -22,14 +22,19 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.clock_changes.run_search import fewer_changes
 from envpipe_megatron.policies.frequencies import uniform
-from envpipe_megatron.policies.optimal.choices import Choices, make_choices, node_keys
+from envpipe_megatron.policies.optimal.choices import (
+    Choices,
+    make_choices,
+    mean_waiting_power_w,
+    node_keys,
+    waiting_floor_w,
+)
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
     Relaxed,
 )
 from envpipe_megatron.policies.optimal.rounding import round_durations
-from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
 
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002
@@ -101,8 +106,7 @@ class Optimizer:
         Where waiting is worth more, as `plan` takes it, the time beyond which no unit is slower.
         """
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
-        relaxed = priced.program.solve(_NO_DEADLINE * self.fastest_s)
-        return iteration_time_s(self.schedule, relaxed.duration_s, self.conditions)
+        return priced.program.solve(_NO_DEADLINE * self.fastest_s).end_s
 
     def relaxed(self, deadline_s: float) -> Relaxed:
         """The durations between the profiled ones that take the least energy.
@@ -198,15 +202,13 @@ class Optimizer:
         """A plan for the waiting powers of a linear program; clocks are never late for it."""
         schedule, choices = self.schedule, priced.choices
         relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
-        # Earlier than the deadline if waiting costs more than slower units save.
-        end_s = min(deadline_s, iteration_time_s(schedule, relaxed.duration_s, self.conditions))
-        waiting_j = choices.waiting_power_w * end_s
+        waiting_j = choices.waiting_power_w * relaxed.end_s
         chosen = round_durations(
             schedule,
             choices,
             self.conditions.latency_s,
             self._tail_s,
-            end_s,
+            relaxed.end_s,
             relaxed.duration_s,
             (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )

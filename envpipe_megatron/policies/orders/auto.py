@@ -15,7 +15,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
-from envpipe_megatron.policies.objectives.objective import Goal
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch

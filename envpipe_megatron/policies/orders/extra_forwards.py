@@ -25,9 +25,8 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
-from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.judged import ROUNDED, Judged, memory_worth
 from envpipe_megatron.policies.problem import OrderLimits, envpipe_counts

@@ -26,14 +26,13 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import (
     Optimizer,
     iteration_time_s,
     order_at_maximum_s,
 )
-from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 

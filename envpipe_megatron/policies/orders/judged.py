@@ -12,7 +12,7 @@ from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 

@@ -18,9 +18,9 @@ from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
 
 SEEDS = st.integers(0, 2**32)
 QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"

@@ -1,4 +1,4 @@
-"""The linear program over durations: both solvers against a slow and obvious formulation."""
+"""The linear program over durations against a slow and obvious formulation, and its solver."""
 
 import itertools
 import random
@@ -11,20 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples, on_request
 from planning_cases import Job, random_profile
-from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
+from program_cases import CLOSE, Case
 from scipy.optimize import linprog
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import SPLIT
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.policies.optimal import interior_point
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
-from envpipe_megatron.policies.optimal.duration_problem import SolverError
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
-from envpipe_megatron.policies.optimal.linear_program import (
-    DurationProgram,
-    LinearProgramError,
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.newton_step import (
+    BandMatrix,
+    NewtonStep,
+    Point,
 )
-from envpipe_megatron.policies.optimal.simplex import Simplex
 
 SEEDS = st.integers(0, 2**32)
 
@@ -89,78 +94,66 @@ def slow_optimum_j(case):
     return float(solved.fun)
 
 
-@SOLVERS
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(seed=SEEDS)
-def test_both_solvers_find_the_optimum_of_the_definitions(max_simplex_units, seed):
+@given(SEEDS)
+def test_it_finds_the_optimum_of_the_definitions_and_proves_it(seed):
     case = Case(seed)
-    relaxed = case.program(max_simplex_units).solve(case.deadline_s)
+    relaxed = case.program().solve(case.deadline_s)
     optimum_j = slow_optimum_j(case)
-    close = CLOSE[max_simplex_units]
-    assert relaxed.cost_j == pytest.approx(optimum_j, rel=close)
+    assert relaxed.cost_j == pytest.approx(optimum_j, rel=CLOSE)
     # And it is what the durations cost, which are in time and between fastest and cheapest.
     assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6)
-    assert case.cost_j(relaxed.duration_s) == pytest.approx(optimum_j, rel=close)
+    assert case.cost_j(relaxed.duration_s) == pytest.approx(optimum_j, rel=CLOSE)
     for duration_s, (times_s, _) in zip(relaxed.duration_s, case.hulls, strict=True):
         assert times_s[0] * (1 - 1e-9) <= duration_s <= times_s[-1] * (1 + 1e-9)
+    # Disturbed slopes cost the bound no more than half of 0.1 % of what stretching saves.
+    can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
+    below_j = optimum_j - relaxed.lower_bound_j
+    assert -1e-7 * abs(optimum_j) <= below_j <= 5e-4 * can_save_j + CLOSE * abs(optimum_j)
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "vertices"),
     [
-        builders.one_f_one_b(4, 60),
-        builders.envpipe(4, 60, [6, 4, 2, 0]),
-        builders.gpipe(4, 60),
-        builders.interleaved(4, 40, 2),
+        (builders.one_f_one_b(4, 60), (11, 9, 9)),
+        (builders.envpipe(4, 60, [6, 4, 2, 0]), (55, 88, 43)),
+        (builders.gpipe(4, 60), (141, 174, 174)),
+        (builders.interleaved(4, 40, 2), (32, 44, 44)),
     ],
-    ids=lambda schedule: schedule.name,
+    ids=lambda value: getattr(value, "name", None),
 )
-@pytest.mark.parametrize("factor", [1.0, 1.1, 3.0])
-def test_both_solvers_agree_where_pipelines_are_longer(schedule, factor):
+def test_longer_pipelines_are_solved_with_few_units_between_profiled_times(schedule, vertices):
+    """At three deadlines hardly more units than in the vertex that HiGHS' simplex finds."""
     profile = random_profile(random.Random(7), 4, 12).for_chunks(schedule.num_chunks)
     choices = make_choices(profile, np.full(4, 70.0), np.ones(4, dtype=np.int64))
-    simplex, interior_point = (
-        DurationProgram(schedule, choices, 0.01, np.zeros(4), units)
-        for units in (SIMPLEX, INTERIOR_POINT)
-    )
-    fastest_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
-    timeline = Timeline(schedule, fastest_s.reshape(schedule.is_backward.shape), 0.01)
-    deadline_s = factor * timeline.iteration_time_s
-    vertex, point = simplex.solve(deadline_s), interior_point.solve(deadline_s)
-    assert point.cost_j == pytest.approx(vertex.cost_j, rel=CLOSE[INTERIOR_POINT])
-    # Where equally good solutions abound it too picks one with few units between profiled times.
-    between = [
-        sum(
+    program = DurationProgram(schedule, choices, 0.01, np.zeros(4))
+    keys = node_keys(schedule, choices)
+    for factor, of_vertex in zip((1.0, 1.1, 3.0), vertices, strict=True):
+        relaxed = program.solve(factor * program.fastest_iteration_s)
+        assert relaxed.cost_j <= relaxed.lower_bound_j * (1 + CLOSE)
+        between = sum(
             np.abs(choices.units[key].time_s / duration_s - 1).min() > 1e-4
-            for key, duration_s in zip(
-                node_keys(schedule, choices), relaxed.duration_s, strict=True
-            )
+            for key, duration_s in zip(keys, relaxed.duration_s, strict=True)
         )
-        for relaxed in (vertex, point)
-    ]
-    assert between[1] <= between[0] + 0.1 * schedule.num_units
+        assert between <= of_vertex + 0.1 * schedule.num_units
 
 
-@SOLVERS
 @settings(max_examples=examples(30), deadline=None, derandomize=True)
-@given(seed=SEEDS)
-def test_deadlines_one_after_the_other_give_what_each_gives_alone(max_simplex_units, seed):
+@given(SEEDS)
+def test_deadlines_one_after_the_other_give_what_each_gives_by_itself(seed):
     case = Case(seed)
-    program = case.program(max_simplex_units)
+    program = case.program()
     for _ in range(4):
         deadline_s = case.fastest_s * case.rng.choice([1.0, 1.01, 1.1, 1.5, 10.0])
         again = program.solve(deadline_s).cost_j
-        assert again == pytest.approx(
-            case.program(max_simplex_units).solve(deadline_s).cost_j, rel=1e-7
-        )
+        assert again == case.program().solve(deadline_s).cost_j
 
 
-@SOLVERS
 @settings(max_examples=examples(30), deadline=None, derandomize=True)
-@given(seed=SEEDS)
-def test_a_deadline_before_the_fastest_iteration_is_refused(max_simplex_units, seed):
+@given(SEEDS)
+def test_a_deadline_before_the_fastest_iteration_is_refused(seed):
     case = Case(seed)
-    program = case.program(max_simplex_units)
+    program = case.program()
     program.solve(case.fastest_s)
     with pytest.raises(LinearProgramError, match="at any frequencies") as error:
         program.solve(0.999 * case.fastest_s)
@@ -183,34 +176,23 @@ def wild_job(rng, max_microbatches):
     return Job(profile_of(table), rng.randint(1, max_microbatches), conditions)
 
 
-@on_request("CORE")
-def test_the_interior_point_method_forced_on_125_programs_never_ends_wrong():
-    """However badly conditioned: one is late, one needs a second try, two need the simplex."""
-    for seed in range(125):
+@pytest.mark.parametrize("jobs", [25, pytest.param(2000, marks=on_request("CORE"))])
+def test_badly_conditioned_programs_are_solved_too(jobs):
+    """None ends further from its bound than disturbed slopes explain."""
+    for seed in range(jobs):
         case = Case(seed, max_microbatches=4, job=wild_job)
-        relaxed = case.program(INTERIOR_POINT).solve(case.deadline_s)
+        relaxed = case.program().solve(case.deadline_s)
         assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6), seed
         # Any prices give a bound (test_certificate), so an answer that is near it is right.
         can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
         cost_j = case.cost_j(relaxed.duration_s)
-        assert cost_j - relaxed.lower_bound_j <= 1e-3 * (abs(cost_j) + can_save_j), seed
-
-
-def wrong(solution, problem, how):
-    """An answer that is late, too dear, or proven by nothing."""
-    none, all_of_it = np.zeros_like(problem.width), problem.width.copy()
-    return {
-        "late": replace(solution, segment=all_of_it),
-        "dear": replace(solution, segment=none),
-        "unproven": replace(solution, deadline_price=np.zeros_like(problem.tail)),
-        "not a number": replace(solution, deadline_price=np.full_like(problem.tail, np.nan)),
-    }[how]
+        assert cost_j - relaxed.lower_bound_j <= 6e-4 * (abs(cost_j) + can_save_j), seed
 
 
 @pytest.mark.parametrize("unit_j", [1.0, 1e-6])
-@pytest.mark.parametrize("how", ["late", "dear", "unproven", "not a number"])
-@pytest.mark.parametrize("solver", [Simplex, InteriorPoint])
-def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
+@pytest.mark.parametrize("how", ["late", "dear", "unproven", "nothing"])
+def test_a_wrong_answer_is_in_time_and_its_bound_shows_it(monkeypatch, how, unit_j):
+    """A second try is made; where all are wrong, the nearest to its bound is the answer."""
     schedule = builders.one_f_one_b(3, 5)
     profile = random_profile(random.Random(7), 3, 6)
     rows = tuple(
@@ -219,57 +201,152 @@ def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
     )
     profile = replace(profile, rows=rows)
     choices = make_choices(profile, np.full(3, 70.0 * unit_j), np.ones(3, dtype=np.int64))
-    right, asked = (
-        DurationProgram(schedule, choices, 0.0, np.zeros(3), units)
-        for units in (SIMPLEX, {Simplex: SIMPLEX, InteriorPoint: INTERIOR_POINT}[solver])
-    )
+    right, asked, wrong = (DurationProgram(schedule, choices, 0.0, np.zeros(3)) for _ in range(3))
     deadline_s = 1.05 * right.fastest_iteration_s
     optimum_j = right.solve(deadline_s).cost_j
-    solve = solver.solve
+    solve, rightly = InteriorPoint.solve, {"from": 10.0}
 
-    def solve_wrongly(self, deadline):
-        return wrong(solve(self, deadline), self._problem, how)
+    def solve_wrongly(self, deadline, dearer):
+        answer, problem = solve(self, deadline, dearer), self._problem
+        changes = {
+            "late": {"segment": problem.width.copy()},
+            "dear": {"segment": np.zeros_like(problem.width)},
+            "unproven": {"deadline_price": np.zeros_like(problem.tail)},
+            "nothing": {
+                "segment": np.zeros_like(problem.width),
+                "edge_price": np.zeros_like(problem.least),
+                "deadline_price": np.zeros_like(problem.tail),
+            },
+        }
+        return answer if dearer >= rightly["from"] else replace(answer, **changes[how])
 
-    monkeypatch.setattr(solver, "solve", solve_wrongly)
-    if solver is InteriorPoint:  # the simplex is asked instead
-        assert asked.solve(deadline_s).cost_j == pytest.approx(optimum_j)
-    else:
-        with pytest.raises(LinearProgramError, match="although it can be met"):
-            asked.solve(deadline_s)
-
-
-@pytest.mark.parametrize(
-    ("unit_s", "message_s", "tail_s", "said"),
-    [
-        (1.0, 0.1, 0.1, "Allow a little more time"),
-        (1e14, 0.1, 0.1, "the longest unit takes 1e\\+14 s"),
-        (1.0, 1e9, 0.1, "the longest message takes 1e\\+09 s, the shortest unit 1 s"),
-        (1.0, 0.1, 1e9, "the longest tail takes 1e\\+09 s"),
-    ],
-)
-def test_times_that_lie_too_far_apart_are_named(monkeypatch, unit_s, message_s, tail_s, said):
-    def fail(self, deadline):
-        raise SolverError("infeasible")
-
-    monkeypatch.setattr(Simplex, "solve", fail)
-    table = {(s, kind): {1400: (1.0, 9.0), 1200: (2.0, 5.0)} for s in (0, 1) for kind in (F, B)}
-    table[1, F] = {1400: (unit_s, 9.0)}
-    choices = make_choices(profile_of(table), np.zeros(2), np.ones(2, dtype=np.int64))
-    schedule = builders.one_f_one_b(2, 2)
-    program = DurationProgram(schedule, choices, message_s, np.array([0.0, tail_s]))
-    with pytest.raises(LinearProgramError, match=said):
-        program.solve(program.fastest_iteration_s)
+    monkeypatch.setattr(InteriorPoint, "solve", solve_wrongly)
+    assert asked.solve(deadline_s).cost_j == pytest.approx(optimum_j, rel=CLOSE)
+    rightly["from"] = np.inf
+    relaxed = wrong.solve(deadline_s)
+    end_s = wrong._iteration_s(relaxed.duration_s)
+    assert end_s <= deadline_s * (1 + 1e-6)
+    assert relaxed.lower_bound_j <= optimum_j * (1 + CLOSE)
+    assert relaxed.cost_j > relaxed.lower_bound_j + 1e-3 * abs(optimum_j)
 
 
-@SOLVERS
-def test_units_without_a_choice_are_no_trouble(max_simplex_units):
+def test_times_that_lie_far_apart_are_no_trouble():
+    for unit_s, message_s, tail_s in ((1e14, 0.1, 0.1), (1.0, 1e9, 0.1), (1.0, 0.1, 1e9)):
+        table = {(s, kind): {1400: (1.0, 9.0), 1200: (2.0, 5.0)} for s in (0, 1) for kind in (F, B)}
+        table[1, F] = {1400: (unit_s, 9.0)}
+        choices = make_choices(profile_of(table), np.zeros(2), np.ones(2, dtype=np.int64))
+        schedule = builders.one_f_one_b(2, 2)
+        program = DurationProgram(schedule, choices, message_s, np.array([0.0, tail_s]))
+        fastest_s = program.fastest_iteration_s
+        assert program._iteration_s(program.solve(fastest_s).duration_s) <= fastest_s * (1 + 1e-6)
+
+
+def test_units_without_a_choice_are_no_trouble():
     profile = random_profile(random.Random(3), 3, 2)
     rows = tuple({kind: listed[:1] for kind, listed in kinds.items()} for kinds in profile.rows)
     choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
     schedule = builders.one_f_one_b(3, 5)
-    program = DurationProgram(schedule, choices, 0.0, np.zeros(3), max_simplex_units)
+    program = DurationProgram(schedule, choices, 0.0, np.zeros(3))
     times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
     energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule, choices)]
     relaxed = program.solve(2 * float(times_s.sum()))
     assert relaxed.duration_s == pytest.approx(times_s)
     assert relaxed.cost_j == pytest.approx(energies_j.sum())
+
+
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@given(SEEDS)
+def test_a_newton_step_solves_the_linear_equations(seed):
+    """From any positive point: a full step leaves no residual, and changes products as asked."""
+    problem = Case(seed).program()._problem
+    numbers = np.random.default_rng(seed)
+    edge, last, below, above, ends = problem.pairs
+    slack, price, product = (numbers.uniform(0.1, 2.0, ends.stop) for _ in range(3))
+    slack[above] = slack[below]  # stretches and what is left of their widths sum to the widths
+    problem = replace(problem, width=slack[below] + slack[above])
+    method = InteriorPoint(problem, np.arange(problem.num_nodes))
+    point = Point(slack, price, numbers.uniform(0, 9, problem.num_nodes), 10.0)
+    residual = method._residual(point, 12.0, 5.0)
+    step = NewtonStep(problem, BandMatrix(problem, np.arange(problem.num_nodes)), point, residual)
+    moved = step.step(product)
+    after = method._residual(point.moved(moved, 1.0, 1.0), 12.0, 5.0)
+    for name in ("edge", "iteration", "segment", "node", "early_late"):
+        assert np.abs(getattr(after, name)).max(initial=0.0) < 1e-8, name
+    reached = point.moved(moved, 1.0, 1.0)
+    assert reached.slack[last] - point.slack[last] == pytest.approx(
+        moved.iteration - moved.end[problem.last_node]
+    )
+    assert reached.slack[below] + reached.slack[above] == pytest.approx(problem.width)
+    assert reached.slack[edge] == pytest.approx(
+        problem.apart(reached.end)
+        - problem.least
+        - problem.by_node(reached.slack[below])[problem.target]
+    )
+    products = slack * moved.price + price * moved.slack
+    assert products == pytest.approx(product, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "height"),
+    [
+        (builders.one_f_one_b(12, 100), 14),
+        (builders.gpipe(12, 100), 14),
+        (builders.interleaved(12, 96, 3), 40),
+        (builders.envpipe(12, 100, [22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0]), 40),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_matrix_is_a_band_as_wide_as_the_pipeline_is_deep(schedule, height):
+    profile = random_profile(random.Random(0), 12, 2).for_chunks(schedule.num_chunks)
+    choices = make_choices(profile, np.zeros(12), np.ones(12, dtype=np.int64))
+    program = DurationProgram(schedule, choices, 0.0, np.zeros(12))
+    assert program._solver._matrix._height <= height
+
+
+def test_the_band_of_an_order_without_a_pattern_is_made_narrow():
+    """Of 151 nodes; in the order by Cuthill and McKee it is one of 226.
+
+    As a list scheduler orders chunks of uneven stages whose backwards are split.
+    """
+    time_s = np.random.default_rng(0).uniform(0.8, 1.2, (3, 12, 3, 1)).repeat(48, axis=3)
+    job = OrderJob(dict(zip(SPLIT, time_s, strict=True)), 0.0, Placement.LOOPED, [60] * 12)
+    schedule = shortest(job, "uneven", 2)
+    profile = random_profile(random.Random(0), 12, 2).with_split_backwards(SplitBackward())
+    choices = make_choices(profile.for_chunks(3), np.zeros(12), np.ones(12, dtype=np.int64))
+    program = DurationProgram(schedule, choices, 0.0, np.zeros(12))
+    assert program._solver._matrix._height <= 170
+
+
+def test_it_needs_few_steps(monkeypatch):
+    """On 60 programs, at most as many steps as when this was written, and a hundredth more.
+
+    Processors round otherwise.
+    """
+    steps = 0
+
+    def counted(*arguments):
+        nonlocal steps
+        steps += 1
+        return NewtonStep(*arguments)
+
+    monkeypatch.setattr(interior_point, "NewtonStep", counted)
+    for seed in range(60):
+        case = Case(seed)
+        program = case.program()
+        deadline = case.deadline_s / program._time_unit_s
+        own = program._solver.solve(deadline)
+        for prices in (own.edge_price, own.deadline_price):
+            assert (prices >= 0).all()
+        assert own.deadline_price.sum() >= program._problem.waiting_cost * (1 - 1e-6)
+    assert steps <= 820
+
+
+@pytest.mark.parametrize("too_low", [5.0, 500.0])
+def test_overtime_that_pays_is_made_dearer(too_low):
+    case = Case(3, factors=(1.0,))
+    program = case.program()
+    program._solver._overtime_cost /= too_low
+    late = program._checked(case.deadline_s, 1.0)
+    assert case.iteration_s(late.duration_s) <= case.deadline_s * (1 + 1e-6)
+    relaxed = program.solve(case.deadline_s)
+    assert relaxed.cost_j == pytest.approx(slow_optimum_j(case), rel=CLOSE)

@@ -65,7 +65,7 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     assert plan.policy == "optimal"
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
-    # The certificate loses nothing of the solver's optimum, and never stands above it.
+    # The certificate loses nothing of the solver's optimum, and is never above it.
     relaxed_j = optimizer.relaxed(deadline_s).cost_j
     assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=1e-6)
 
@@ -107,13 +107,13 @@ def test_by_hand_bound_and_plan_of_one_forward_and_one_backward():
     assert optimizer.relaxed(3.0).cost_j == pytest.approx(12.5)
     assert plan.frequency_mhz.tolist() == [[1200, 900]]
     assert (plan.cost.iteration_time_s, plan.cost.energy_j) == (3.0, 13.0)
-    assert plan.gap_percent == pytest.approx(4.0)
+    assert plan.gap_percent == pytest.approx(4.0, rel=1e-5)
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_later_deadline_never_costs_energy(seed):
-    """Exactly so for relaxed energies and bounds.
+    """Nor relaxed energies and bounds, but for the solver's tolerance.
 
     Plans are rounded one by one. Of 6,000 pairs of deadlines of such jobs, with a handful of units
     and two to four clocks, the later plan took more in 2.5 %: by more than 0.5 % in one of a
@@ -128,7 +128,7 @@ def test_a_later_deadline_never_costs_energy(seed):
         relaxed_j.append(optimizer.relaxed(deadline_s).cost_j)
         bound_j.append(plan.energy_lower_bound_j)
         plan_j.append(plan.cost.energy_j)
-    for energies_j, tolerance in ((relaxed_j, 1e-9), (bound_j, 1e-9), (plan_j, 0.1)):
+    for energies_j, tolerance in ((relaxed_j, 1e-6), (bound_j, 1e-6), (plan_j, 0.1)):
         rise = np.diff(energies_j) / energies_j[:-1]
         assert rise.max() <= tolerance
 

@@ -16,8 +16,8 @@ from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
+from envpipe_megatron.policies.frontier import ObjectivePlanner
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch

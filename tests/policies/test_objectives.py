@@ -17,9 +17,8 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.objective import Goal, Objective
-from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
-from envpipe_megatron.policies.objectives.power import peak_power_w
+from envpipe_megatron.policies.frontier import ObjectivePlanner
+from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan

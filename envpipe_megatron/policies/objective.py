@@ -1,4 +1,4 @@
-"""What a plan is to have least of, and what it may not exceed."""
+"""The objective of a plan: what is to be least, what it must not exceed, and its power."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.evaluation import waiting_energy_j
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objectives.power import peak_power_w
 
 _JOULES_PER_KWH, _SECONDS_PER_HOUR = 3.6e6, 3600.0
 
 
 class Goal(StrEnum):
-    """What a plan is to have least of."""
+    """The quantity that is to be least."""
 
     ENERGY = "energy"
     TIME = "time"
@@ -36,7 +39,7 @@ class Objective:
         max_energy_j: the most that an iteration may take.
         power_cap_w: the most power of all GPUs of the pipeline, as the mean over an iteration.
         power_window_s: the cap holds for the mean over every window of this length instead.
-        stages_per_node: the cap is of the GPUs of each node, which holds so many stages in a row.
+        stages_per_node: the cap is of the GPUs of each node, which holds n stages in a row.
         energy_price: of a kWh, for the cost.
         gpu_price: of a GPU for an hour, for the cost.
     """
@@ -74,21 +77,27 @@ class Objective:
             )
 
     def score(self, cost: Cost, num_gpus: int) -> float:
-        """What is to be least; on a straight line of time and energy it is so at an end."""
+        """The quantity that is to be least."""
+        return float(self.scores(cost.iteration_time_s, np.array(cost.energy_j), num_gpus))
+
+    def scores(
+        self, iteration_time_s: float | FloatArray, energy_j: FloatArray, num_gpus: int
+    ) -> FloatArray:
+        """[n] scores of n iteration times and energies."""
         if self.goal == Goal.ENERGY:
-            return cost.energy_j
+            return energy_j
         if self.goal == Goal.TIME:
-            return cost.iteration_time_s
+            return np.asarray(iteration_time_s)
         if self.goal == Goal.EDP:
-            return cost.energy_j * cost.iteration_time_s
-        of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * cost.iteration_time_s
-        return self.energy_price / _JOULES_PER_KWH * cost.energy_j + of_gpus
+            return energy_j * iteration_time_s
+        of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * iteration_time_s
+        return self.energy_price / _JOULES_PER_KWH * energy_j + of_gpus
 
     def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
-        """(a, b, c) of which every plan that is within limits keeps a T + b E <= c (s, J).
+        """(a, b, c): plans within the limits keep a T + b E <= c (s, J).
 
-        Nothing is said of windows and single nodes: no plan keeps their cap that exceeds it in the
-        mean over the iteration and the nodes.
+        Windows and single nodes are left out: a plan that keeps their cap keeps it in the mean over
+        the iteration and the nodes too.
         """
         kept = []
         if self.max_energy_j is not None:
@@ -109,7 +118,7 @@ class Objective:
         return [slice(first, first + step) for first in range(0, num_stages, step)]
 
     def power_w(self, plan: Plan) -> float:
-        """What of a plan is held against the power cap, W."""
+        """The power of a plan that is held against the cap, W."""
         nodes = self._nodes(plan.schedule.num_stages)
         if self.power_window_s is not None:
             return max(peak_power_w(plan, self.power_window_s, node) for node in nodes)
@@ -126,7 +135,7 @@ class Objective:
         return max(shares)
 
     def to_json(self) -> dict[str, Any]:
-        """What was asked, for a plan's file: all that is not the default, and the goal."""
+        """The request, for a plan's file: all that is not the default, and the goal."""
         asked = asdict(self)
         return {
             field.name: asked[field.name]
@@ -136,3 +145,47 @@ class Objective:
 
 
 LEAST_ENERGY = Objective()
+
+
+def peak_power_w(plan: Plan, window_s: float, stages: slice = slice(None)) -> float:
+    """The largest mean power, W, of all GPUs of some stages in any window of a length, s.
+
+    A unit takes its mean power from start to end, and so does a wait, parked or not; what changes
+    of clock take is spread over the iteration. Over a whole iteration that adds up to the plan's
+    energy.
+    """
+    at_s, used_j = _energy_over_time(plan, stages)
+    iteration_s, iteration_j = float(at_s[-1]), float(used_j[-1])
+    whole, rest_s = divmod(window_s, iteration_s)
+    # What a window holds is linear in its begin, but where its begin or its end meets a corner.
+    begin_s = np.concatenate([at_s, (at_s - rest_s) % iteration_s])
+    end_s = begin_s + rest_s
+    over = end_s > iteration_s
+    until_j = np.interp(end_s - over * iteration_s, at_s, used_j) + over * iteration_j
+    most_j = float((until_j - np.interp(begin_s, at_s, used_j)).max())
+    return (whole * iteration_j + most_j) / window_s
+
+
+def _energy_over_time(plan: Plan, stages: slice) -> tuple[FloatArray, FloatArray]:
+    """[n] times from 0 to the iteration's end, and the energy that was used until then, J."""
+    timeline, conditions = plan.timeline, plan.conditions
+    iteration_s = timeline.iteration_time_s
+    start_s, end_s = timeline.start_s, timeline.end_s
+    unit_j = plan.evaluation.unit_energy_j
+    waiting_j = waiting_energy_j(timeline, plan.frequency_mhz, conditions, plan.park_mhz)
+    changes_w = conditions.change_energy_j * plan.evaluation.clock_changes / iteration_s
+    curves = []
+    for stage in range(plan.schedule.num_stages)[stages]:
+        # Start and end of each unit; the first wait lies at both ends of the iteration.
+        corner_s = np.column_stack([start_s[stage], end_s[stage]]).ravel()
+        step_j = np.column_stack([waiting_j[stage], unit_j[stage]]).ravel()
+        wait_s = float(timeline.wait_s[stage, 0])
+        share = corner_s[0] / wait_s if wait_s > 0 else 0.0
+        after_j = (1 - share) * step_j[0]
+        step_j[0] *= share
+        corner_s = np.concatenate([[0.0], corner_s, [iteration_s]])
+        used_j = np.concatenate([[0.0], np.cumsum(step_j), [step_j.sum() + after_j]])
+        used_j += changes_w[stage] * corner_s
+        curves.append((corner_s, conditions.gpus_by_stage[stage] * used_j))
+    at_s = np.unique(np.concatenate([corner_s for corner_s, _ in curves]))
+    return at_s, sum(np.interp(at_s, corner_s, used_j) for corner_s, used_j in curves)
