@@ -34,7 +34,7 @@ from envpipe_megatron.policies.optimal.linear_program import Relaxed
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. Prices of time alone leave ties between
-#: neighbouring clocks, which all break the same way.
+#: neighbouring clocks, which all break the same way. Without a dwell time the second does for all.
 _PULLS = (10.0, 30.0, 100.0)
 #: These runs are chosen as if a change cost this many times its energy, plus this share of a unit's
 #: energy: with fewer runs, dividing time saves more than it seems beforehand.
@@ -49,6 +49,8 @@ _MAX_PROGRAM_UNITS = 6_000
 _LONGER = (1.25, 1.0)
 #: How much dearer a second beyond the deadline is than all that a second can save.
 _LATE_FACTOR = 10.0
+#: Longest paths of a late plan that are shortened before it is given up.
+_PATHS = 20
 #: Slower clocks that a run is tried at, where time is left over.
 _SLOWER_CLOCKS = 2
 #: Units of all plans that spending time may evaluate, and the fewest plans.
@@ -101,6 +103,7 @@ class _RunSearch:
         # Of the waits that a run has for its dwell time, slower units leave less.
         self._waiting = (self._highest, plan) if min_dwell_s else (plan,)
         self._finders = self._finders_for(self._change_j)
+        self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
@@ -113,6 +116,8 @@ class _RunSearch:
         if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in runs]
             tried += [*divided, self._divided(min(divided, key=self._rank))]
+        if not self._min_dwell_s:
+            tried += map(self._in_time, tuple(tried))
         best = min(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j, default=None)
         return best and self._spent(best)
 
@@ -156,7 +161,7 @@ class _RunSearch:
         unit_j = float(np.abs(self._table.cost_j).mean())
         change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
         for finder in self._finders_for(change_j):
-            for pull in _PULLS:
+            for pull in _PULLS if self._min_dwell_s else _PULLS[1:2]:
                 yield finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
 
     def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
@@ -205,12 +210,56 @@ class _RunSearch:
             target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
         return plan
 
+    def _in_time(self, plan: Plan) -> Plan:
+        """Make units on the longest paths faster until late clocks keep the deadline.
+
+        A unit goes to its next faster clock; or a clock that comes late is set a unit earlier.
+        """
+        table, width = self._table, plan.schedule.units_per_stage
+        for _ in range(min(_PATHS, self._evaluations)):
+            missing_s = plan.cost.iteration_time_s - self._deadline_s
+            if missing_s <= RELATIVE_TOLERANCE * self._deadline_s:
+                break
+            index = table.index_of(plan.frequency_mhz)
+            planned_s, _energy_j = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
+            late_s = plan.timeline.duration_s - planned_s
+            path = set(plan.timeline.critical_path())
+            options: list[tuple[float, float, int, int, int]] = []  # J/s, s, stage, position, clock
+            for stage, position in (divmod(node, width) for node in path):
+                now = int(index[stage, position])
+                time_s, cost_j = table.time_s[position, stage], table.cost_j[position, stage]
+                faster = table.profiled[position, stage] & (
+                    time_s < time_s[now] * (1 - RELATIVE_TOLERANCE)
+                )
+                if faster.any():
+                    clock = int(np.where(faster, time_s, 0.0).argmax())
+                    gained_s = float(time_s[now] - time_s[clock])
+                    rate_w = float(cost_j[clock] - cost_j[now]) / gained_s
+                    options.append((rate_w, gained_s, stage, position, clock))
+                before = position - 1
+                if late_s[stage, position] > 0 and table.profiled[before, stage, now]:
+                    time_s, cost_j = table.time_s[before, stage], table.cost_j[before, stage]
+                    old, gained_s = index[stage, before], float(late_s[stage, position])
+                    if stage * width + before in path:
+                        gained_s += max(0.0, float(time_s[old] - time_s[now]))
+                    rate_w = float(cost_j[now] - cost_j[old]) / gained_s
+                    options.append((rate_w, gained_s, stage, before, now))
+            if not options:
+                break
+            changed = index.copy()
+            for _rate, gained_s, stage, position, clock in sorted(options):
+                if missing_s > 0 and changed[stage, position] == index[stage, position]:
+                    changed[stage, position] = clock
+                    missing_s -= gained_s
+            plan = self._plan(changed)
+        return plan
+
     def _spent(self, plan: Plan) -> Plan:
         """Give runs, or their ends, another clock while that saves energy and there is time.
 
         Moves are tried several at once, more after a success and fewer after a failure.
         """
-        left = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
+        left = self._evaluations
         before = None
         while plan is not before and left > 0:
             before = plan
