@@ -47,6 +47,8 @@ _MAX_PROGRAM_UNITS = 6_000
 _LONGER = (1.25, 1.0)
 #: Longest paths of a late plan that are shortened before it is given up.
 _PATHS = 20
+#: The best plans with a dwell time in which the time that is left is spent.
+_SPENT = 4
 #: Units of all plans that spending time may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 10
 
@@ -94,26 +96,27 @@ class _RunSearch:
         self._change_j = self._gpus * conditions.change_energy_j
         highest = max_frequencies(plan.schedule, plan.profile)
         self._highest = replace(plan, frequency_mhz=highest)
-        wait_s = plan.timeline.wait_s
-        self._finder = RunFinder(self._table, self._change_j, self._run_s, wait_s)
+        self._finders = self._finders_for(self._change_j)
         self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
 
     def search(self) -> Plan | None:
-        tried = [self._highest, self._start, *self._steady()]
-        runs = list(self._runs_near_relaxed()) if self._min_dwell_s else list(self._slowed(1.0))
-        if runs and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
-            divided = [self._divided(plan) for plan in runs]
+        slowed = list(self._slowed(1.0))
+        begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
+        runs = [*slowed, *begun]
+        if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
+            divided = [self._divided(plan) for plan in begun]
             runs += [*divided, self._divided(min(divided, key=self._rank))]
         elif not self._min_dwell_s:
             runs += self._slowed_in_part()
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-        in_time = filter(self._meets, (*tried, *runs))
-        best = min(in_time, key=lambda plan: plan.cost.energy_j, default=None)
-        return best and self._spent(best)
+        in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
+        best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
+        spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
+        return min(spent, key=lambda plan: plan.cost.energy_j, default=None)
 
     def _steady(self) -> Iterator[Plan]:
         """One clock per stage for the whole iteration: the fastest that all its units have."""
@@ -142,38 +145,45 @@ class _RunSearch:
         duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
         fastest_s = self._table.time_s.min(axis=2).T
         longest_s = fastest_s + share * (duration_s - fastest_s)
-        index = self._within(plan, longest_s, self._price_w)
-        if index is not None:
-            yield self._plan(index)
+        for finder in self._finders:
+            index = self._within(plan, longest_s, self._price_w, finder)
+            if index is not None:
+                yield self._plan(index)
 
-    def _runs_near_relaxed(self) -> Iterator[Plan]:
-        """Runs that last, with units as near to the relaxed durations as the dwell time lets them.
-
-        They last by the waits of the start, or those at the highest clocks: slower units leave
-        less of them.
-        """
+    def _near_relaxed(self) -> Iterator[Plan]:
+        """Runs whose units are as close to the relaxed durations as the dwell time lets them be."""
         relaxed_s = self._relaxed.duration_s.reshape(self._price_w.shape).T[:, :, None]
         off = (self._table.time_s - relaxed_s) / relaxed_s
         cost_j, late = self._costs(self._start, self._price_w)
         priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
         unit_j = float(np.abs(self._table.cost_j).mean())
         change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
-        for longer in _LONGER:
-            for plan in (self._highest, self._start):
-                run_s, wait_s = longer * self._run_s, plan.timeline.wait_s
-                finder = RunFinder(self._table, change_j, run_s, wait_s)
-                for pull in _PULLS:
-                    pulled_j = priced_j + pull * unit_j * off**2
-                    index = finder.find(pulled_j, self._table.profiled, late)
-                    if index is not None:
-                        yield self._plan(index)
+        for finder in self._finders_for(change_j):
+            for pull in _PULLS:
+                pulled_j = priced_j + pull * unit_j * off**2
+                index = finder.find(pulled_j, self._table.profiled, late)
+                if index is not None:
+                    yield self._plan(index)
 
-    def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
+    def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
+        """Of runs that last the dwell time with the waits of one plan each, the start the last.
+
+        Of the waits that a run has for its dwell time, slower units leave less.
+        """
+        return [
+            RunFinder(self._table, change_j, longer * self._run_s, plan.timeline.wait_s)
+            for longer in (_LONGER if self._min_dwell_s else (1.0,))
+            for plan in ((self._highest, self._start) if self._min_dwell_s else (self._start,))
+        ]
+
+    def _within(
+        self, plan: Plan, duration_s: FloatArray, price_w: FloatArray, finder: RunFinder
+    ) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
         times = self._table.time_s
         short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
         cost_j, late = self._costs(plan, price_w)
-        return self._finder.find(cost_j, self._table.profiled & short, late)
+        return finder.find(cost_j, self._table.profiled & short, late)
 
     def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
         """Costs of units at each clock, with the waits before them as they are in a plan."""
@@ -195,7 +205,7 @@ class _RunSearch:
         for _ in range(_ROUNDS):
             index = self._table.index_of(plan.frequency_mhz)
             divided = divide_time(plan, self._table, index, power_w, target_s)
-            within = divided and self._within(plan, *divided)
+            within = divided and self._within(plan, *divided, self._finders[-1])
             if within is None:
                 break
             plan = self._plan(within)

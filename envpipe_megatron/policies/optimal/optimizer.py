@@ -27,7 +27,7 @@ from envpipe_megatron.policies.optimal.linear_program import (
     LinearProgramError,
     Relaxed,
 )
-from envpipe_megatron.policies.optimal.rounding import round_durations
+from envpipe_megatron.policies.optimal.rounding import hull_floor, round_durations
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
 
 #: The gap that is good enough for a single plan.
@@ -133,10 +133,11 @@ class Optimizer:
         at_floor = self._floor.program.solve(deadline_s)
         by_energy = waiting_worth_w is None
         priced = self._usual if waiting_worth_w is None else self._priced_at(waiting_worth_w)
-        best = self._round(priced, deadline_s, at_floor)
         if by_energy and conditions.wait_power_w is not None:
-            second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
-            best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
+            relaxed = priced.program.solve(deadline_s)
+            chosen = hull_floor(schedule, priced.choices, relaxed.duration_s)
+            priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
+        best = self._round(priced, deadline_s, at_floor)
         plan: Plan | None = best.plan
         if self.plans_changes(min_dwell_s):
             plan = fewer_changes(
@@ -209,12 +210,18 @@ class Optimizer:
             relaxed.duration_s,
             (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )
-        key = node_keys(schedule, choices)
-        frequency = np.array(
-            [choices.units[k].frequency_mhz[index] for k, index in zip(key, chosen, strict=True)]
-        ).reshape(schedule.is_backward.shape)
-        plan = Plan("optimal", schedule, frequency, self.profile, self.conditions)
+        plan = self._plan(choices, chosen)
         return _Rounded(plan, relaxed, priced)
+
+    def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
+        schedule = self.schedule
+        frequency = np.array(
+            [
+                choices.units[key].frequency_mhz[index]
+                for key, index in zip(node_keys(schedule, choices), chosen, strict=True)
+            ]
+        ).reshape(schedule.is_backward.shape)
+        return Plan("optimal", schedule, frequency, self.profile, self.conditions)
 
     def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         return park(plan, min_dwell_s) if self._parking else plan
