@@ -47,22 +47,13 @@ class _Priced:
     program: DurationProgram
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    """A plan, and the solution that it was rounded from."""
-
-    plan: Plan
-    relaxed: Relaxed
-    priced: _Priced
-
-
 class Optimizer:
     """Optimal plans of one order, with backwards, for any number of deadlines.
 
     The linear program leaves out some costs, which are planned around it:
 
     - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
-      are made at the blocking power and at such a plan's mean waiting power; the better is kept.
+      are made at the mean power at which a first plan waits, its clocks rounded up.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
 
@@ -134,15 +125,13 @@ class Optimizer:
         by_energy = waiting_worth_w is None
         priced = self._usual if waiting_worth_w is None else self._priced_at(waiting_worth_w)
         if by_energy and conditions.wait_power_w is not None:
-            relaxed = priced.program.solve(deadline_s)
-            chosen = hull_floor(schedule, priced.choices, relaxed.duration_s)
+            first_s = priced.program.solve(deadline_s).duration_s
+            chosen = hull_floor(schedule, priced.choices, first_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        best = self._round(priced, deadline_s, at_floor)
-        plan: Plan | None = best.plan
+        rounded, relaxed = self._round(priced, deadline_s, at_floor)
+        plan: Plan | None = rounded
         if self.plans_changes(min_dwell_s):
-            plan = fewer_changes(
-                best.plan, best.relaxed, best.priced.waiting_power_w, deadline_s, min_dwell_s
-            )
+            plan = fewer_changes(rounded, relaxed, priced.waiting_power_w, deadline_s, min_dwell_s)
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -194,8 +183,8 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> _Rounded:
-        """A plan for the waiting powers of a linear program; clocks are never late for it."""
+    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> tuple[Plan, Relaxed]:
+        """Round a linear program's solution to a plan, for which clocks are never late."""
         schedule, choices = self.schedule, priced.choices
         relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
         # Earlier than the deadline if waiting costs more than slower units save.
@@ -210,8 +199,7 @@ class Optimizer:
             relaxed.duration_s,
             (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )
-        plan = self._plan(choices, chosen)
-        return _Rounded(plan, relaxed, priced)
+        return self._plan(choices, chosen), relaxed
 
     def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
         schedule = self.schedule
