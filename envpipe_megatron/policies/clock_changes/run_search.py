@@ -50,7 +50,7 @@ _PATHS = 20
 #: The best plans with a dwell time in which the time that is left is spent.
 _SPENT = 4
 #: Units of all plans that spending time may evaluate, and the fewest plans.
-_EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 10
+_EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 20
 
 
 def fewer_changes(
