@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from envpipe_megatron.policies.optimal.choices import make_choices
 
 #: Positions of an iteration that a run is made to begin at, to find those that pass its end.
 _MOST_BEGINS = 8
+#: A clock that is not allowed costs as much as this many units at the dearest clock.
+_REFUSED = 1e6
 
 
 def shortest_dwell_s(plan: Plan) -> float:
@@ -117,8 +119,7 @@ def make_clock_table(
     return ClockTable(frequency, time_s[key_of], cost_j[key_of], profiled[key_of], key_of)
 
 
-@dataclass(frozen=True)
-class LateClocks:
+class LateClocks(NamedTuple):
     """What a unit pays that starts before its clock has come; see `evaluation.evaluate`.
 
     Args:
@@ -133,7 +134,7 @@ class LateClocks:
 
 
 class RunFinder:
-    """Finds the cheapest runs of all stages, whatever the units cost.
+    """Finds the cheapest runs of all stages for any costs of their units.
 
     Every run lasts at least the dwell time, by its units and the waits before them; the last run of
     an iteration goes on in the first of the next if their clocks are the same. A single run that is
@@ -161,10 +162,9 @@ class RunFinder:
             until = np.zeros((2 * length + 1, stages, clocks))
             np.cumsum(np.concatenate([lasts_s, lasts_s]), axis=0, out=until[1:])
             wanted = until[:length] + min_dwell_s
-            for stage in range(stages):
-                for clock in range(clocks):
-                    found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
-                    least[:, stage, clock] = found - np.arange(length)
+            for stage, clock in np.ndindex(stages, clocks):
+                found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
+                least[:, stage, clock] = found - np.arange(length)
         # By the position that a run begins at, the first at which it may end.
         self._reach = self._turned(least) + np.arange(length)[:, None, None]
         self._time_s = self._turned(table.time_s)
@@ -179,17 +179,17 @@ class RunFinder:
         clocks].
         """
         stages = cost_j.shape[1]
+        refused_j = _REFUSED * (1.0 + float(np.abs(cost_j).max()))
+        unit_j = self._turned(np.where(allowed, cost_j, refused_j))
         if late is not None:
-            late = LateClocks(self._turned(late.late_s), self._turned(late.cost_j))
-        costs = self._turned(cost_j), self._turned(allowed), late
-        index, value_j = self._walk(*costs, None)
-        rows = np.arange(len(index))
-        value_j += self._close_j(index[:, 0], late)[rows, index[:, -1]]
+            late = LateClocks(*map(self._turned, late))
+        index, value_j = self._walk(unit_j, late, None)
+        value_j += self._close_j(index[:, 0], late)[np.arange(len(index)), index[:, -1]]
         # The first clock costs a change after the last unit: once more, knowing it.
-        closed, closed_j = self._walk(*costs, index[:, 0])
+        closed, closed_j = self._walk(unit_j, late, index[:, 0])
         index[closed_j < value_j] = closed[closed_j < value_j]
         value_j = np.minimum(value_j, closed_j).reshape(-1, stages)
-        if not np.isfinite(value_j.min(axis=0)).all():
+        if not (value_j.min(axis=0) < refused_j / 2).all():
             return None
         best = value_j.argmin(axis=0)
         turned = index.reshape(-1, stages, index.shape[1])
@@ -214,19 +214,12 @@ class RunFinder:
         return close_j
 
     def _walk(
-        self,
-        cost_j: FloatArray,
-        allowed: BoolArray,
-        late: LateClocks | None,
-        first: IntArray | None,
+        self, unit_j: FloatArray, late: LateClocks | None, first: IntArray | None
     ) -> tuple[IntArray, FloatArray]:
         """Runs and their cost; with `first`, that clock at the start, and closed to it."""
-        length, stages, clocks = cost_j.shape
-        unit_j = np.where(allowed, cost_j, np.inf)
+        length, stages, clocks = unit_j.shape
         total_j = np.zeros((length + 1, stages, clocks))
-        np.cumsum(np.where(allowed, cost_j, 0.0), axis=0, out=total_j[1:])
-        refused = np.zeros((length + 1, stages, clocks), dtype=np.int32)
-        np.cumsum(~allowed, axis=0, out=refused[1:])
+        np.cumsum(unit_j, axis=0, out=total_j[1:])
         at_stage, at_clock = np.indices((stages, clocks))
         # By the position at which a run may end first: the cheapest beginning of such a run.
         pending_j = np.full((length + 1, stages, clocks), np.inf)
@@ -238,16 +231,13 @@ class RunFinder:
             is_first = np.arange(clocks) == first[:, None]
         best_j = np.full((stages, clocks), np.inf)
         for position in range(length):
+            begin_j = np.where(is_first, 0.0, np.inf)
             if position:
                 begin_j, before[position] = self._begin(best_j, position, late)
-            else:
-                begin_j = np.where(is_first, 0.0, np.inf)
             end = np.minimum(self._reach[position], length)
             run_j = begin_j + total_j[end, at_stage, at_clock] - total_j[position]
-            possible = (self._reach[position] <= length) & (
-                refused[end, at_stage, at_clock] == refused[position]
-            )
-            better = possible & (run_j < pending_j[end, at_stage, at_clock])
+            better = self._reach[position] <= length
+            better &= run_j < pending_j[end, at_stage, at_clock]
             at = (end[better], at_stage[better], at_clock[better])
             pending_j[at] = run_j[better]
             begun[at] = position
@@ -255,10 +245,10 @@ class RunFinder:
             grown[position + 1] = longer_j < pending_j[position + 1]
             best_j = np.minimum(longer_j, pending_j[position + 1])
         last_j = best_j if first is None else best_j + self._close_j(first, late)
-        whole_j = np.where((refused[-1] == 0) & is_first, total_j[-1], np.inf)
+        whole_j = np.where(is_first, total_j[-1], np.inf)
         index = np.zeros((stages, length), dtype=np.int64)
         value_j = np.minimum(last_j.min(axis=1), whole_j.min(axis=1))
-        for stage in np.flatnonzero(np.isfinite(value_j)):
+        for stage in range(stages):
             if whole_j[stage].min() <= last_j[stage].min():
                 index[stage] = whole_j[stage].argmin()
                 continue

@@ -1,9 +1,9 @@
 """Plans with fewer changes of clock: for changes that cost, and clocks that must be kept a while.
 
 From a plan that ignores changes: the cheapest runs of units at one clock (`clock_runs`), the best
-division of time over those runs (`shared_clocks`), and again the cheapest runs within it. What is
-late is made faster and the best plans are improved run by run (`run_moves`). The evaluator decides:
-a plan is taken only if its own iteration time meets the deadline.
+division of time over those runs (`run_times`), and again the cheapest runs within it. What is late
+is made faster, and time that is left is spent run by run. The evaluator decides: a plan is taken
+only if its own iteration time meets the deadline.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from envpipe_megatron.policies.clock_changes.clock_runs import (
     make_clock_table,
     shortest_dwell_s,
 )
-from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
-from envpipe_megatron.policies.clock_changes.shared_clocks import solve_shared_clocks
+from envpipe_megatron.policies.clock_changes.run_times import (
+    divide_time,
+    faster_path,
+    saving_moves,
+)
 from envpipe_megatron.policies.optimal.certificate import price_flow
 from envpipe_megatron.policies.optimal.linear_program import Relaxed
 
@@ -36,18 +39,18 @@ _PULLS = (10.0, 30.0, 100.0)
 _CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
 #: Halvings in the search for the share of the slowing for which late clocks leave time.
 _SHARE_STEPS = 6
-#: Divisions of time after the first, as long as late clocks exceed the deadline.
+#: Divisions of time, each for an earlier deadline, as long as late clocks exceed the deadline.
 _ROUNDS = 4
-#: Longest paths of a late plan that are shortened before it is given up.
-_PATHS = 20
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
 _LONGER = (1.25, 1.0)
-#: The best plans that are improved.
-_IMPROVED = 4
-#: Units of all plans that improving one may evaluate, and the fewest plans.
-_EVALUATED_UNITS, _FEWEST_EVALUATIONS = 150_000, 20
+#: Longest paths of a late plan that are shortened before it is given up.
+_PATHS = 20
+#: The best plans with a dwell time in which the time that is left is spent.
+_SPENT = 4
+#: Units of all plans that spending time may evaluate, and the fewest plans.
+_EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 20
 
 
 def fewer_changes(
@@ -89,31 +92,31 @@ class _RunSearch:
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
         self._run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
-        gpus = conditions.gpus_by_stage.astype(np.float64)
-        self._change_j = gpus * conditions.change_energy_j
+        self._gpus = conditions.gpus_by_stage.astype(np.float64)
+        self._change_j = self._gpus * conditions.change_energy_j
         highest = max_frequencies(plan.schedule, plan.profile)
         self._highest = replace(plan, frequency_mhz=highest)
-        # Of the waits that a run has for its dwell time, slower units leave less.
-        self._waiting = (self._highest, plan) if min_dwell_s else (plan,)
         self._finders = self._finders_for(self._change_j)
+        self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
 
     def search(self) -> Plan | None:
-        start = self._start
-        in_time = (self._runs_in_time(1.0, finder) for finder in self._finders)
-        found = (*in_time, *self._runs_near_relaxed())
-        runs = [index for index in found if index is not None]
-        late = [start]
-        if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
-            divided = [self._divide_time(index, self._deadline_s) for index in runs]
-            late += [*divided, self._divide_again(min(divided, key=self._rank))]
-        tried = [self._highest, start, *map(self._plan, runs), *map(self._in_time, late)]
-        tried += [*self._steady(), *self._slowed_in_part()]
-        best = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
-        improved = map(self._improve, best[:_IMPROVED])
-        return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
+        slowed = list(self._slowed(1.0))
+        begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
+        runs = [*slowed, *begun]
+        if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
+            divided = [self._divided(plan) for plan in begun]
+            runs += [*divided, self._divided(min(divided, key=self._rank))]
+        elif not self._min_dwell_s:
+            runs += self._slowed_in_part()
+        if not self._min_dwell_s:
+            runs += map(self._in_time, (self._start, *runs))
+        in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
+        best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
+        spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
+        return min(spent, key=lambda plan: plan.cost.energy_j, default=None)
 
     def _steady(self) -> Iterator[Plan]:
         """One clock per stage for the whole iteration: the fastest that all its units have."""
@@ -130,24 +133,25 @@ class _RunSearch:
         least, most = 0.0, 1.0
         for _ in range(_SHARE_STEPS):
             share = (least + most) / 2
-            index = self._runs_in_time(share)
-            plan = None if index is None else self._plan(index)
-            if plan is not None and self._meets(plan):
-                least = share
+            for plan in self._slowed(share):
                 yield plan
-            else:
-                most = share
+                if self._meets(plan):
+                    least = share
+            most = share if least < share else most
 
-    def _runs_in_time(self, share: float, finder: RunFinder | None = None) -> IntArray | None:
+    def _slowed(self, share: float) -> Iterator[Plan]:
         """The cheapest runs that slow no unit down by more than a share of what the start does."""
         plan = self._start
         duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
         fastest_s = self._table.time_s.min(axis=2).T
         longest_s = fastest_s + share * (duration_s - fastest_s)
-        return self._within(plan, longest_s, self._price_w, finder)
+        for finder in self._finders:
+            index = self._within(plan, longest_s, self._price_w, finder)
+            if index is not None:
+                yield self._plan(index)
 
-    def _runs_near_relaxed(self) -> Iterator[IntArray | None]:
-        """Runs whose units are as close to the relaxed durations as changes let them be."""
+    def _near_relaxed(self) -> Iterator[Plan]:
+        """Runs whose units are as close to the relaxed durations as the dwell time lets them be."""
         relaxed_s = self._relaxed.duration_s.reshape(self._price_w.shape).T[:, :, None]
         off = (self._table.time_s - relaxed_s) / relaxed_s
         cost_j, late = self._costs(self._start, self._price_w)
@@ -156,28 +160,30 @@ class _RunSearch:
         change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
         for finder in self._finders_for(change_j):
             for pull in _PULLS:
-                yield finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
+                pulled_j = priced_j + pull * unit_j * off**2
+                index = finder.find(pulled_j, self._table.profiled, late)
+                if index is not None:
+                    yield self._plan(index)
 
     def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
-        """Of runs that last the dwell time with the waits of one plan each, the start the last."""
+        """Of runs that last the dwell time with the waits of one plan each, the start the last.
+
+        Of the waits that a run has for its dwell time, slower units leave less.
+        """
         return [
-            RunFinder(self._table, change_j, share * self._run_s, plan.timeline.wait_s)
-            for share in (_LONGER if self._min_dwell_s else (1.0,))
-            for plan in self._waiting
+            RunFinder(self._table, change_j, longer * self._run_s, plan.timeline.wait_s)
+            for longer in (_LONGER if self._min_dwell_s else (1.0,))
+            for plan in ((self._highest, self._start) if self._min_dwell_s else (self._start,))
         ]
 
     def _within(
-        self,
-        plan: Plan,
-        duration_s: FloatArray,
-        price_w: FloatArray,
-        finder: RunFinder | None = None,
+        self, plan: Plan, duration_s: FloatArray, price_w: FloatArray, finder: RunFinder
     ) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
         times = self._table.time_s
         short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
         cost_j, late = self._costs(plan, price_w)
-        return (finder or self._finders[-1]).find(cost_j, self._table.profiled & short, late)
+        return finder.find(cost_j, self._table.profiled & short, late)
 
     def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
         """Costs of units at each clock, with the waits before them as they are in a plan."""
@@ -186,60 +192,50 @@ class _RunSearch:
         if conditions.wait_power_w is not None:
             above_w = conditions.waiting_power_w(self._table.frequency_mhz)
             above_w -= self._power_w[:, None]
-            gpus = conditions.gpus_by_stage[:, None]
-            cost_j = cost_j + wait_s.T[:, :, None] * (gpus * above_w)
+            cost_j = cost_j + wait_s.T[:, :, None] * (self._gpus[:, None] * above_w)
         if not conditions.change_time_s:
             return cost_j, None
         late_s = np.maximum(0.0, conditions.change_time_s - wait_s).T
         late_s[0] = 0.0
         return cost_j, LateClocks(late_s, cost_j + price_w.T[:, :, None] * self._table.time_s)
 
-    def _divide_time(self, index: IntArray, target_s: float) -> Plan:
-        """The plan of the cheapest runs within the best durations for given runs."""
-        plan = self._plan(index)
-        power_w = float(np.dot(self._power_w, plan.conditions.gpus_by_stage))
-        duration_s, price_w = solve_shared_clocks(
-            plan.schedule, self._table, index, plan.conditions, power_w, target_s
-        )
-        within = self._within(plan, duration_s, price_w)
-        return plan if within is None else self._plan(within)
-
-    def _divide_again(self, plan: Plan) -> Plan:
-        """For the runs that a plan has become, and further towards an earlier deadline if late."""
-        target_s = self._deadline_s
+    def _divided(self, plan: Plan) -> Plan:
+        """Time divided anew over the runs of a plan, for an earlier deadline while it is late."""
+        target_s, power_w = self._deadline_s, float(self._power_w @ self._gpus)
         for _ in range(_ROUNDS):
-            target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
-            plan = self._divide_time(self._table.index_of(plan.frequency_mhz), target_s)
+            index = self._table.index_of(plan.frequency_mhz)
+            divided = divide_time(plan, self._table, index, power_w, target_s)
+            within = divided and self._within(plan, *divided, self._finders[-1])
+            if within is None:
+                break
+            plan = self._plan(within)
             if self._meets(plan):
                 break
+            target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
         return plan
 
     def _in_time(self, plan: Plan) -> Plan:
         """Make units on the longest paths faster until late clocks keep the deadline."""
-        for _ in range(_PATHS):
+        for _ in range(min(_PATHS, self._evaluations)):
             if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 break
-            index = self._table.index_of(plan.frequency_mhz)
-            faster = faster_path(plan, self._table, index, self._deadline_s)
+            faster = faster_path(plan, self._table, self._deadline_s)
             if faster is None:
                 break
             plan = self._plan(faster)
         return plan
 
-    def _rank(self, plan: Plan) -> tuple[bool, float]:
-        return not self._meets(plan), plan.cost.energy_j
-
-    def _improve(self, plan: Plan) -> Plan:
-        """Give single runs, or their ends, another clock while that saves energy.
+    def _spent(self, plan: Plan) -> Plan:
+        """Give runs, or their ends, another clock while that saves energy and there is time.
 
         Moves are tried several at once, more after a success and fewer after a failure.
         """
-        left = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
+        left = self._evaluations
         before = None
         while plan is not before and left > 0:
             before = plan
             index = self._table.index_of(plan.frequency_mhz)
-            moves = saving_moves(plan, self._table, index, self._change_j, self._deadline_s)
+            moves = saving_moves(plan, self._table, self._change_j, self._deadline_s)
             first, count = 0, 1
             while first < len(moves) and left > 0:
                 changed_index = index.copy()
@@ -257,6 +253,9 @@ class _RunSearch:
                 else:
                     first += 1
         return plan
+
+    def _rank(self, plan: Plan) -> tuple[bool, float]:
+        return not self._meets(plan), plan.cost.energy_j
 
     def _plan(self, index: IntArray) -> Plan:
         return replace(self._start, frequency_mhz=self._table.frequencies(index))

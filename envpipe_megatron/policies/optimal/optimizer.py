@@ -34,7 +34,7 @@ from envpipe_megatron.policies.optimal.linear_program import (
     LinearProgramError,
     Relaxed,
 )
-from envpipe_megatron.policies.optimal.rounding import round_durations
+from envpipe_megatron.policies.optimal.rounding import hull_floor, round_durations
 
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002
@@ -53,22 +53,13 @@ class _Priced:
     program: DurationProgram
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    """A plan, and the solution that it was rounded from."""
-
-    plan: Plan
-    relaxed: Relaxed
-    priced: _Priced
-
-
 class Optimizer:
     """Optimal plans of one order, with backwards, for any number of deadlines.
 
     The linear program leaves out some costs, which are planned around it:
 
     - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
-      are made at the blocking power and at such a plan's mean waiting power; the better is kept.
+      are made at the mean power at which a first plan waits, its clocks rounded up.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
 
@@ -138,15 +129,14 @@ class Optimizer:
         at_floor = self._floor.program.solve(deadline_s)
         by_energy = waiting_worth_w is None
         priced = self._usual if waiting_worth_w is None else self._priced_at(waiting_worth_w)
-        best = self._round(priced, deadline_s, at_floor)
         if by_energy and conditions.wait_power_w is not None:
-            second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
-            best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
-        plan: Plan | None = best.plan
+            first_s = priced.program.solve(deadline_s).duration_s
+            chosen = hull_floor(schedule, priced.choices, first_s)
+            priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
+        rounded, relaxed = self._round(priced, deadline_s, at_floor)
+        plan: Plan | None = rounded
         if self.plans_changes(min_dwell_s):
-            plan = fewer_changes(
-                best.plan, best.relaxed, best.priced.waiting_power_w, deadline_s, min_dwell_s
-            )
+            plan = fewer_changes(rounded, relaxed, priced.waiting_power_w, deadline_s, min_dwell_s)
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -198,8 +188,8 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> _Rounded:
-        """A plan for the waiting powers of a linear program; clocks are never late for it."""
+    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> tuple[Plan, Relaxed]:
+        """Round a linear program's solution to a plan, for which clocks are never late."""
         schedule, choices = self.schedule, priced.choices
         relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
         waiting_j = choices.waiting_power_w * relaxed.end_s
@@ -212,12 +202,17 @@ class Optimizer:
             relaxed.duration_s,
             (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )
-        key = node_keys(schedule, choices)
+        return self._plan(choices, chosen), relaxed
+
+    def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
+        schedule = self.schedule
         frequency = np.array(
-            [choices.units[k].frequency_mhz[index] for k, index in zip(key, chosen, strict=True)]
+            [
+                choices.units[key].frequency_mhz[index]
+                for key, index in zip(node_keys(schedule, choices), chosen, strict=True)
+            ]
         ).reshape(schedule.is_backward.shape)
-        plan = Plan("optimal", schedule, frequency, self.profile, self.conditions)
-        return _Rounded(plan, relaxed, priced)
+        return Plan("optimal", schedule, frequency, self.profile, self.conditions)
 
     def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         return park(plan, min_dwell_s) if self._parking else plan

@@ -1,4 +1,4 @@
-"""The search for runs by its pieces: what they cost, what they keep, and where they stop."""
+"""The search for runs by its pieces: what they cost, what they keep, and where it stops."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
 from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
+from envpipe_megatron.policies.clock_changes.run_times import faster_path, saving_moves
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -128,24 +128,24 @@ def test_costs_waiting_and_changes_add_up_to_the_plans_energy(case):
 @CASES
 def test_first_runs_are_of_profiled_clocks_and_some_keep_the_durations(case):
     _, case.search._start = case.any_plan()
-    shares = {share: case.search._runs_in_time(share) for share in (1.0, 0.7)}
-    for index in (*shares.values(), *case.search._runs_near_relaxed()):
-        if index is not None:
-            assert chosen(case.table.profiled, index).all()
+    shares = {share: list(case.search._slowed(share)) for share in (1.0, 0.7)}
+    for plan in (*shares[1.0], *shares[0.7], *case.search._near_relaxed()):
+        assert chosen(case.table.profiled, case.table.index_of(plan.frequency_mhz)).all()
     start = case.search._start
     start_s, _ = start.profile.lookup(start.schedule, start.frequency_mhz)
     fastest_s = case.table.time_s.min(axis=2)
-    for share, index in shares.items():
-        if index is not None:
+    for share, plans in shares.items():
+        for plan in plans:
             allowed_s = fastest_s + share * (start_s.T - fastest_s)
-            assert (chosen(case.table.time_s, index) <= allowed_s * (1 + 1e-9)).all()
+            planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
+            assert (allowed_s * (1 + 1e-9) >= planned_s.T).all()
     if not case.dwell_s and not start.conditions.change_time_s:
         # The clocks of the start are allowed, and one of the changes may be counted too late.
         cost_j, _ = case.search._costs(start, case.search._price_w)
         ours_j, start_j = (
             chosen(cost_j, case.table.index_of(plan.frequency_mhz)).sum(axis=0)
             + case.search._change_j * plan.evaluation.clock_changes
-            for plan in (case.search._plan(shares[1.0]), start)
+            for plan in (shares[1.0][0], start)
         )
         small_j = 1e-9 * np.abs(cost_j).sum()
         assert (ours_j <= start_j + case.search._change_j + small_j).all()
@@ -170,15 +170,15 @@ def test_late_plans_are_made_faster_until_they_are_in_time_or_nothing_can_be(cas
 
 
 @CASES
-def test_improving_ends_where_no_move_saves(case):
+def test_spending_ends_where_no_move_saves(case):
     search = case.search
     plan = search._in_time(case.any_plan()[1])
-    improved = search._improve(plan)
+    improved = search._spent(plan)
     assert improved is plan or (
         improved.cost.energy_j < plan.cost.energy_j and search._meets(improved)
     )
     index = case.table.index_of(improved.frequency_mhz)
-    for move in saving_moves(improved, case.table, index, search._change_j, case.deadline_s):
+    for move in saving_moves(improved, case.table, search._change_j, case.deadline_s):
         moved = index.copy()
         moved[move.stage, move.begin : move.end] = move.clock
         other = search._plan(moved)
