@@ -109,10 +109,10 @@ class _RunSearch:
         if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in begun]
             runs += [*divided, self._divided(min(divided, key=self._rank))]
-        elif not self._min_dwell_s:
-            runs += self._slowed_in_part()
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
+            if not any(map(self._meets, runs)):
+                runs += self._slowed_in_part()
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
         best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])

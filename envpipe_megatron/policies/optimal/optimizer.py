@@ -80,11 +80,8 @@ class Optimizer:
         self._parking, self._good_gap = parking, good_gap
         self._tail_s = conditions.tail_by_stage_s
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
-        self._usual = self._floor
         self._at_mean: _Priced | None = None
         self._at_worth: dict[float, _Priced] = {}
-        if conditions.wait_power_w is not None:
-            self._usual = self._priced(np.array(conditions.blocking_power_w))
 
     @property
     def fastest_s(self) -> float:
@@ -128,10 +125,9 @@ class Optimizer:
         deadline_s = self._floor.program.attainable(deadline_s)
         at_floor = self._floor.program.solve(deadline_s)
         by_energy = waiting_worth_w is None
-        priced = self._usual if waiting_worth_w is None else self._priced_at(waiting_worth_w)
+        priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
         if by_energy and conditions.wait_power_w is not None:
-            first_s = priced.program.solve(deadline_s).duration_s
-            chosen = hull_floor(schedule, priced.choices, first_s)
+            chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
         rounded, relaxed = self._round(priced, deadline_s, at_floor)
         plan: Plan | None = rounded

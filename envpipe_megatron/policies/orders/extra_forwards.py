@@ -5,6 +5,9 @@ EnvPipe's counts (Choi et al., ATC'23, section 4.2) and at even ramps, lowered t
 the best of them it takes away what its own durations do not need, which a longest path tells in a
 tenth of a linear program's time, and then moves single stages, front parts and rear parts of the
 pipeline by one, as long as that saves energy.
+
+Extra forwards matter while a pipeline fills and drains, so that long batches are searched by a
+shorter one of the same pipeline, with as much time for each of its own order's seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 
@@ -26,7 +30,12 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
-from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import (
+    Optimizer,
+    iteration_time_s,
+    order_at_maximum_s,
+)
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.judged import ROUNDED, Judged, memory_worth
 from envpipe_megatron.policies.problem import OrderLimits, envpipe_counts
@@ -40,6 +49,8 @@ _START_RAMPS = (0.5, 1.0, 2.0, 3.0)
 #: Units of all orders that a search may solve for beyond those that it starts from: five of 8 x 96.
 _UNIT_BUDGET = 9_000
 _FEWEST_ORDERS = 5
+#: Batches of more microbatches a stage are searched by one of so many.
+_SEARCHED_PER_STAGE = 8
 #: Units of all orders whose longest path it may look at in between: 130 orders of 8 x 96.
 _LOOK_BUDGET = 200_000
 
@@ -76,13 +87,25 @@ class OrderSearch:
         self._profile, self._conditions, self._parking = profile, conditions, parking
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
         self._own = builders.one_f_one_b(profile.num_stages, num_microbatches)
-        #: None if an order does not meet the deadline.
-        self._solved: dict[Extra, _Solved | None] = {}
+        self._search_by(min(num_microbatches, _SEARCHED_PER_STAGE * profile.num_stages))
         #: What the search before found, perhaps within other limits: the next starts there too.
         self._best: Extra = (0,) * profile.num_stages
         #: Of EnvPipe's rule, within the limits of the last search.
         self._by_rule: Extra = self._best
-        units = 2 * profile.num_stages * num_microbatches
+
+    def _search_by(self, microbatches: int) -> None:
+        """Search by a batch of this many microbatches."""
+        stages = self._profile.num_stages
+        self._searched, self._searched_s = microbatches, self._deadline_s
+        if microbatches < self.num_microbatches:
+            orders = builders.one_f_one_b(stages, microbatches), self._own
+            short_s, own_s = (
+                order_at_maximum_s(order, self._profile, self._conditions) for order in orders
+            )
+            self._searched_s *= short_s / own_s
+        #: None if an order does not meet the deadline.
+        self._solved: dict[Extra, _Solved | None] = {}
+        units = 2 * stages * microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._most_looks = _LOOK_BUDGET // units
 
@@ -97,11 +120,14 @@ class OrderSearch:
         1F1B is among them where it does; with p2p latency other orders can be faster.
         LinearProgramError: no order that the search starts from meets the deadline.
         """
-        first = (0,) * self._profile.num_stages
+        stages = self._profile.num_stages
+        caps = builders.extra_forward_caps(stages, self._searched)
+        limits = replace(limits, most=tuple(map(min, limits.most, caps)))
+        first = (0,) * stages
         try:
             wanted = envpipe_counts(self._profile, self.num_microbatches)
         except ProfileError:  # no energy valley, which only EnvPipe's rule needs
-            wanted = [0] * self._profile.num_stages
+            wanted = [0] * stages
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         ramps = [[int(fall * s) for s in reversed(range(len(first)))] for fall in _START_RAMPS]
         fitted = [limits.fit(counts) for counts in (*scaled, *ramps, self._best)]
@@ -111,6 +137,9 @@ class OrderSearch:
         seeds = {first, *fitted, *falling}
         best = min(seeds, key=self._score)
         if math.isinf(self._energy(best)):
+            if self._searched < self.num_microbatches:
+                self._search_by(self.num_microbatches)
+                return self.search(limits)
             self.optimizer(first).relaxed(self._deadline_s)  # raises, and says why
         best = self._trimmed(best, limits)
         last = self.orders_tried + self._budget
@@ -131,18 +160,20 @@ class OrderSearch:
         return found
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
-        """Those of the last search's candidates that `judged.best_plan` may plan."""
-        return [
-            Judged(
-                "envpipe",
-                self.optimizer(c.extra_forwards),
-                c.relaxed_energy_j,
-                self._own,
-                by_rule=c.extra_forwards == self._by_rule,
-            )
-            for rank, c in enumerate(candidates)
-            if rank < ROUNDED or not any(c.extra_forwards) or c.extra_forwards == self._by_rule
-        ]
+        """Those of the last search's candidates that `judged.best_plan` may plan, by all units."""
+        judged = []
+        for rank, candidate in enumerate(candidates):
+            extra = candidate.extra_forwards
+            by_rule = extra == self._by_rule
+            if rank < ROUNDED or not any(extra) or by_rule:
+                optimizer, energy_j = self.optimizer(extra), candidate.relaxed_energy_j
+                if self._searched < self.num_microbatches:
+                    with suppress(LinearProgramError):
+                        energy_j = optimizer.relaxed(self._deadline_s).cost_j
+                        judged.append(Judged("envpipe", optimizer, energy_j, self._own, by_rule))
+                    continue
+                judged.append(Judged("envpipe", optimizer, energy_j, self._own, by_rule))
+        return judged
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order and no frequencies can go below at the deadline or a later one, J."""
@@ -157,23 +188,23 @@ class OrderSearch:
             max(self._deadline_s, or_at_s),
         ).energy_lower_bound_j
 
-    def optimizer(self, extra_forwards: Extra) -> Optimizer:
-        """The optimizer of an order."""
-        schedule = self._schedule(extra_forwards)
+    def optimizer(self, extra_forwards: Extra, microbatches: int | None = None) -> Optimizer:
+        """The optimizer of an order of the job, or of that with so many microbatches."""
+        schedule = self._schedule(extra_forwards, microbatches or self.num_microbatches)
         return Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
 
-    def _schedule(self, extra_forwards: Extra) -> Schedule:
+    def _schedule(self, extra_forwards: Extra, microbatches: int) -> Schedule:
         if not any(extra_forwards):
-            return self._own
-        return builders.envpipe(self._profile.num_stages, self.num_microbatches, extra_forwards)
+            return builders.one_f_one_b(self._profile.num_stages, microbatches)
+        return builders.envpipe(self._profile.num_stages, microbatches, extra_forwards)
 
     def _solve(self, extra: Extra) -> _Solved | None:
         """The relaxed plan of an order, solved for once."""
         if extra not in self._solved:
-            optimizer = self.optimizer(extra)
+            optimizer = self.optimizer(extra, self._searched)
             self._solved[extra] = None
-            if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
-                relaxed, schedule = optimizer.relaxed(self._deadline_s), optimizer.schedule
+            if optimizer.fastest_s <= self._searched_s * (1 + RELATIVE_TOLERANCE):
+                relaxed, schedule = optimizer.relaxed(self._searched_s), optimizer.schedule
                 duration_s = relaxed.duration_s.reshape(schedule.is_backward.shape)
                 self._solved[extra] = _Solved(schedule, duration_s, relaxed.cost_j)
         return self._solved[extra]
@@ -195,7 +226,7 @@ class OrderSearch:
                 near = tuple(map(add, trimmed, direction))
                 while looks > 0 and limits.allow(near):
                     looks -= 1
-                    if self._end_s(solved, self._schedule(near)) > end_s:
+                    if self._end_s(solved, self._schedule(near, self._searched)) > end_s:
                         break
                     trimmed, near = near, tuple(map(add, near, direction))
         return min(extra, trimmed, key=self._score)
@@ -217,7 +248,10 @@ class OrderSearch:
         solved = self._solve(extra)
         if solved is None:
             return math.inf
-        return solved.energy_j * memory_worth(solved.schedule, self._own)
+        own = self._schedule((0,) * self._profile.num_stages, self._searched)
+        # What is saved is as much of a longer batch's energy as that is longer.
+        longer = self.num_microbatches / self._searched
+        return solved.energy_j * (1 + longer * (memory_worth(solved.schedule, own) - 1))
 
 
 def _directions(num_stages: int) -> deque[Extra]:
