@@ -8,7 +8,7 @@ only if its own iteration time meets the deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     saving_moves,
 )
 from envpipe_megatron.policies.optimal.certificate import price_flow
-from envpipe_megatron.policies.optimal.linear_program import Relaxed
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, Relaxed
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. Prices of time alone leave ties between
@@ -38,9 +38,11 @@ _PULLS = (10.0, 30.0, 100.0)
 #: energy: with fewer runs, dividing time saves more than it seems beforehand.
 _CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
 #: Halvings in the search for the share of the slowing for which late clocks leave time.
-_SHARE_STEPS = 6
+_SHARE_STEPS = 10
 #: Divisions of time, each for an earlier deadline, as long as late clocks exceed the deadline.
 _ROUNDS = 4
+#: An earlier deadline is earlier by this many times of what late clocks took more.
+_SAFELY = 1.1
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
@@ -59,6 +61,8 @@ def fewer_changes(
     waiting_power_w: FloatArray,
     deadline_s: float,
     min_dwell_s: float = 0.0,
+    *,
+    plan_for: Callable[[float], Plan],
 ) -> Plan | None:
     """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
 
@@ -70,8 +74,9 @@ def fewer_changes(
         waiting_power_w: [num_stages] by which that program priced waiting.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
+        plan_for: makes such a plan for another deadline; LinearProgramError: there is none.
     """
-    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
+    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s, plan_for).search()
 
 
 class _RunSearch:
@@ -82,8 +87,10 @@ class _RunSearch:
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
+        plan_for: Callable[[float], Plan],
     ) -> None:
         conditions = plan.conditions
+        self._plan_for = plan_for
         self._start, self._relaxed = plan, relaxed
         self._power_w = waiting_power_w
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
@@ -111,8 +118,9 @@ class _RunSearch:
             runs += [*divided, self._divided(min(divided, key=self._rank))]
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-            if not any(map(self._meets, runs)):
-                runs += self._slowed_in_part()
+            for others in (self._earlier, self._slowed_in_part):
+                if not any(map(self._meets, runs)):
+                    runs += others()
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
         best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
@@ -125,10 +133,23 @@ class _RunSearch:
         if index is not None:
             yield self._plan(index)
 
+    def _earlier(self) -> Iterator[Plan]:
+        """Plans for earlier deadlines, by as much as late clocks of the plan before exceed it."""
+        plan, target_s = self._start, self._deadline_s
+        for _ in range(_ROUNDS):
+            target_s -= _SAFELY * max(0.0, plan.cost.iteration_time_s - self._deadline_s)
+            try:
+                plan = self._plan_for(target_s)
+            except LinearProgramError:  # no clocks are as fast
+                break
+            yield plan
+            if self._meets(plan):
+                break
+
     def _slowed_in_part(self) -> Iterator[Plan]:
         """Runs that slow units down by the largest share of the start's slowing that is in time.
 
-        With thousands of microbatches late clocks are on too many paths to make up for one by one.
+        Where no order of clocks is faster than the deadline, as for 1F1B at its own time.
         """
         least, most = 0.0, 1.0
         for _ in range(_SHARE_STEPS):

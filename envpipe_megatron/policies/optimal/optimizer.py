@@ -129,10 +129,17 @@ class Optimizer:
         if by_energy and conditions.wait_power_w is not None:
             chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        rounded, relaxed = self._round(priced, deadline_s, at_floor)
+        rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if self.plans_changes(min_dwell_s):
-            plan = fewer_changes(rounded, relaxed, priced.waiting_power_w, deadline_s, min_dwell_s)
+            plan = fewer_changes(
+                rounded,
+                relaxed,
+                priced.waiting_power_w,
+                deadline_s,
+                min_dwell_s,
+                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
+            )
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -184,10 +191,10 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> tuple[Plan, Relaxed]:
+    def _round(self, priced: _Priced, deadline_s: float) -> tuple[Plan, Relaxed]:
         """Round a linear program's solution to a plan, for which clocks are never late."""
         schedule, choices = self.schedule, priced.choices
-        relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
+        relaxed = priced.program.solve(deadline_s)
         waiting_j = choices.waiting_power_w * relaxed.end_s
         chosen = round_durations(
             schedule,
