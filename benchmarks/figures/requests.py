@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,13 +19,7 @@ from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Outcome
 from benchmarks.figures.unit_times import EmulatedTime, emulated_time, write_scaled_preset
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.quickstart.ranks import (
-    ended_like_ctrl_c,
-    events_of,
-    rank_environment,
-    started_ranks,
-    torchrun_command,
-)
+from envpipe_megatron.quickstart.ranks import rank_environment, running_ranks
 
 #: Counted up when the same request gives another result: what was run before is run again.
 _EDITION = 2
@@ -192,31 +185,23 @@ def _train_batch(batch: Batch, console: Console) -> None:
     path, log_path = batch.folder / "batch.pickle", batch.folder / "log.txt"
     path.write_bytes(pickle.dumps(batch))
     job = batch.requests[0].job
-    command = torchrun_command(
-        job.stages * job.replicas, ["--module", "benchmarks.figures.worker", str(path)]
-    )
-    pids: list[int] = []
     with (
-        ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP),
         tempfile.TemporaryDirectory() as emulated,
-        log_path.open("w") as log,
-        started_ranks(command, _environment(Path(emulated)), log, Path(emulated), pids) as ranks,
+        running_ranks(
+            job.stages * job.replicas,
+            ["--module", "benchmarks.figures.worker", str(path)],
+            _environment(Path(emulated)),
+            log_path,
+            Path(emulated),
+        ) as events,
     ):
         done = 0
-        for event in events_of(ranks, log):
-            match event["event"]:
-                case "rank":
-                    pids.append(event["pid"])
-                case "begun":
-                    done += 1
-                    _say(console, f"{done} of {len(batch.requests)}: {event['key']}")
-                case "say":
-                    _say(console, f"  {event['text']}", "dim")
-        code = ranks.wait()
-    if code != 0:
-        raise EnvPipeError(
-            f"A rank failed (exit code {code})", remedy=f"The first error is in {log_path}."
-        )
+        for event in events:
+            if event["event"] == "begun":
+                done += 1
+                _say(console, f"{done} of {len(batch.requests)}: {event['key']}")
+            elif event["event"] == "say":
+                _say(console, f"  {event['text']}", "dim")
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -40,8 +40,7 @@ import torch
 from benchmarks.megatron_lm import equality, lost, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
-from benchmarks.megatron_lm.running import checkouts
-from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
@@ -136,9 +135,9 @@ def main(**options: Any) -> None:
     if runs:
         state.machine.update(_machine(site, tag, cpu))
         for checkout in (site.stock, site.patched):
-            checkouts.prepare(checkout)
+            prepare(checkout)
     proof = _Proof(site, state, options, begin_s)
-    if proof.needs_corpus() and not checkouts.prepare_corpus(corpus, site.stock):
+    if proof.needs_corpus() and not prepare_corpus(corpus, site.stock):
         proof = _Proof(replace(site, corpus=None), state, options, begin_s)
     try:
         if runs:
@@ -289,7 +288,7 @@ def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
         "ranks on a GPU": site.ranks_per_gpu,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "changed files": checkouts.modified(site.stock, site.patched),
+        "changed files": modified(site.stock, site.patched),
         "cpus": os.cpu_count(),
     }
     if not cpu and shutil.which("nvidia-smi"):

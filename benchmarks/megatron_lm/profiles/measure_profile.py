@@ -38,8 +38,7 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
-from benchmarks.megatron_lm.running import checkouts
-from benchmarks.megatron_lm.running.jobs import emulated_gpus, launch_ranks
+from benchmarks.megatron_lm.running.jobs import emulated_gpus, launch_ranks, prepare
 from benchmarks.unmeasured import stepped_order
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE
@@ -184,7 +183,7 @@ def main(
     unknown = set(names) - set(models)
     if unknown:
         raise click.ClickException(f"No model {sorted(unknown)}; there are: {', '.join(models)}.")
-    checkouts.prepare(patched)
+    prepare(patched)
     scratch = scratch or Path(tempfile.mkdtemp(prefix="envpipe-measured-"))
     stages = gpus or (4 if cpu else torch.cuda.device_count())
     for name in names or models:
