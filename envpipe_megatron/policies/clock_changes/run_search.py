@@ -49,7 +49,8 @@ _MAX_PROGRAM_UNITS = 6_000
 _LONGER = (1.25, 1.0)
 #: Longest paths of a late plan that are shortened before it is given up.
 _PATHS = 20
-#: The best plans with a dwell time in which the time that is left is spent.
+#: The best plans with a dwell time in which the time that is left is spent, or, where all are late,
+#: that are made faster.
 _SPENT = 4
 #: Units of all plans that spending time may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 20
@@ -121,6 +122,9 @@ class _RunSearch:
             for others in (self._earlier, self._slowed_in_part):
                 if not any(map(self._meets, runs)):
                     runs += others()
+        elif not any(map(self._meets, runs)):
+            nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
+            runs += map(self._in_time, nearest)
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
         best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
@@ -237,7 +241,7 @@ class _RunSearch:
 
     def _in_time(self, plan: Plan) -> Plan:
         """Make units on the longest paths faster until late clocks keep the deadline."""
-        for _ in range(min(_PATHS, self._evaluations)):
+        for _ in range(_PATHS):
             if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 break
             faster = faster_path(plan, self._table, self._deadline_s)

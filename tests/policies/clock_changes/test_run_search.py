@@ -1,13 +1,17 @@
 """The search for runs by its pieces: what they cost, what they keep, and where it stops."""
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from planning_cases import random_job
 from test_optimal_conditions import any_conditions
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
@@ -15,6 +19,7 @@ from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
 from envpipe_megatron.policies.clock_changes.run_times import faster_path, saving_moves
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -185,3 +190,16 @@ def test_spending_ends_where_no_move_saves(case):
         moved[move.stage, move.begin : move.end] = move.clock
         other = search._plan(moved)
         assert other.cost.energy_j >= improved.cost.energy_j or not search._meets(other)
+
+
+def test_late_plans_with_a_dwell_time_are_made_faster_where_no_other_is_in_time():
+    """Of this job all runs near the relaxed durations are late; one clock per stage costs 37 %."""
+    job = random_job(random.Random(31), stages=(2, 3, 4), max_microbatches=8)
+    own = builders.one_f_one_b(job.num_stages, job.num_microbatches)
+    deadline_s = all_maximum_s(own, job.profile, job.conditions)
+    unit_s = deadline_s / (2 * (job.num_microbatches + job.num_stages))
+    conditions = replace(job.conditions, change_time_s=0.3 * unit_s)
+    plan = Optimizer(own, job.profile, conditions).plan(deadline_s, 2 * unit_s)
+    assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+    assert shortest_dwell_s(plan) >= 2 * unit_s * (1 - 1e-9)
+    assert plan.cost.energy_j < 1.2 * plan.energy_lower_bound_j
