@@ -253,6 +253,8 @@ def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan)
     request = ask()
     asked, factor = request.objective, request.deadline_factor
     this_order = dict.fromkeys(_OF_ORDERS) | {"order": plan.schedule}
+    if not plan.schedule.split:
+        this_order["split"] = None
     no_cap = replace(asked, power_cap_w=None, power_window_s=None, stages_per_node=None)
     for option, given, without in (
         ("--power-cap", asked.power_cap_w, {"objective": no_cap}),
