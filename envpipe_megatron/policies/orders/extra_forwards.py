@@ -57,7 +57,10 @@ _LOOK_BUDGET = 200_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order that the search looked at, with the energy of its relaxed plan."""
+    """An order that the search looked at, with the energy of its relaxed plan.
+
+    That is of the shorter batch if the search is by one.
+    """
 
     extra_forwards: Extra
     relaxed_energy_j: float
@@ -92,15 +95,19 @@ class OrderSearch:
         self._best: Extra = (0,) * profile.num_stages
         #: Of EnvPipe's rule, within the limits of the last search.
         self._by_rule: Extra = self._best
+        #: Of the last search.
+        self._limits: OrderLimits | None = None
 
     def _search_by(self, microbatches: int) -> None:
         """Search by a batch of this many microbatches."""
         stages = self._profile.num_stages
         self._searched, self._searched_s = microbatches, self._deadline_s
-        if microbatches < self.num_microbatches:
-            orders = builders.one_f_one_b(stages, microbatches), self._own
+        self._searched_own = self._own
+        if self._by_shorter:
+            self._searched_own = builders.one_f_one_b(stages, microbatches)
             short_s, own_s = (
-                order_at_maximum_s(order, self._profile, self._conditions) for order in orders
+                order_at_maximum_s(order, self._profile, self._conditions)
+                for order in (self._searched_own, self._own)
             )
             self._searched_s *= short_s / own_s
         #: None if an order does not meet the deadline.
@@ -108,6 +115,10 @@ class OrderSearch:
         units = 2 * stages * microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
         self._most_looks = _LOOK_BUDGET // units
+
+    @property
+    def _by_shorter(self) -> bool:
+        return self._searched < self.num_microbatches
 
     @property
     def orders_tried(self) -> int:
@@ -120,7 +131,7 @@ class OrderSearch:
         1F1B is among them where it does; with p2p latency other orders can be faster.
         LinearProgramError: no order that the search starts from meets the deadline.
         """
-        stages = self._profile.num_stages
+        stages, self._limits = self._profile.num_stages, limits
         caps = builders.extra_forward_caps(stages, self._searched)
         limits = replace(limits, most=tuple(map(min, limits.most, caps)))
         first = (0,) * stages
@@ -137,9 +148,9 @@ class OrderSearch:
         seeds = {first, *fitted, *falling}
         best = min(seeds, key=self._score)
         if math.isinf(self._energy(best)):
-            if self._searched < self.num_microbatches:
+            if self._by_shorter:
                 self._search_by(self.num_microbatches)
-                return self.search(limits)
+                return self.search(self._limits)
             self.optimizer(first).relaxed(self._deadline_s)  # raises, and says why
         best = self._trimmed(best, limits)
         last = self.orders_tried + self._budget
@@ -160,19 +171,24 @@ class OrderSearch:
         return found
 
     def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
-        """Those of the last search's candidates that `judged.best_plan` may plan, by all units."""
+        """Those of the last search's candidates that `judged.best_plan` may plan, by all units.
+
+        A shorter batch gains more by filling and draining faster: where only that made its orders
+        meet the deadline, the whole batch is searched. LinearProgramError as of `search`.
+        """
         judged = []
         for rank, candidate in enumerate(candidates):
             extra = candidate.extra_forwards
             by_rule = extra == self._by_rule
             if rank < ROUNDED or not any(extra) or by_rule:
                 optimizer, energy_j = self.optimizer(extra), candidate.relaxed_energy_j
-                if self._searched < self.num_microbatches:
-                    with suppress(LinearProgramError):
+                with suppress(LinearProgramError):  # too late by all units
+                    if self._by_shorter:
                         energy_j = optimizer.relaxed(self._deadline_s).cost_j
-                        judged.append(Judged("envpipe", optimizer, energy_j, self._own, by_rule))
-                    continue
-                judged.append(Judged("envpipe", optimizer, energy_j, self._own, by_rule))
+                    judged.append(Judged("envpipe", optimizer, energy_j, self._own, by_rule))
+        if not judged and self._by_shorter and self._limits is not None:
+            self._search_by(self.num_microbatches)
+            return self.judge(self.search(self._limits))
         return judged
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
@@ -195,7 +211,7 @@ class OrderSearch:
 
     def _schedule(self, extra_forwards: Extra, microbatches: int) -> Schedule:
         if not any(extra_forwards):
-            return builders.one_f_one_b(self._profile.num_stages, microbatches)
+            return self._own if microbatches == self.num_microbatches else self._searched_own
         return builders.envpipe(self._profile.num_stages, microbatches, extra_forwards)
 
     def _solve(self, extra: Extra) -> _Solved | None:
@@ -248,10 +264,10 @@ class OrderSearch:
         solved = self._solve(extra)
         if solved is None:
             return math.inf
-        own = self._schedule((0,) * self._profile.num_stages, self._searched)
         # What is saved is as much of a longer batch's energy as that is longer.
         longer = self.num_microbatches / self._searched
-        return solved.energy_j * (1 + longer * (memory_worth(solved.schedule, own) - 1))
+        worth = memory_worth(solved.schedule, self._searched_own)
+        return solved.energy_j * (1 + longer * (worth - 1))
 
 
 def _directions(num_stages: int) -> deque[Extra]:

@@ -291,3 +291,28 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     tight = order_limits(4, 16, max_extra_forwards=0)
     with pytest.raises(LinearProgramError, match=r"'1f1b'.*deadline"):
         OrderSearch(profile, 16, conditions, deadline_s).search(tight)
+
+
+@pytest.mark.parametrize(
+    ("slowness", "latency_s", "factor"), [([1, 1.1, 1], 0.3, 0.92947), ([1.1, 2, 1.1], 0.3, 0.99)]
+)
+def test_orders_in_time_only_by_a_shorter_batch_have_the_whole_batch_searched(
+    slowness, latency_s, factor
+):
+    """Extra forwards save the latency once and for all there: more of a shorter batch's time."""
+    profile = uniform_profile(3, CURVE, slowness=slowness)
+    conditions = Conditions((30.0,) * 3, latency_s)
+    own_s = all_maximum_s(builders.one_f_one_b(3, 60), profile, conditions)
+    search = OrderSearch(profile, 60, conditions, factor * own_s)
+    candidates = search.search(order_limits(3, 60))
+    by_all_units = Optimizer(
+        builders.envpipe(3, 60, candidates[0].extra_forwards), profile, conditions
+    )
+    assert by_all_units.fastest_s > factor * own_s
+    if factor == 0.99:  # no order is as fast
+        with pytest.raises(LinearProgramError, match=r"'1f1b'.*1\.0101 times the time"):
+            search.judge(candidates)
+        return
+    judged = search.judge(candidates)
+    assert judged
+    assert all(order.optimizer.fastest_s <= factor * own_s for order in judged)
