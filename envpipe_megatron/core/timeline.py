@@ -30,7 +30,7 @@ class Timeline:
 
     Args:
         duration_s: [num_stages, units_per_stage].
-        latency_s: as `longest_path.latency_by_node` takes it.
+        latency_s: as `latency_by_node` takes it.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
 
     Raises EnvPipeError for a wrong shape, or a duration or latency below zero or not a number.
