@@ -29,7 +29,7 @@ def run_prove(
 
     Args:
         settings: what to do.
-        machine: as `machine` found it to be fit for it.
+        machine: as `settings.real_machine` or `emulated_machine` found it to be fit for it.
         checks: doctor's, for the page.
         console: for progress and the line to paste.
 
