@@ -419,14 +419,22 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
     features = "moe_paged_stash", "fine_grained_activation_offloading"
     for feature in (*features, "overlap_moe_expert_parallel_comm"):
         assert feature in called(SimpleNamespace(**{**vars(config), feature: 1}))[1]
+    assert "another version: a_flag, b_flag" in called(config, b_flag=1, a_flag=1)[1]
+    with pytest.raises(TypeError, match=r"later calls have .* version: a_flag"):
+        called(config, later={"a_flag": 1})
     # The interpreter would drop what such a call collects.
     own, failed = called(config, collect_non_loss_data=True)
     assert len(own) == 3
     assert failed is None
 
 
-def called(config: Any, ranks: Any = (0, 1), told: Any = None, **named: Any) -> tuple[Any, Any]:
-    """Three training calls that reached Megatron's own function, and what is said against ours."""
+def called(
+    config: Any, ranks: Any = (0, 1), told: Any = None, later: Any = None, **named: Any
+) -> tuple[Any, Any]:
+    """Three training calls that reached Megatron's own function, and what is said against ours.
+
+    Those after the first have the arguments of `later`, too.
+    """
     from envpipe_megatron.integrations.megatron.core import ForwardBackward
 
     own: list[Any] = []
@@ -446,6 +454,7 @@ def called(config: Any, ranks: Any = (0, 1), told: Any = None, **named: Any) -> 
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):
             stand_in(**given)
+            given |= later or {}
     assert len(asked) == 1  # ranks exchange it once
     return own, stand_in.failed
 

@@ -110,6 +110,8 @@ class ForwardBackward:
             self._framework_iterations_left -= left > 0 and not (alone or forward_only)
             losses: list[Any] = own(**given)
             return losses
+        if unknown := _unknown(arguments):  # the first call had none: see `_why_not`
+            raise TypeError(f"Only later calls have arguments of another version: {unknown}")
         if self._check is not None and not self._check.done:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
@@ -182,9 +184,9 @@ class ForwardBackward:
         ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
         given = [arguments[name] is not None for name in ("p2p_communicator", "pg_collection")]
         alone = len(joined) == 1
-        unknown = sorted(arguments.keys() - {*_DEFAULTS, *_NEEDED})
+        unknown = _unknown(arguments)
         against = {
-            f"arguments of another version: {', '.join(unknown)}": bool(unknown),
+            f"arguments of another version: {unknown}": bool(unknown),
             f"a call for a pipeline of ranks {ranks}, not {joined}": ranks != joined,
             "p2p_communicator and pg_collection apart": not alone and len(set(given)) > 1,
             "a model without pipeline_dtype": not alone and config.pipeline_dtype is None,
@@ -197,6 +199,11 @@ class ForwardBackward:
             except UnsupportedModelError as error:
                 found = [str(error)]
         return f"the interpreter does not run {'; '.join(found)}" if found else None
+
+
+def _unknown(arguments: dict[str, Any]) -> str:
+    """The names of arguments that the interpreter would drop; empty if there are none."""
+    return ", ".join(sorted(arguments.keys() - {*_DEFAULTS, *_NEEDED}))
 
 
 def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
