@@ -195,6 +195,11 @@ def build_order(problem: Problem) -> Built:
             f"Schedule {name} has {_counts(*made)}, and the job has {_counts(*job)}",
             remedy="Give an order of the job, or fix the function that builds it.",
         )
+    if problem.profile.assumed is not None and not schedule.split:
+        raise PlannerError(
+            f"Schedule {name} splits no backward, and it is said what that takes",
+            remedy="Leave --split-overhead out, or use --schedule auto.",
+        )
     return schedule, notes
 
 
