@@ -165,8 +165,9 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
 
 def test_a_gpu_that_a_live_job_holds_is_refused_and_the_job_named(node):
     before = lock(node, 0, 1)
+    rank = ProcessIdentity.of(os.getpid())  # without one, its guard would be waited for
     lease = Lease.take(
-        GpuAddress("nvml", node.uuids[1]), "slurm 4711", rank=None, open_gpu=open_gpu
+        GpuAddress("nvml", node.uuids[1]), "slurm 4711", rank=rank, open_gpu=open_gpu
     )
     result = run("clocks", "reset")
     assert result.exit_code == 1
