@@ -12,6 +12,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
@@ -26,7 +27,6 @@ from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.work import (
     StageWork,
-    framework_order,
     hops_s,
     most_held_bytes,
     peak_bytes,

@@ -216,14 +216,7 @@ def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> f
     return float((sign * held_bytes[schedule.chunks[stage]]).cumsum().max())
 
 
-def framework_order(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B, or with chunks Megatron's interleaved order."""
-    if num_chunks == 1:
-        return builders.one_f_one_b(num_stages, num_microbatches)
-    return builders.interleaved(num_stages, num_microbatches, num_chunks)
-
-
-_short_order = cache(framework_order)
+_short_order = cache(builders.framework_order)
 
 
 def hops_s(

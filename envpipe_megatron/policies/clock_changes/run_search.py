@@ -113,7 +113,7 @@ class _RunSearch:
     def search(self) -> Plan | None:
         slowed = list(self._slowed(1.0))
         begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
-        runs = [*slowed, *begun]
+        runs = [*slowed, *begun] if self._min_dwell_s else [*slowed]
         if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in begun]
             runs += [*divided, self._divided(min(divided, key=self._rank))]
