@@ -151,9 +151,9 @@ def check_outputs(
             )
 
 
-def counts(*words: str, lowest: int = 1) -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `N` or `N,N,...`, from the lowest, or a word."""
-    return _Numbers(Number(whole=True, least=lowest, positive=lowest > 0).of_text, words)
+def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `N` or `N,N,...`, from 1, or a word."""
+    return _Numbers(Number(whole=True, least=1, positive=True).of_text, words)
 
 
 def microbatches(*words: str) -> click.ParamType:  # type: ignore[type-arg]
