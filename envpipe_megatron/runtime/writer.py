@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 
 #: What failed is tried again after so long, and the end of a job waits so long for a disk.
 _AGAIN_S, _JOIN_S = 30.0, 5.0
+_Waiting: TypeAlias = defaultdict[str, deque[Callable[[], object]]]
 _LACKING = "The files of this rank are not complete: their disk %s"
 
 
@@ -24,63 +27,71 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._waiting: defaultdict[str, deque[Callable[[], object]]] = defaultdict(deque)
-        #: Keys; None ends the thread. Its lock cannot stay taken when a signal handler raises.
-        self._ready: SimpleQueue[str | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.RLock()  # a signal handler may close
+        self._waiting: _Waiting = defaultdict(deque)
+        #: Keys; what is answered when all before it is written; None ends the thread. Its lock
+        #: cannot stay taken when a signal handler raises.
+        self._ready: SimpleQueue[str | SimpleQueue[None] | None] = SimpleQueue()
         self._hangs = False
+        self._thread = threading.Thread(
+            target=_write, args=(self._waiting, self._ready), name="envpipe-writer", daemon=True
+        )
+        with suppress(RuntimeError):  # the interpreter is ending, or threads are used up
+            self._thread.start()  # here: a handler that raises from it leaves a thread that waits
+        weakref.finalize(self, self._ready.put, None).atexit = False
 
     def put(self, key: str, call: Callable[[], object]) -> None:
         """Have a file written; returns at once."""
         self._waiting[key].append(call)
         self._ready.put(key)
-        with self._starting:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="envpipe-writer", daemon=True)
-                with suppress(RuntimeError):  # the interpreter is ending, or threads are used up
-                    thread.start()
-                    self._thread = thread
 
     def num_waiting(self, key: str) -> int:
         """How many calls of a key have not ended."""
         return len(self._waiting[key])
 
     def close(self) -> None:
-        """Make all calls that wait; a disk that hangs is waited for once, and left behind."""
+        """Make all calls that wait; a disk that hangs is waited for once, and left behind.
+
+        Later calls are made, too.
+        """
         if self._hangs:
             return
-        self._ready.put(None)
-        if self._thread is None:
-            self._run()
+        written: SimpleQueue[None] = SimpleQueue()
+        self._ready.put(written)
+        if self._thread.ident is None:  # it could not be started
+            self._ready.put(None)
+            _write(self._waiting, self._ready)
+        with suppress(Empty):
+            written.get(timeout=_JOIN_S)
             return
-        self._thread.join(_JOIN_S)
-        self._hangs = self._thread.is_alive()
-        if self._hangs:
-            logger.error(_LACKING, "does not answer")
-        else:
-            self._thread = None  # the next call has another
+        self._hangs = True
+        logger.error(_LACKING, "does not answer")
 
-    def _run(self) -> None:
-        failing: set[str] = set()
-        key: str | None = ""
-        while key is not None:
-            with suppress(Empty):  # what failed is tried again all the same
-                key = self._ready.get(timeout=_AGAIN_S if failing else None)
-            for each in failing | {key or ""}:
-                try:
-                    self._make(self._waiting[each])
-                    failing.discard(each)
-                except OSError as error:
-                    if each not in failing:
-                        said = "%s could not be written, and is tried again. Training goes on: %s"
-                        logger.error(said, error.filename, error)
-                    failing.add(each)
-        if failing:
-            logger.error(_LACKING, "takes nothing")
 
-    @staticmethod
-    def _make(calls: deque[Callable[[], object]]) -> None:
+def _write(
+    waiting: _Waiting,
+    ready: SimpleQueue[str | SimpleQueue[None] | None],
+) -> None:
+    failing: set[str] = set()
+    item: str | SimpleQueue[None] | None = ""
+    while item is not None:
+        item = ""  # what failed is tried again though nothing follows
+        with suppress(Empty):
+            item = ready.get(timeout=_AGAIN_S if failing else None)
+        if isinstance(item, str):
+            for key in failing | {item}:
+                _make(waiting, key, failing)
+        elif item is not None:
+            for key in list(waiting):
+                _make(waiting, key, failing)
+            if failing:
+                logger.error(_LACKING, "takes nothing")
+            item.put(None)
+
+
+def _make(waiting: _Waiting, key: str, failing: set[str]) -> None:
+    """Make the calls of a key; it is among `failing` after one that is to be made again."""
+    calls = waiting[key]
+    try:
         while calls:
             try:
                 calls[0]()
@@ -89,3 +100,9 @@ class Writer:
             except Exception:  # of facts that JSON has no type for, say
                 logger.exception("A file could not be written, training goes on")
             calls.popleft()
+        failing.discard(key)
+    except OSError as error:
+        if key not in failing:
+            said = "%s could not be written, and is tried again. Training goes on: %s"
+            logger.error(said, error.filename, error)
+        failing.add(key)

@@ -96,6 +96,9 @@ class ClockController:
         self._next: Item = None
         #: Each is answered, when the clock is back, with what went wrong.
         self._resets: SimpleQueue[SimpleQueue[Exception | None]] = SimpleQueue()
+        #: True when nothing is locked, nor ever will be. Python 3.11 takes a thread that runs for
+        #: one that has ended where a signal handler raises inside `join` or `is_alive`.
+        self._given_back = False
         #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
         self._driver = threading.Lock()
         self._touched = False
@@ -294,7 +297,7 @@ class ClockController:
         answer: SimpleQueue[Exception | None] = SimpleQueue()
         self._resets.put(answer)
         until_s = time.monotonic() + _JOIN_S
-        while self._resetter.is_alive():  # it ends when all is given back
+        while not self._given_back:
             with suppress(Empty):
                 return answer.get(timeout=_LOOK_S)
             if time.monotonic() > until_s:
@@ -313,9 +316,10 @@ class ClockController:
                 answer = self._resets.get(timeout=_RETRY_RESET_S if problem else None)
             with self._driver:
                 problem = self._reset()
+            self._given_back = problem is None
             if answer is not None:
                 answer.put(problem)
-            if problem is None:  # nothing is locked any more
+            if self._given_back:
                 return
 
     def _reset(self) -> Exception | None:

@@ -378,7 +378,7 @@ from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
+from envpipe_megatron.runtime.energy.timeline_log import TIMELINE_FORMAT, TimelineLog
 
 def leave(*_):
     left.append(True)
@@ -407,7 +407,7 @@ for _ in range(200):
         part.close()
     assert gpu.requested_frequency_mhz is None, gpu.history
     assert not any(part._thread.is_alive() for part in (clock, watch))
-    assert log._writer._thread is None
+    assert not log._writer._waiting[TIMELINE_FORMAT]
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
