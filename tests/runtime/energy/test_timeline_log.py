@@ -12,7 +12,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.formats.energy import Phase, append_line
-from envpipe_megatron.formats.timeline import is_recorded, read_timelines
+from envpipe_megatron.formats.timeline import TIMELINE_FORMAT, is_recorded, read_timelines
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime import writer
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
