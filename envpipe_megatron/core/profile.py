@@ -16,17 +16,19 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import Number, read_table
+from envpipe_megatron.core.fields import TEXT, Fields, Number, of_type, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
     NOTHING_S,
@@ -43,7 +45,7 @@ from envpipe_megatron.core.profile_rows import (
     whole_backwards,
 )
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
+from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_of_fields, sidecar_path
 from envpipe_megatron.files import replace_files
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
@@ -258,6 +260,10 @@ class Profile:
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
 
+    def to_json(self) -> dict[str, Any]:
+        """The table and the sidecar as one object, for `profile_of_fields`."""
+        return {"csv": self.to_csv(), "sidecar": json.loads(self.sidecar.to_json_text())}
+
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.
 
@@ -333,8 +339,22 @@ def read_profile(path: Path) -> Profile:
 
     EnvPipeError names file, line and value of what is wrong.
     """
+    profile = _of_table(path)
+    beside = sidecar_path(path)
+    return _beside(profile, read_sidecar(beside, profile.num_stages) if beside.exists() else None)
+
+
+def profile_of_fields(fields: Fields) -> Profile:
+    """Read what `Profile.to_json` made; EnvPipeError as `read_profile`."""
+    profile = _of_table(fields.path, fields.read("csv", TEXT).encode())
+    beside = Fields(fields.read("sidecar", of_type(dict, "an object")), fields.path)
+    return _beside(profile, sidecar_of_fields(beside, profile.num_stages))
+
+
+def _of_table(path: Path, content: bytes | None = None) -> Profile:
+    """The profile of a CSV, without a sidecar."""
     optional = (_RANK, UNCERTAINTY, _CHUNK)
-    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
+    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError, content)
     units = list(lines_of(lines, _LISTED))
     chunks = [
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
@@ -370,11 +390,16 @@ def read_profile(path: Path) -> Profile:
     ]
     profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
     _check_energies(profile)
-    beside = sidecar_path(path)
-    sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
+    return replace(profile, sha256=hashlib.sha256(content).hexdigest())
+
+
+def _beside(profile: Profile, sidecar: Sidecar | None) -> Profile:
+    """The profile with its sidecar, which need not name chunks that the table has."""
+    if sidecar is None:
+        return profile
     if sidecar.num_chunks == 1:
-        sidecar = replace(sidecar, num_chunks=listed_chunks)
-    return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
+        sidecar = replace(sidecar, num_chunks=profile.listed_chunks)
+    return replace(profile, sidecar=sidecar)
 
 
 def _check_energies(profile: Profile) -> None:

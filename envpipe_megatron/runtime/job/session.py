@@ -104,7 +104,7 @@ class Session:
             if self._controlled:
                 self._folder.resume(config, num_stages, channel, gpu)
                 found = self._folder.found
-                if found is not None and found.phases_done:
+                if found.phases_done:
                     self.state.reconfigure_steps = found.reconfigure_steps
                     self.state.reconfigure_ended = found.reconfigure_ended
                     done = ", ".join(found.phases_done)
@@ -148,7 +148,7 @@ class Session:
             self.energy_log,
             self.executor.now_s,
             collectives,
-            self._folder.found.baselines if self._folder.found else {},
+            self._folder.found.baselines,
             self.describe_job,
             compares=not self.only_measures,
         )
