@@ -79,8 +79,9 @@ class JobFolder:
         self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
             self.notes = (f"Another job writes to {path}: files of this one are in {self.path}",)
-            with suppress(OSError):  # what cannot be written is logged
-                self.path.mkdir(exist_ok=True)
+        with suppress(OSError):  # what cannot be written is logged
+            if self.path is not None:  # nodes may have disks of their own
+                self.path.mkdir(parents=True, exist_ok=True)
         self._collectives = collectives
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
@@ -211,8 +212,7 @@ class JobFolder:
         others = (path.with_name(f"{path.name}.{number}") for number in count(2))
         for own in chain([path], others):
             try:
-                if own != path:
-                    own.mkdir(exist_ok=True)
+                own.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(own / _LOCK_FILE, left)
             except BlockingIOError:
                 continue
