@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +55,8 @@ _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
     *("objective", "split", "runnable"),
 )
+#: Of a job whose profile is another one: plans of the one that it had are not this one's.
+_NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_ended": None}
 
 
 class JobFolder:
@@ -141,32 +142,24 @@ class JobFolder:
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-        if self.path is None:
-            return
-        path = self.path / _GRIDS_FILE
 
-        def write() -> None:
+        def write(path: Path) -> None:
             with path.open("a") as file:
                 file.write(text + "\n\n")
 
-        self.writer.put(_GRIDS_FILE, write)
+        self._write(_GRIDS_FILE, write)
 
     def keep_profile(self, profile: Profile) -> None:
         """Keep the profile that was measured, even if no plan can be made from it."""
         self._write(PROFILE_FILE, profile.write)
-        self._keep(lambda job: job.with_profile(profile))
+        self._keep(profile=profile, **_NO_PLANS)
 
     def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
         """Keep the plan of a batch once nothing changes it any more."""
         self._write(plan_file(batch), plan.write)
-        self._keep(
-            lambda job: replace(
-                job,
-                plans={**job.plans, batch: plan},
-                reconfigure_steps=steps,
-                reconfigure_ended=ended,
-            )
-        )
+        others = self._job.plans if self._job is not None else {}
+        plans = {**others, batch: plan}
+        self._keep(plans=plans, reconfigure_steps=steps, reconfigure_ended=ended)
 
     def copy_plan(self, plan: Plan, source: Path) -> None:
         """Write a plan that the user gave, unless it is the file that would be written."""
@@ -175,7 +168,7 @@ class JobFolder:
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
         """Keep the clock that was found for the whole job."""
-        self._keep(lambda job: replace(job, one_clock_mhz=frequency_mhz))
+        self._keep(one_clock_mhz=frequency_mhz)
 
     def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
         """Keep those of all batches; one without energies is measured again by each start."""
@@ -185,17 +178,17 @@ class JobFolder:
             if all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
         }
         if self._job is not None and whole != self._job.baselines:
-            self._keep(lambda job: replace(job, baselines=whole))
+            self._keep(baselines=whole)
 
     def forget_profile(self) -> None:
         """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
         if self.found.profile is not None:
-            self.found = self.found.with_profile(None)
-            self._keep(lambda job: job.with_profile(None))
+            self.found = replace(self.found, profile=None, **_NO_PLANS)
+            self._keep(profile=None, **_NO_PLANS)
 
-    def _keep(self, change: Callable[[StoredJob], StoredJob]) -> None:
+    def _keep(self, **changes: Any) -> None:
         if self._job is not None:
-            self._job = change(self._job)
+            self._job = replace(self._job, **changes)
             self._write(JOB_FILE, self._job.write)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
@@ -209,21 +202,20 @@ class JobFolder:
 
         None while a lock is waited for, as long as there are looks `left`.
         """
-        others = (path.with_name(f"{path.name}.{number}") for number in count(2))
-        for own in chain([path], others):
+        own, number = path, 1
+        while True:
             try:
                 own.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(own / _LOCK_FILE, left)
+                break
             except BlockingIOError:
-                continue
+                number += 1
+                own = path.with_name(f"{path.name}.{number}")
             except OSError:
                 return path
-            if self._lock is None:
-                return None
-            if own != path:
-                logger.warning("Another job writes to %s: this one writes to %s", path, own)
-            return own
-        raise AssertionError("there is no last number")
+        if own != path and self._lock is not None:
+            logger.warning("Another job writes to %s: this one writes to %s", path, own)
+        return None if self._lock is None else own
 
     def _look(self, path: Path, config: SessionConfig, keys: JobKeys) -> tuple[StoredJob, str]:
         """Return what was found, and when this start began; on the planning rank."""

@@ -89,10 +89,6 @@ class StoredJob:
         }
         return tuple(phase for phase, result in done.items() if result)
 
-    def with_profile(self, profile: Profile | None) -> StoredJob:
-        """The job with another profile: plans of the one that it had are not this one's."""
-        return replace(self, profile=profile, plans={}, reconfigure_steps=0, reconfigure_ended=None)
-
     def write(self, path: Path) -> None:
         """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
         baselines = {

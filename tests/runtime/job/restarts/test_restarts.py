@@ -146,7 +146,7 @@ def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, 
 def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
     output = tmp_path / "output"
     path, job = stored(tmp_path)
-    job.with_profile(job.profile).write(path)
+    replace(job, plans={}, reconfigure_steps=0, reconfigure_ended=None).write(path)
     profile = (output / "profile.csv").read_bytes()
     for told in three_ranks.run(step_ranks.start_job, tmp_path, 40):
         phases = told["phases"]
