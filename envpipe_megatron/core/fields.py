@@ -227,17 +227,14 @@ def read_table(
     columns: tuple[str, ...],
     optional: tuple[str, ...] = (),
     error: type[EnvPipeError] = EnvPipeError,
-    content: bytes | None = None,
 ) -> tuple[bytes, list[Row]]:
     """A CSV's bytes and its rows, columns in any order; blank lines and others are left out.
-
-    With `content`, that is the CSV, and the file is only named in messages.
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
     """
     remedy = f"Give the CSV of a {what}."
     try:
-        content = path.read_bytes() if content is None else content
+        content = path.read_bytes()
         lines = list(csv.reader(io.StringIO(decode(content), newline="")))
     except (OSError, ValueError, csv.Error) as cause:
         raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause

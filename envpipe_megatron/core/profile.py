@@ -18,7 +18,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import TEXT, Fields, Number, of_type, read_table
+from envpipe_megatron.core.fields import Fields, Number, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
     NOTHING_S,
@@ -238,17 +238,30 @@ class Profile:
             for rows in kinds.values()
         )
 
-    def to_csv(self) -> str:
-        """The table as CSV text."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        listed = [
-            (*divmod(part, self.listed_chunks), kind.value, row)
+    @property
+    def _listed(self) -> list[tuple[int, Kind, ProfileRow]]:
+        """All rows but those that follow from others, with the part and kind that each is of."""
+        return [
+            (part, kind, row)
             for part, kinds in enumerate(self.rows)
             for kind, rows in kinds.items()
             if kind is not Kind.NOTHING
             if self.assumed is None or kind not in SPLIT[1:]
             for row in rows
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The table and the sidecar as one object, for `profile_of_json`."""
+        rows = [(part, kind.value, *astuple(row)) for part, kind, row in self._listed]
+        sidecar = json.loads(self.sidecar.to_json_text())
+        return {"rows": rows, "listed_chunks": self.listed_chunks, "sidecar": sidecar}
+
+    def to_csv(self) -> str:
+        """The table as CSV text."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        listed = [
+            (*divmod(part, self.listed_chunks), kind.value, row) for part, kind, row in self._listed
         ]
         more = (_CHUNK,) * (self.listed_chunks > 1)
         if any(row.energy_uncertainty_j is not None for *_, row in listed):
@@ -259,10 +272,6 @@ class Profile:
             optional = {UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
-
-    def to_json(self) -> dict[str, Any]:
-        """The table and the sidecar as one object, for `profile_of_fields`."""
-        return {"csv": self.to_csv(), "sidecar": json.loads(self.sidecar.to_json_text())}
 
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.
@@ -334,27 +343,23 @@ def make_profile(
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
 
 
+def profile_of_json(data: Mapping[str, Any], path: Path) -> Profile:
+    """Read what `Profile.to_json` made; `path` is where it was found, for messages."""
+    return make_profile(
+        [(part, Kind(kind), ProfileRow(*numbers)) for part, kind, *numbers in data["rows"]],
+        source=str(path),
+        sidecar=sidecar_of_fields(Fields(data["sidecar"], path)),
+        listed_chunks=data["listed_chunks"],
+    )
+
+
 def read_profile(path: Path) -> Profile:
     """Read a profile CSV, and its sidecar if there is one, as `profile_rows` does.
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    profile = _of_table(path)
-    beside = sidecar_path(path)
-    return _beside(profile, read_sidecar(beside, profile.num_stages) if beside.exists() else None)
-
-
-def profile_of_fields(fields: Fields) -> Profile:
-    """Read what `Profile.to_json` made; EnvPipeError as `read_profile`."""
-    profile = _of_table(fields.path, fields.read("csv", TEXT).encode())
-    beside = Fields(fields.read("sidecar", of_type(dict, "an object")), fields.path)
-    return _beside(profile, sidecar_of_fields(beside, profile.num_stages))
-
-
-def _of_table(path: Path, content: bytes | None = None) -> Profile:
-    """The profile of a CSV, without a sidecar."""
     optional = (_RANK, UNCERTAINTY, _CHUNK)
-    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError, content)
+    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
     units = list(lines_of(lines, _LISTED))
     chunks = [
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
@@ -390,16 +395,11 @@ def _of_table(path: Path, content: bytes | None = None) -> Profile:
     ]
     profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
     _check_energies(profile)
-    return replace(profile, sha256=hashlib.sha256(content).hexdigest())
-
-
-def _beside(profile: Profile, sidecar: Sidecar | None) -> Profile:
-    """The profile with its sidecar, which need not name chunks that the table has."""
-    if sidecar is None:
-        return profile
+    beside = sidecar_path(path)
+    sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
     if sidecar.num_chunks == 1:
-        sidecar = replace(sidecar, num_chunks=profile.listed_chunks)
-    return replace(profile, sidecar=sidecar)
+        sidecar = replace(sidecar, num_chunks=listed_chunks)
+    return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
 
 
 def _check_energies(profile: Profile) -> None:

@@ -7,7 +7,8 @@
           "plan": {"policy": "envelope", "...": 0}},
  "starts": ["2026-05-04T10:11:12.345+00:00"],
  "phases_done": ["warm-up", "profile", "reconfigure"],
- "profile": {"csv": "stage,instruction,...", "sidecar": {"...": 0}},
+ "profile": {"rows": [[0, "forward", 1410, 0.1, 35.0, 0.2], "..."], "listed_chunks": 1,
+             "sidecar": {"...": 0}},
  "plans": {"": {"format": "envpipe-plan/1", "...": 0}},
  "baseline": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
                        "energy_j": 210.0, "metering_uncertainty_j": 0.4}, "by_stage": ["..."]},
@@ -31,7 +32,7 @@ from typing import Any, TypeAlias
 
 from envpipe_megatron.core.fields import Fields, read_json
 from envpipe_megatron.core.plan import Plan, plan_of_fields
-from envpipe_megatron.core.profile import Profile, profile_of_fields, read_profile
+from envpipe_megatron.core.profile import Profile, profile_of_json, read_profile
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.policies.reconfigure import Ended
@@ -137,7 +138,7 @@ def read_job(path: Path, keys: JobKeys, profile_file: Path | None = None) -> Sto
     job = StoredJob(
         now,
         tuple(data["starts"]),
-        profile_of_fields(Fields(data["profile"], path)) if data["profile"] else None,
+        profile_of_json(data["profile"], path) if data["profile"] else None,
         baselines={
             batch: BaselineEnergy(
                 StepEnergy(**known["mean"]), tuple(StepEnergy(**each) for each in known["by_stage"])

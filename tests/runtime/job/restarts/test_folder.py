@@ -205,7 +205,7 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(job_file, "profile_of_fields", fail)
+    monkeypatch.setattr(job_file, "profile_of_json", fail)
     assert job_folder(whole).found == StoredJob(KEYS)
     assert (whole / "profile.old1.csv").exists()
 
