@@ -99,8 +99,11 @@ class Session:
         self.pipeline_ranks = channel.ranks
         self._agent = None
         self._timeline = TimelineLog(None, {})  # for a clock that is looked at before it has one
+        #: What `close` calls once the clock is back, the last first.
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(self._folder.close)
         with contextlib.ExitStack() as half_made:
-            half_made.callback(self._folder.close)
+            half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
                 return RankClock(
@@ -148,16 +151,15 @@ class Session:
             self._timeline = TimelineLog(
                 self._folder.appender("timeline"), self._labels, writer=self._folder.writer
             )
-            half_made.callback(self._timeline.close)
+            self._parts.callback(self._timeline.close)
             if self._agent is not None:  # its bill waits for no disk
-                half_made.callback(self._agent.close)
+                self._parts.callback(self._agent.close)
             self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
-            half_made.callback(self.meter.close)
-            #: What `close` calls, the last first.
-            self._parts = half_made.pop_all()
+            self._parts.callback(self.meter.close)
+            half_made.pop_all()
         append = self._agent.window if self._agent else self._folder.appender(own_log_name())
         self.energy_log = EnergyLog(
             self.meter,
@@ -381,7 +383,6 @@ class Session:
         `reconfigure` (`steps`, `ended`) and `clocks`.
         """
         state = self.state
-        ended = state.reconfigure_ended
         return {
             "rank": self._labels["rank"],
             "stage": self._stage,
@@ -389,10 +390,7 @@ class Session:
             "iteration": state.iteration,
             "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
-            "reconfigure": {
-                "steps": state.reconfigure_steps,
-                "ended": ended.value if ended else None,
-            },
+            "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "clocks": self.clock_summary(),
         }
 
