@@ -291,8 +291,11 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
     for mean, stage in ((STEP, unmetered), (unmetered, STEP)):
         folder.keep_baselines({"": BaselineEnergy(mean, (STEP, stage))})
     assert stored(tmp_path).baselines == {}
-    folder.keep_baselines({"": BASELINE})
-    assert stored(tmp_path).baselines == {"": BASELINE}
+    folder.keep_baselines({"": BASELINE, "m3": BASELINE})
+    assert stored(tmp_path).baselines == {"": BASELINE, "m3": BASELINE}
+    later = BaselineEnergy(replace(STEP, energy_j=1.0), (STEP,))
+    folder.keep_baselines({"m3": later})  # the other one did not hold
+    assert stored(tmp_path).baselines == {"m3": later}
 
 
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
