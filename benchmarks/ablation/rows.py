@@ -330,7 +330,7 @@ def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
         begin = gpu.read_energy()
         train(_MEASURED)
         end = gpu.read_energy()
-        time_s = session.iterations[-1][1]
+        time_s = session.iterations.latest[-1][1]
     finally:
         session.close()
     return Cost(time_s, time_s * (end.energy_j - begin.energy_j) / (end.time_s - begin.time_s))

@@ -16,17 +16,19 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import Number, read_table
+from envpipe_megatron.core.fields import Fields, Number, read_table
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
     NOTHING_S,
@@ -43,7 +45,7 @@ from envpipe_megatron.core.profile_rows import (
     whole_backwards,
 )
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
+from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_of_fields, sidecar_path
 from envpipe_megatron.files import replace_files
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
@@ -236,17 +238,30 @@ class Profile:
             for rows in kinds.values()
         )
 
-    def to_csv(self) -> str:
-        """The table as CSV text."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        listed = [
-            (*divmod(part, self.listed_chunks), kind.value, row)
+    @property
+    def _listed(self) -> list[tuple[int, Kind, ProfileRow]]:
+        """All rows but those that follow from others, with the part and kind that each is of."""
+        return [
+            (part, kind, row)
             for part, kinds in enumerate(self.rows)
             for kind, rows in kinds.items()
             if kind is not Kind.NOTHING
             if self.assumed is None or kind not in SPLIT[1:]
             for row in rows
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The table and the sidecar as one object, for `profile_of_json`."""
+        rows = [(part, kind.value, *astuple(row)) for part, kind, row in self._listed]
+        sidecar = json.loads(self.sidecar.to_json_text())
+        return {"rows": rows, "listed_chunks": self.listed_chunks, "sidecar": sidecar}
+
+    def to_csv(self) -> str:
+        """The table as CSV text."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        listed = [
+            (*divmod(part, self.listed_chunks), kind.value, row) for part, kind, row in self._listed
         ]
         more = (_CHUNK,) * (self.listed_chunks > 1)
         if any(row.energy_uncertainty_j is not None for *_, row in listed):
@@ -326,6 +341,16 @@ def make_profile(
     sidecar = sidecar or Sidecar(num_chunks=listed_chunks)
     profile = Profile(tuple(parts), "", source, sidecar, listed_chunks=listed_chunks)
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
+
+
+def profile_of_json(data: Mapping[str, Any], path: Path) -> Profile:
+    """Read what `Profile.to_json` made; `path` is where it was found, for messages."""
+    return make_profile(
+        [(part, Kind(kind), ProfileRow(*numbers)) for part, kind, *numbers in data["rows"]],
+        source=str(path),
+        sidecar=sidecar_of_fields(Fields(data["sidecar"], path)),
+        listed_chunks=data["listed_chunks"],
+    )
 
 
 def read_profile(path: Path) -> Profile:

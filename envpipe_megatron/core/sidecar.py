@@ -17,6 +17,7 @@ from envpipe_megatron.core.fields import (
     SHORT_TIME,
     TEXT,
     TIME,
+    Fields,
     Number,
     many,
     of_type,
@@ -131,19 +132,25 @@ _READERS: dict[str, Any] = {
 
 def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:
     """Read a sidecar JSON; EnvPipeError names a field that is wrong or of other stages."""
-    fields = read_json(path, "Sidecar")
+    return sidecar_of_fields(read_json(path, "Sidecar"), num_stages)
+
+
+def sidecar_of_fields(fields: Fields, num_stages: int | None = None) -> Sidecar:
+    """`read_sidecar` of fields."""
     fields.check_format(SIDECAR_FORMAT)
     unknown = [name for name in fields.data if name not in (*_READERS, "format")]
     if unknown:
         raise EnvPipeError(
-            f"{path}: unknown field", value=unknown[0], remedy=f"Known: {', '.join(_READERS)}."
+            f"{fields.path}: unknown field",
+            value=unknown[0],
+            remedy=f"Known: {', '.join(_READERS)}.",
         )
     values = {name: fields.read(name, _READERS[name]) for name in fields.data if name != "format"}
     for name, value in values.items():
         expected = None if num_stages is None else num_stages - (name == "p2p_latency_s")
         if isinstance(value, tuple) and expected not in (None, len(value)):
             raise EnvPipeError(
-                f"{path}: field '{name}' has {len(value)} entries",
+                f"{fields.path}: field '{name}' has {len(value)} entries",
                 remedy=f"A pipeline of {num_stages} stages has {expected}.",
             )
     return Sidecar(**values)

@@ -108,7 +108,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
     by_stage = collectives.all_to_planner(own)
     if not collectives.is_planner:
         return []
-    memory = session.memory
+    memory = session.memory.stages
     summary = {
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",

@@ -111,7 +111,8 @@ class Trainer:
         try:
             while session.state.phase is not Phase.STEADY:
                 step()
-            times_s = [time_s for phase, time_s, _ in session.iterations if phase is Phase.WARMUP]
+            ran = session.iterations.latest
+            times_s = [time_s for phase, time_s, _ in ran if phase is Phase.WARMUP]
             plan = session.state.plan
         finally:
             session.close()
@@ -155,7 +156,7 @@ class Trainer:
             _lap(session)
             losses += [step() for _ in range(iterations)]
             sampled = gpu.clock_state()  # before the last unit has ended
-            told = session.iterations  # waits for it
+            told = session.iterations.latest  # waits for it
             own = _lap(session)
             mean = session.gather(own)
         finally:

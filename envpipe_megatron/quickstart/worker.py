@@ -80,7 +80,7 @@ class QuickstartRank:
                     forward_backward, model, optimizer, settings, self.text, iteration
                 )
                 losses.append([float(loss) for loss in step_losses])
-                phase, record = session.state.phase, session.last_record
+                phase, record = session.state.phase, session.iterations.last_record
                 assert record is not None
                 steady += phase is Phase.STEADY
                 if self.last:
@@ -152,7 +152,7 @@ class QuickstartRank:
                 steps_compared=common,
                 iterations=[
                     {"phase": phase.value, "iteration_time_s": time_s, "wall_time_s": wall_s}
-                    for phase, time_s, wall_s in session.iterations
+                    for phase, time_s, wall_s in session.iterations.latest
                 ],
                 schedule=state.plan.schedule.name if state.plan else "1f1b",
                 notes=[*state.notes, *(s["clock_error"] for s in stages if s["clock_error"])],

@@ -253,7 +253,7 @@ def train(
         result |= {
             "units": session.executed,
             "held": sum(buffer is not None for buffer in held),
-            "steps": len(session.iterations),
+            "steps": len(session.iterations.latest),
         }
         engine.end_training()
     engine.destroy()

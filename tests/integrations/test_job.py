@@ -56,7 +56,10 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
 
     ranks = [rank(90.0), rank(110.0)]
     session: Any = SimpleNamespace(
-        summary=lambda: ranks[0], memory=None, only_measures=False, executed=["F0", "B0"]
+        summary=lambda: ranks[0],
+        memory=SimpleNamespace(stages=None),
+        only_measures=False,
+        executed=["F0", "B0"],
     )
     collectives: Any = SimpleNamespace(
         is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]

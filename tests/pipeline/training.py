@@ -127,7 +127,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             stack.callback(session.close)
         _train(job, ours, session, result, collectives)
         if session is not None:
-            result.phases = [str(phase) for phase, *_ in session.iterations]
+            result.phases = [str(phase) for phase, *_ in session.iterations.latest]
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
         return result

@@ -21,13 +21,13 @@ from envpipe_megatron.runtime.job.restarts import folder as job_folder_module
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.job_file import JobKeys
 
-KEYS = JobKeys(
-    {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
-    {"num_microbatches": 4, "num_replicas": 1},
-    {"policy": "envelope", "reconfigure": "greedy"},
-)
+KEYS: JobKeys = {
+    "profile": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
+    "steps": {"num_microbatches": 4, "num_replicas": 1},
+    "plan": {"policy": "envelope", "reconfigure": "greedy"},
+}
 #: Those of a job whose units cost something else.
-OTHER = JobKeys({"other": 1})
+OTHER: JobKeys = {"profile": {"other": 1}, "steps": {}, "plan": {}}
 STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 
@@ -62,6 +62,11 @@ def profiled(watts: float = 100.0) -> Profile:
 @cache
 def planned() -> Plan:
     return make_plan(profiled(), PlanRequest(4, "envpipe", "envelope")).plan
+
+
+def of_units(**change: object) -> JobKeys:
+    """The keys of a job whose units rest on other facts."""
+    return {**KEYS, "profile": {**KEYS["profile"], **change}}
 
 
 def job_folder(path: Path | None, keys: JobKeys = KEYS, **files: Path) -> JobFolder:

@@ -115,7 +115,7 @@ def train(
         session.close()
     told.bill = end_of_job(session, session._collectives, root)
     state = session.state
-    told.phase, told.notes, told.memory = state.phase.value, state.notes, session.memory
+    told.phase, told.notes, told.memory = state.phase.value, state.notes, session.memory.stages
     if state.plan is not None and state.profile is not None:
         told.peak_in_flight = state.plan.schedule.peak_in_flight
         told.activation_bytes = state.profile.sidecar.activation_bytes

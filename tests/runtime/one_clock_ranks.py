@@ -94,7 +94,7 @@ def train_unseen(
             "notes": state.notes,
             "requested": requested,
             "executed": session.executed,
-            "iterations": [time_s for _, time_s, _ in session.iterations],
+            "iterations": [time_s for _, time_s, _ in session.iterations.latest],
         }
     finally:
         session.close()

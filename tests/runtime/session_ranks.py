@@ -291,7 +291,7 @@ def run_plan(
                     schedule, rank, lambda unit: time.sleep(jitter.expovariate(1 / 0.0005))
                 ),
             )
-            record = session.last_record
+            record = session.iterations.last_record
             records.append(
                 {
                     "iteration_time_s": record.iteration_time_s,

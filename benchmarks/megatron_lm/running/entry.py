@@ -287,9 +287,9 @@ def observe_session(recorder: Recorder, measures: Callable[[], bool]) -> None:
     inner = Session.close_iteration
 
     def close_iteration(self: Session) -> None:
-        before = self.last_record
+        before = self.iterations.last_record
         inner(self)
-        record = self.last_record
+        record = self.iterations.last_record
         if record is None or record is before:
             return
         recorder.executed, recorder.phase = self.executed, self.state.phase.value

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError
+from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import (
@@ -194,20 +194,24 @@ class RankClock:
             self._release()
 
 
-def make_everywhere(
-    collectives: Collectives, make: Callable[[], RankClock]
-) -> RankClock | Exception:
-    """A clock on every rank; why not, on every rank, if one was refused: all do the same."""
+def hold_everywhere(
+    gpu: Gpu, collectives: Collectives, make: Callable[[Gpu], RankClock], *, required: bool
+) -> tuple[RankClock, Gpu, str]:
+    """The clock of each rank's GPU, that GPU, and why it is only read; empty if it is not.
+
+    If one rank is refused, all of them only read theirs, or raise that where it is `required`.
+    """
     made: list[RankClock] = []
     try:
-        collectives.everywhere(lambda: made.append(make()))
+        collectives.everywhere(lambda: made.append(make(gpu)))
     except BaseException as error:
         for clock in made:
             clock.close()
-        if isinstance(error, Exception):
-            return error
-        raise
-    return made[0]
+        if required or not isinstance(error, Exception):
+            raise
+        why, gpu = str(error), ReadOnlyGpu(gpu)
+        return hold_everywhere(gpu, collectives, make, required=True)[0], gpu, why
+    return made[0], gpu, ""
 
 
 def open_rank_gpu(

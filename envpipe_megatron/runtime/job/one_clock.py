@@ -175,7 +175,7 @@ class OneClock:
     def find_or_keep(self) -> PhaseRun[int]:
         """Return what an earlier start of the job found; else as `find`."""
         job = self._job
-        kept = job.folder.found and job.folder.found.one_clock_mhz
+        kept = job.folder.found.one_clock_mhz
         if kept and job.collectives.on_all(kept in job.gpu.supported_frequencies_mhz):
             job.state.notes = (f"One clock for the whole job: {kept} MHz, as found before",)
             job.say(job.state.notes[0])

@@ -66,7 +66,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """
     config = job.config
     check_files(job)
-    schedule = _framework_schedule(job)
+    schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
@@ -243,12 +243,6 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
         job.memory.predict(schedule)
     except GoesOnError as error:
         job.say(f"memory: {error}")
-
-
-def _framework_schedule(job: PhaseParts) -> Schedule:
-    if job.own_order is not None:
-        return job.own_order
-    return megatron_order(job)
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from envpipe_megatron.control.planner import Asked, planned
 from envpipe_megatron.core.channel_model import find_stall
@@ -54,7 +53,7 @@ def check_files(job: PhaseParts) -> None:
         if job.config.closed_loop:
             profiled_clocks(job, profile, clocks_mhz)
         if given is not None:
-            check_plan(job, _read(job, given, profile), clocks_mhz)
+            check_plan(job, read_plan(given, profile), clocks_mhz)
 
     job.collectives.agreed(look)
 
@@ -68,23 +67,24 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 
     Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
     """
+    given = None if job.batch else job.config.plan_file
+    found = job.folder.found.plans.get(job.batch)
 
-    def by_file(path: Path) -> Plan:
-        plan = _read(job, path, profile)
-        check_plan(job, plan, clocks_mhz)
+    def known() -> Plan | None:
+        plan = read_plan(given, profile) if given and not found else found
+        if plan is not None:
+            check_plan(job, plan, clocks_mhz)
         return plan
 
-    given = None if job.batch else job.config.plan_file
-    path = job.folder.found_plan(job.batch) or given
-    if path is not None:
-        try:
-            plan = by_planner(job.collectives, lambda: by_file(path))
+    try:
+        plan = by_planner(job.collectives, known)
+        if plan is not None:
             make_room(job, plan)
             return Adopted(plan, (), made_now=False)
-        except GoesOnError as error:
-            if path == given and not job.state.several_sizes:
-                raise
-            job.say(f"the plan {path} is made again: {error}")
+    except GoesOnError as error:
+        if not (found or job.state.several_sizes):
+            raise
+        job.say(f"the plan {'of an earlier start' if found else given} is made again: {error}")
     plan, notes = by_background(
         job.collectives, job.background(), lambda: partial(planned, *plan_online(job, profile))
     )
@@ -205,19 +205,14 @@ def predicted(plan: Plan | None) -> dict[str, float] | None:
     }
 
 
-def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
-    plan = read_plan(path, profile)
+def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
+    """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     if plan.schedule.num_microbatches != job.num_microbatches:
         raise SessionError(
-            f"Plan {path} is for {plan.schedule.num_microbatches} microbatches, and this job has "
+            f"The plan is for {plan.schedule.num_microbatches} microbatches, and this job has "
             f"{job.num_microbatches}",
             remedy="Plan again with the job's number of microbatches, or let the job plan.",
         )
-    return plan
-
-
-def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
-    """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
         raise SessionError(
             f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "

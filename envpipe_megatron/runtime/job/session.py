@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.base import ClockState, Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -34,7 +33,6 @@ from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import (
     CudaMemory,
-    StageMemory,
     check_memory_is_known,
     device_memory,
 )
@@ -79,34 +77,59 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
         memory: CudaMemory | None = None,
     ) -> None:
-        self._gpu = gpu
         self._channel = channel
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
         self.state = SessionState()
         memory = memory or device_memory()
-        self._memory = JobMemory(memory, self._stage, collectives, self._say)
+        self.memory = JobMemory(memory, self._stage, collectives, self._say)
+
+        def check_memory() -> None:
+            reads_files = collectives.is_planner or config.profile_file is None
+            if config.plan_file is None and reads_files:
+                check_memory_is_known(config.request, config.profile_file, memory)
+
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
-        collectives.everywhere(lambda: _prepare(config, memory, reads_files=collectives.is_planner))
+        collectives.everywhere(check_memory)
         self._folder = JobFolder(config.output_dir, collectives)
-        #: Why control was given up when the GPUs were to be held; empty if it was not.
-        self.refused = ""
+        #: Where the job's files are: elsewhere than asked for where another live job writes.
+        self.output_dir = self._folder.path
+        #: Global rank of each stage of this rank's pipeline.
+        self.pipeline_ranks = channel.ranks
         self._agent = None
         self._timeline = TimelineLog(None, {})  # for a clock that is looked at before it has one
+        #: What `close` calls once the clock is back, the last first.
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(self._folder.close)
         with contextlib.ExitStack() as half_made:
-            half_made.callback(self._folder.close)
-            self._rank_clock = self._held(config)
+            half_made.push(self._parts)
+
+            def make_clock(gpu: Gpu) -> RankClock:
+                return RankClock(
+                    gpu,
+                    config.min_dwell_s,
+                    relock=config.relock,
+                    guarded=config.guarded,
+                    on_sample=self._see_clock,
+                )
+
+            #: `refused` says why control was given up when the GPUs were to be held, if it was.
+            self._rank_clock, self._gpu, self.refused = hold_everywhere(
+                gpu, collectives, make_clock, required=config.require_control
+            )
             half_made.callback(self._rank_clock.close)
             gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
             self._config = config if self._controlled else config.without_control()
+            #: Whether the job keeps the framework's order at baseline clocks, from begin to end.
+            self.only_measures = self._config.measures_alone()
             if self._controlled:
                 self._folder.resume(config, num_stages, channel, gpu)
                 found = self._folder.found
-                if found is not None and found.phases_done:
-                    self.state.reconfigure_steps = found.reconfigure_steps
-                    self.state.reconfigure_ended = found.reconfigure_ended
+                self.state.reconfigure_steps = found.reconfigure_steps
+                self.state.reconfigure_ended = found.reconfigure_ended
+                if found.phases_done:
                     done = ", ".join(found.phases_done)
                     self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
             else:
@@ -124,16 +147,18 @@ class Session:
             }
             self._agent = connect_to_agent(gpu, self._labels, collectives)
             if self._agent is not None:
-                half_made.callback(self._agent.close)
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             self._timeline = TimelineLog(
                 self._folder.appender("timeline"), self._labels, writer=self._folder.writer
             )
-            half_made.callback(self._timeline.close)
+            self._parts.callback(self._timeline.close)
+            if self._agent is not None:  # its bill waits for no disk
+                self._parts.callback(self._agent.close)
             self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
+            self._parts.callback(self.meter.close)
             half_made.pop_all()
         append = self._agent.window if self._agent else self._folder.appender(own_log_name())
         self.energy_log = EnergyLog(
@@ -148,13 +173,16 @@ class Session:
             self.energy_log,
             self.executor.now_s,
             collectives,
-            self._folder.found.baselines if self._folder.found else {},
+            self._folder.found.baselines,
             self.describe_job,
             compares=not self.only_measures,
         )
-        self._iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
-        #: What runs beside training.
-        self._beside = contextlib.ExitStack()
+        self._parts.callback(self._energy.close)
+        #: This rank's, in order; `latest` waits for the last unit.
+        self.iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
+        self._parts.callback(self.iterations.end)
+        self._parts.callback(self.executor.idle, METER_MARGIN_S)
+        self._parts.callback(self._log_clock_summary)
         self._batches = Batches(
             JobParts(
                 config=self._config,
@@ -170,77 +198,23 @@ class Session:
                 meter=self.meter,
                 energy=self._energy,
                 collectives=collectives,
-                memory=self._memory,
+                memory=self.memory,
                 say=self._say,
                 print_grid=self._folder.add_grid,
-                background=lambda: self._beside.enter_context(contextlib.closing(Background())),
+                background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
         )
         #: The iteration that has not ended.
         self._running: StageRun | None = None
         self._step_begun = False
-        self._closed = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
-
-    def _held(self, config: SessionConfig) -> RankClock:
-        """The clock of a GPU that is held, or on every rank of one that is only read."""
-
-        def make() -> RankClock:
-            return RankClock(
-                self._gpu,
-                config.min_dwell_s,
-                relock=config.relock,
-                guarded=config.guarded,
-                on_sample=self._see_clock,
-            )
-
-        clock = make_everywhere(self._collectives, make)
-        if isinstance(clock, Exception) and not config.require_control:
-            self.refused, self._gpu = str(clock), ReadOnlyGpu(self._gpu)
-            clock = make_everywhere(self._collectives, make)
-        if isinstance(clock, Exception):
-            raise clock
-        return clock
 
     @property
     def executed(self) -> list[str]:
         """The units of the last iteration, in the order in which this stage ran them."""
         return [] if self._last_run is None else self._last_run.executed
-
-    @property
-    def pipeline_ranks(self) -> list[int]:
-        """Global rank of each stage of this rank's pipeline."""
-        return self._channel.ranks
-
-    @property
-    def output_dir(self) -> Path | None:
-        """Where the job's files are: elsewhere than asked for where another live job writes."""
-        return self._folder.path
-
-    @property
-    def only_measures(self) -> bool:
-        """True if the job keeps the framework's order at baseline clocks, from begin to end."""
-        return self._config.measures_alone()
-
-    @property
-    def last_record(self) -> StageRecord | None:
-        """Of the last iteration that has ended."""
-        return self._iterations.last_record
-
-    @property
-    def iterations(self) -> Sequence[tuple[Phase, float, float]]:
-        """This rank's latest: phase, time on the GPU's time base in s, wall time in s.
-
-        Waits for the last unit, if its times are not read yet.
-        """
-        return self._iterations.latest
-
-    @property
-    def memory(self) -> tuple[StageMemory, ...] | None:
-        """The memory of each stage; None if it is not known."""
-        return self._memory.stages
 
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin a training step: `iteration` may go back after a restart; by default, one more."""
@@ -277,7 +251,7 @@ class Session:
         run = self._open(num_microbatches, specs, None, self._channel, full_batch=full_batch)
         schedule = run.order.schedule
         work = make_work(schedule)
-        execute(schedule, self._stage, work, run, self._memory.begin_units())
+        execute(schedule, self._stage, work, run, self.memory.begin_units())
         self._units_ended()
         self._running = run
         if not in_step:
@@ -292,7 +266,7 @@ class Session:
         """
         clock_mhz = max(self._gpu.supported_frequencies_mhz)
         at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
-        self._iterations.catch_up()
+        self.iterations.catch_up()
         run = StageRun(at_top, self._stage, self.executor, _unheard, self._channel, specs)
         execute(order, self._stage, make_work(order), run)
         _ = run.end().end_s  # waits for the last unit
@@ -315,9 +289,9 @@ class Session:
         """
         count = own_order.num_microbatches
         run = self._open(count, specs, own_order, None, full_batch=full_batch)
-        run.all_ended = self._iterations.catch_up
+        run.all_ended = self.iterations.catch_up
         if self._config.reorders:
-            run.unit_ended, run.all_ended = self._memory.begin_units(), self._units_ended
+            run.unit_ended, run.all_ended = self.memory.begin_units(), self._units_ended
         run.begin()
         self._running = run
         return run
@@ -333,16 +307,18 @@ class Session:
         self._running = None
         assert self._batches.now is not None
         name = self._batches.now.name
-        self._iterations.add(self.state.iteration, run, name, self._asks_for_clocks)
+        self.iterations.add(
+            self.state.iteration,
+            run,
+            name,
+            # Once control has ended, requests are dropped.
+            controlled=lambda: self._controlled and self.clock.error is None,
+        )
         self._batches.unfinished = False
 
-    def _asks_for_clocks(self) -> bool:
-        """Once control has ended, requests are dropped."""
-        return self._controlled and self.clock.error is None
-
     def _units_ended(self) -> None:
-        self._memory.units_ended()
-        self._iterations.catch_up()
+        self.memory.units_ended()
+        self.iterations.catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.
@@ -369,14 +345,14 @@ class Session:
         """
         self.close_iteration()
         if self._step_begun:  # the framework may be ahead of an iteration that is held back
-            self._iterations.catch_up()
+            self.iterations.catch_up()
         self._energy.end_step(self.state.iteration)
         self._step_begun = False
 
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self.close_iteration()
-        self._iterations.nothing_follows()
+        self.iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
 
@@ -386,7 +362,7 @@ class Session:
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
-        self._iterations.catch_up()
+        self.iterations.catch_up()
         return self._energy.lap()
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
@@ -407,7 +383,6 @@ class Session:
         `reconfigure` (`steps`, `ended`) and `clocks`.
         """
         state = self.state
-        ended = state.reconfigure_ended
         return {
             "rank": self._labels["rank"],
             "stage": self._stage,
@@ -415,10 +390,7 @@ class Session:
             "iteration": state.iteration,
             "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
-            "reconfigure": {
-                "steps": state.reconfigure_steps,
-                "ended": ended.value if ended else None,
-            },
+            "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "clocks": self.clock_summary(),
         }
 
@@ -431,21 +403,7 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
-        # All of these run, the last first, whatever fails: a disk that hangs delays neither the
-        # clock's reset nor a bill that goes to the agent.
-        with contextlib.ExitStack() as last:
-            if not self._closed:
-                self._closed = True
-                last.callback(self._folder.close)
-                last.callback(self._timeline.close)
-                last.callback(self._log_clock_summary)
-                last.callback(self.meter.close)
-                if self._agent is not None:
-                    last.callback(self._agent.close)
-                last.callback(self._energy.close)
-                last.callback(self._iterations.end)
-                last.callback(self._beside.close)
-                last.callback(self.executor.idle, METER_MARGIN_S)
+        with self._parts:  # all of them, whatever fails, but once
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
 
@@ -470,14 +428,14 @@ class Session:
             self.state.iteration += 1
         self._step_begun = False
         order = self._batches.next_order(
-            self.last_record, num_microbatches, specs, own_order, full_batch=full_batch
+            self.iterations.last_record, num_microbatches, specs, own_order, full_batch=full_batch
         )
-        self._iterations.make_way_for(order.schedule)
+        self.iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
         self._batches.unfinished = True  # until it is closed
         like = None
         if channel is None and order.parking is None and not self.clock.waits:
-            like = self._iterations.like(order)
+            like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
         self._request(run.frequencies_mhz[0], Done())
@@ -486,12 +444,3 @@ class Session:
 
 def _unheard(frequency_mhz: int, after: Completion) -> None:
     """A request where no clock is to change."""
-
-
-def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:
-    """Make the output folder if it can be; refuse a limit of memory that cannot be measured."""
-    if config.plan_file is None and (reads_files or config.profile_file is None):
-        check_memory_is_known(config.request, config.profile_file, memory)
-    if config.output_dir:
-        with contextlib.suppress(OSError):  # what cannot be written is logged
-            config.output_dir.mkdir(parents=True, exist_ok=True)

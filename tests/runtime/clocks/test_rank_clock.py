@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere, open_rank_gpu
 
 
 class Guard:
@@ -226,21 +226,31 @@ def test_a_clock_that_cannot_be_watched_is_given_back(guard, gpu, monkeypatch):
 def test_a_clock_on_every_rank_or_on_none(guard):
     gpus = [FakeGpu(), FakeGpu()]
     alone = SimpleNamespace(everywhere=lambda make: make())
-    clock = make_everywhere(alone, lambda: RankClock(gpus[0], guarded=True))
+
+    def make(gpu):
+        return RankClock(gpu, guarded=not gpu.read_only)
+
+    clock, held, why = hold_everywhere(gpus[0], alone, make, required=False)
     ask(clock, 1000)
     clock.close()
     assert gpus[0].history == [1000, None]
+    assert (held, why) == (gpus[0], "")
 
     def refused(make):
         make()
         raise GpuError("another rank was refused")
 
-    why = make_everywhere(
-        SimpleNamespace(everywhere=refused), lambda: RankClock(gpus[1], guarded=True)
-    )
-    assert isinstance(why, GpuError)
-    assert "another rank" in str(why)
+    others = SimpleNamespace(everywhere=refused)
+    with pytest.raises(GpuError, match="another rank"):
+        hold_everywhere(gpus[1], others, make, required=True)
     assert guard.released == 2
+
+    answers = [refused, alone.everywhere]
+    others.everywhere = lambda make: answers.pop(0)(make)
+    clock, read, why = hold_everywhere(gpus[1], others, make, required=False)
+    clock.close()
+    assert (read.read_only, why) == (True, "another rank was refused")
+    assert guard.released == 3
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nvml", "dry_run"])

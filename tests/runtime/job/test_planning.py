@@ -24,7 +24,7 @@ from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -39,6 +39,7 @@ from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, plan_online, predicted
+from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -93,6 +94,7 @@ def test_what_a_plan_is_to_save():
     assert predicted(None) is None
 
 
+ASSUMED = SplitBackward(0.5, 0.0)
 CLOCKS = [{1410, 1200, 1005}] * 2
 
 
@@ -134,8 +136,10 @@ class Starting:
             reorders=self.reorders,
             closed_loop=False,
         )
-        found = by_file if self.keeps_plan else None
-        self.folder = SimpleNamespace(found_plan=lambda batch: found)
+        plans = {}
+        if by_file and self.keeps_plan:
+            plans[self.batch] = read_plan(by_file, profile_of_two().with_split_backwards(ASSUMED))
+        self.folder = SimpleNamespace(found=StoredJob(plans=plans))
         self.state = SimpleNamespace(several_sizes=False)
         self.channel = SimpleNamespace(
             capacity=self.capacity,
@@ -175,7 +179,7 @@ class Starting:
 
 
 def write_plan(path: Path, order: Schedule) -> Path:
-    profile = profile_of_two().with_split_backwards(SplitBackward(0.5, 0.0))
+    profile = profile_of_two().with_split_backwards(ASSUMED)
     clocks = np.full(order.is_backward.shape, 1200)
     conditions = Conditions((80.0, 80.0))
     plan = Plan("uniform", order, clocks, profile.for_chunks(order.num_chunks), conditions)
@@ -227,7 +231,7 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     (told,) = job.said
-    assert told.startswith(f"the plan {by_file} is made again: ")
+    assert told.startswith("the plan of an earlier start is made again: ")
 
 
 UNITS = all_units(4, 2)
@@ -276,7 +280,7 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     assert job.predicted == ["envpipe", "1f1b"]
-    assert job.said == [f"the plan {by_file} is made again: Too little of a test"]
+    assert job.said == ["the plan of an earlier start is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, keeps_plan=True, full=2).adopt()
     with pytest.raises(GoesOnError, match="Too little of a test"):

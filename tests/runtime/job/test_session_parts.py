@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.session import Session, _prepare
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 
 SCHEDULE = builders.one_f_one_b(1, 2)
@@ -239,7 +239,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         ("timeline.add", Phase.WARMUP, 0, TAKEN, UNITS, clocks),
         ("energy.end_step", 0),
     ]
-    assert (session.executed, session.last_record) == (UNITS, TAKEN)
+    assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
     run(session)  # a framework that calls nothing else
     assert [call[0] for call in billed(world.taken())] == [
         "executor.now_s",
@@ -268,7 +268,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert world.records == [TAKEN] * 4
     assert [record.number for record in world.records] == [0, 1, 40, 41]
     assert session.state.phase is Phase.STEADY
-    assert list(session.iterations) == [
+    assert list(session.iterations.latest) == [
         (phase, 4.0, 5.0) for phase in [*[Phase.WARMUP] * 2, *[Phase.PROFILE] * 2, Phase.STEADY]
     ]
 
@@ -311,11 +311,11 @@ def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
         session.open_iteration(SCHEDULE, SPECS)
     for _ in UNITS:
         session.end_step()
-        assert session.last_record is None
+        assert session.iterations.last_record is None
         going.begin_unit()
         going.end_unit()
     session.end_step()
-    assert (session.executed, session.last_record) == (UNITS, TAKEN)
+    assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
 
 
 def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
@@ -359,10 +359,10 @@ def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
             run.end_unit()
         session.close_iteration()
         timed.append(run.times_units)
-        assert session.last_record.timed == run.times_units
-        assert len(session.last_record.unit_time_s) == 4
+        assert session.iterations.last_record.timed == run.times_units
+        assert len(session.iterations.last_record.unit_time_s) == 4
         if not run.times_units:
-            assert session.last_record.end_s.tolist() == [1.0, 3.0, 5.0, 7.0]
+            assert session.iterations.last_record.end_s.tolist() == [1.0, 3.0, 5.0, 7.0]
     assert timed == [True, True, waits, waits, True, True, waits]
 
 
@@ -381,9 +381,9 @@ def test_units_that_did_not_all_run_stand_for_no_others(world):
         followed.complete()
         assert run.whole == whole
         session.close_iteration()
-        timed.append((run.times_units, session.last_record))
+        timed.append((run.times_units, session.iterations.last_record))
     assert [units for units, _ in timed] == [True, True, False, False]
-    assert session._iterations._timed[1] is timed[0][1]
+    assert session.iterations._timed[1] is timed[0][1]
 
 
 LATE = ["energy.catch_up", "timeline.add", "wait"]
@@ -461,7 +461,7 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     assert ("channel.begin_step", rehearsed, SPECS) in world.calls
     assert world.calls[-2:] == [("channel.end_step",), ("executor.end_iteration",)]
     assert world.taken() == []
-    assert (session.executed, session.last_record, world.records) == ([], None, [])
+    assert (session.executed, session.iterations.last_record, world.records) == ([], None, [])
     run(session)
     session.end_step()
     assert (session.state.iteration, session.executed) == (0, UNITS)
@@ -599,12 +599,12 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
 
 CLOSING = [
     "rank clock.close",
+    "rank clock.summary",
     "executor.idle",
     "executor.wait_no_more",
     "energy.close",
-    "agent.close",
     "meter.close",
-    "rank clock.summary",
+    "agent.close",
     "timeline.close",
 ]
 
@@ -658,26 +658,17 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
         world.put(fails, OSError("of a test"))
     with pytest.raises(OSError, match="of a test"):
         world.session(**options)
-    made = [] if fails == "RankClock" else ["timeline.close", "agent.close", "rank clock.close"]
+    made = [] if fails == "RankClock" else ["rank clock.close", "agent.close", "timeline.close"]
     assert [call[0] for call in world.calls] == made
 
 
-def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path):
-    request = PlanRequest(4, "envpipe", "envelope", max_in_flight="memory")
-    folder = tmp_path / "some" / "where"
-    config = SessionConfig(request, output_dir=folder)
-    for reads_files in (True, False):
-        with pytest.raises(MemoryUnknownError):
-            _prepare(config, None, reads_files=reads_files)
-    assert not folder.exists()
-    for _ in range(2):  # or it is there
-        _prepare(config, "memory", reads_files=True)  # type: ignore[arg-type]
-        assert folder.exists()
-    given = SessionConfig(request, profile_file=tmp_path / "profile.csv")
-    _prepare(given, None, reads_files=False)
+def test_memory_is_known_before_the_gpu_is_held(world):
+    config = SessionConfig(PlanRequest(4, "envpipe", "envelope", max_in_flight="memory"))
     with pytest.raises(MemoryUnknownError):
-        _prepare(given, None, reads_files=True)
-    _prepare(replace(given, plan_file=Path("plan.json")), None, reads_files=True)
+        world.session(config)
+    assert "RankClock" not in world.made
+    files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
+    world.session(replace(config, **files))  # the plan says what is held
 
 
 @pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])

@@ -1,13 +1,14 @@
-"""The output folder of a job: what an earlier start left in it, and what this one leaves.
+"""The output folder of a job: its files for people, and `job.json`, by which another start goes on.
 
 Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node. The
-planning rank alone reads and writes profile, plan, and `job.json` (see `job_file`), by which a job
-that is started again goes on where it was. A folder that cannot be read or written ends no
-training, nor holds it up: once a job has begun, all is written by the rank's `Writer`.
+planning rank alone writes profile, plan, and `job.json` (see `job_file`), the only one that is read
+back. A folder that cannot be read or written ends no training, nor holds it up: once a job has
+begun, all is written by the rank's `Writer`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import socket
@@ -17,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,11 +37,8 @@ from envpipe_megatron.runtime.job.restarts.job_file import (
     PROFILE_FILE,
     JobKeys,
     StoredJob,
-    digest,
     plan_file,
-    plan_files,
     read_job,
-    write_job,
 )
 from envpipe_megatron.runtime.writer import Writer
 
@@ -50,6 +47,7 @@ logger = logging.getLogger(__name__)
 _GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
+_PLAN = re.compile(r"plan(-m\d+)?\.json")
 #: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
 _OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
@@ -57,6 +55,8 @@ _NOT_OF_PLAN = (
     *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
     *("objective", "split", "runnable"),
 )
+#: Of a job whose profile is another one: plans of the one that it had are not this one's.
+_NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_ended": None}
 
 
 class JobFolder:
@@ -80,22 +80,20 @@ class JobFolder:
         self.notes: tuple[str, ...] = ()
         if self.path and self.path != path:
             self.notes = (f"Another job writes to {path}: files of this one are in {self.path}",)
-            with suppress(OSError):  # what cannot be written is logged
-                self.path.mkdir(exist_ok=True)
+        with suppress(OSError):  # what cannot be written is logged
+            if self.path is not None:  # nodes may have disks of their own
+                self.path.mkdir(parents=True, exist_ok=True)
         self._collectives = collectives
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
         self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
-        #: What an earlier start left, the same on every rank; None without a job to continue.
-        self.found: StoredJob | None = None
+        #: What an earlier start left that still holds, the same on every rank.
+        self.found = StoredJob()
         #: When this start began; empty if no later start can continue it.
         self.started = ""
-        #: What `job.json` says; None if it is not kept, and on all ranks but the planning one. Once
-        #: the job has begun, it is the writer's.
+        #: What `job.json` is to say; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
-        #: Batches whose baseline is kept, or is to be.
-        self._kept_baselines: set[str] = set()
         self.writer = Writer()
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
@@ -105,19 +103,6 @@ class JobFolder:
         self.writer.close()
         if self._lock is not None:
             self._lock.close()
-
-    @property
-    def found_profile(self) -> Path | None:
-        """The profile that an earlier start left, and nothing has spoken against; else None."""
-        if self.found is None or self.path is None or not self.found.profile:
-            return None
-        return self.path / PROFILE_FILE
-
-    def found_plan(self, batch: str) -> Path | None:
-        """The plan of a batch that an earlier start left; None without one."""
-        if self.found is None or self.path is None or plan_file(batch) not in self.found.plan:
-            return None
-        return self.path / plan_file(batch)
 
     def resume(self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu) -> None:
         """Find what an earlier start left that still holds; every rank calls it.
@@ -157,149 +142,101 @@ class JobFolder:
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-        if self.path is None:
-            return
-        path = self.path / _GRIDS_FILE
 
-        def write() -> None:
+        def write(path: Path) -> None:
             with path.open("a") as file:
                 file.write(text + "\n\n")
 
-        self.writer.put(_GRIDS_FILE, write)
+        self._write(_GRIDS_FILE, write)
 
     def keep_profile(self, profile: Profile) -> None:
-        """Write the profile that was measured, even if no plan can be made from it."""
-
-        def write() -> None:
-            if digests := self._written(PROFILE_FILE, profile):
-                self._store(profile=digests, plan={})  # plans of another profile are not this one's
-
-        self._later(write)
+        """Keep the profile that was measured, even if no plan can be made from it."""
+        self._write(PROFILE_FILE, profile.write)
+        self._keep(profile=profile, **_NO_PLANS)
 
     def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
-        """Write the plan of a batch once nothing changes it any more."""
-
-        def write() -> None:
-            digests = self._written(plan_file(batch), plan)
-            if digests and self._job is not None:
-                plans = {**self._job.plan, **digests}
-                self._store(plan=plans, reconfigure_steps=steps, reconfigure_ended=ended)
-
-        self._later(write)
+        """Keep the plan of a batch once nothing changes it any more."""
+        self._write(plan_file(batch), plan.write)
+        others = self._job.plans if self._job is not None else {}
+        plans = {**others, batch: plan}
+        self._keep(plans=plans, reconfigure_steps=steps, reconfigure_ended=ended)
 
     def copy_plan(self, plan: Plan, source: Path) -> None:
         """Write a plan that the user gave, unless it is the file that would be written."""
         if self.path is not None and source != self.path / plan_file(""):
-            self._later(partial(self._written, plan_file(""), plan))
+            self._write(plan_file(""), plan.write)
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
         """Keep the clock that was found for the whole job."""
-        self._later(partial(self._store, one_clock_mhz=frequency_mhz))
+        self._keep(one_clock_mhz=frequency_mhz)
+
+    def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
+        """Keep those of all batches; one without energies is measured again by each start."""
+        whole = {
+            batch: replace(baseline, own=None)
+            for batch, baseline in baselines.items()
+            if all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
+        }
+        if self._job is not None and whole != self._job.baselines:
+            self._keep(baselines=whole)
 
     def forget_profile(self) -> None:
         """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
-        if self.found is not None and self.found.profile:
-            self.found = replace(self.found, profile={}, plan={})
-            forgotten: dict[str, Any] = {"profile": {}, "plan": {}, "reconfigure_ended": None}
-            self._later(partial(self._store, reconfigure_steps=0, **forgotten))
+        if self.found.profile is not None:
+            self.found = replace(self.found, profile=None, **_NO_PLANS)
+            self._keep(profile=None, **_NO_PLANS)
 
-    def forget_baseline(self, batch: str) -> None:
-        """Have a batch's baseline measured, as `forget_profile` does. Every rank calls it."""
-        if self.found is not None:
-            self.found = replace(self.found, baselines=_without(batch, self.found.baselines))
-            self._later(partial(self._drop_baseline, batch))
-            self._kept_baselines.discard(batch)
-
-    def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
-        """Keep each batch's first; one without energies is measured again by each start."""
-        new = {
-            batch: replace(baseline, own=None)
-            for batch, baseline in baselines.items()
-            if batch not in self._kept_baselines
-            and all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
-        }
-        if new:
-            self._kept_baselines |= new.keys()
-            self._later(partial(self._add_baselines, new))
-
-    def _drop_baseline(self, batch: str) -> None:
+    def _keep(self, **changes: Any) -> None:
         if self._job is not None:
-            self._store(baselines=_without(batch, self._job.baselines))
+            self._job = replace(self._job, **changes)
+            self._write(JOB_FILE, self._job.write)
 
-    def _add_baselines(self, new: Mapping[str, BaselineEnergy]) -> None:
-        if self._job is not None:
-            self._store(baselines={**new, **self._job.baselines})
-
-    def _later(self, write: Callable[[], object]) -> None:
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        """Have the planning rank write a file, once another job's has made way."""
         if self.path is not None and self._collectives.is_planner:
-            self.writer.put(JOB_FILE, write)
+            path = self.path / name
+            self.writer.put(name, lambda: self._make_way() and write(path))
 
     def _take(self, path: Path, left: int) -> Path | None:
         """The first folder that no live job writes to; the path where that cannot be known.
 
         None while a lock is waited for, as long as there are looks `left`.
         """
-        others = (path.with_name(f"{path.name}.{number}") for number in count(2))
-        for own in chain([path], others):
+        own, number = path, 1
+        while True:
             try:
-                if own != path:
-                    own.mkdir(exist_ok=True)
+                own.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(own / _LOCK_FILE, left)
+                break
             except BlockingIOError:
-                continue
+                number += 1
+                own = path.with_name(f"{path.name}.{number}")
             except OSError:
                 return path
-            if self._lock is None:
-                return None
-            if own != path:
-                logger.warning("Another job writes to %s: this one writes to %s", path, own)
-            return own
-        raise AssertionError("there is no last number")
+        if own != path and self._lock is not None:
+            logger.warning("Another job writes to %s: this one writes to %s", path, own)
+        return None if self._lock is None else own
 
-    def _look(
-        self, path: Path, config: SessionConfig, keys: JobKeys
-    ) -> tuple[StoredJob | None, str]:
+    def _look(self, path: Path, config: SessionConfig, keys: JobKeys) -> tuple[StoredJob, str]:
         """Return what was found, and when this start began; on the planning rank."""
-        found, started = None, datetime.now(UTC).isoformat(timespec="milliseconds")
+        plans = [each for each in path.glob("plan*.json") if _PLAN.fullmatch(each.name)]
+        found, why, old = StoredJob(keys), "", plans
         try:
-            found = read_job(path, keys, config.profile_file)
+            found = read_job(path / JOB_FILE, keys, config.profile_file)
         except Exception as error:  # a kept file may fail in any way, and the job must start
-            profile = path / PROFILE_FILE
+            why, profile = f"The job starts over: {error}", path / PROFILE_FILE
             # The job file comes last: as long as it is there, the others pass for no new job's.
-            files = [profile, sidecar_path(profile), *plan_files(path), path / JOB_FILE]
-            why = f"The job starts over: {error}"
-            self._make_way = cache(partial(_set_aside, files, config, why))
-        if found is None and config.may_be_lowered:
-            self._job = StoredJob(keys, starts=(started,))
-            return None, started
-        self._job = found or StoredJob(keys)
-        self._kept_baselines = set(self._job.baselines)
-        self._later(partial(self._store, starts=(*self._job.starts, started)))
-        if found is not None and found.changed:
+            old = [profile, sidecar_path(profile), *plans, path / JOB_FILE]
+        if found.changed:
             left = ", ".join(found.phases_done) or "nothing"
             why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
-            self._later(partial(_set_aside, plan_files(path), config, why))
+        if why:
+            self._make_way = cache(partial(_set_aside, old, config, why))
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._job = replace(found, starts=(*found.starts, started))
+        if found.starts or not config.may_be_lowered:
+            self._write(JOB_FILE, self._job.write)
         return found, started
-
-    def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
-        """Write a result; the digests of its files, none if earlier ones cannot make way."""
-        assert self.path is not None
-        path = self.path / name
-        if not self._make_way():
-            return {}
-        result.write(path)
-        files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
-        return {file.name: digest(file) for file in files}
-
-    def _store(self, **changes: Any) -> None:
-        if self._job is None or self.path is None or not self._make_way():
-            return
-        self._job = replace(self._job, **changes)
-        write_job(self.path, self._job)
-
-
-def _without(batch: str, baselines: Mapping[str, BaselineEnergy]) -> dict[str, BaselineEnergy]:
-    return {name: kept for name, kept in baselines.items() if name != batch}
 
 
 def _locked(path: Path, left: int) -> IO[str] | None:
@@ -331,43 +268,39 @@ def _keys(
         "clocks_mhz": [max(clocks), min(clocks)],
         "num_clocks": len(clocks),
         "clock_backend": gpu.address.backend,
-        "power_limit_w": _power_limit_w(gpu),
-        **_power_profiles(gpu),
-        # Whether a file can be read is found out when it is needed.
-        "profile_sha256": config.profile_file and (digest(config.profile_file) or None),
+        "power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+        "power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
+        "profile_sha256": _sha256(config.profile_file),
     }
-    return JobKeys(
-        {**(config.fingerprint or {}), **{f"envpipe_{name}": value for name, value in own.items()}},
-        {
+    fingerprint = config.fingerprint or {}
+    return {
+        "profile": {**fingerprint, **{f"envpipe_{name}": value for name, value in own.items()}},
+        "steps": {
             "num_microbatches": request.num_microbatches,
             "num_replicas": num_replicas,
             "group_size": request.group_size,
         },
-        {
+        "plan": {
             **asked,
             "deadline_factor": request.deadline_factor or 1.0,
             "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
             "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
             "channel_capacity": channel.capacity,
-            "plan_sha256": config.plan_file and (digest(config.plan_file) or None),
+            "plan_sha256": _sha256(config.plan_file),
         },
-    )
+    }
 
 
-def _power_limit_w(gpu: Gpu) -> float | None:
+def _if_known(read: Callable[[], object]) -> object:
+    """A fact of a GPU or file; None where it cannot be read: whoever needs that says so."""
     try:
-        return gpu.clock_state().power_limit_w
-    except GpuError:  # whoever needs the GPU says so
+        return read()
+    except (GpuError, OSError):
         return None
 
 
-def _power_profiles(gpu: Gpu) -> dict[str, list[str]]:
-    """Left out where there are none: as a job says that was stored before they were read."""
-    try:
-        enforced = gpu.power_state().enforced_profiles
-    except GpuError:
-        return {}
-    return {"power_profiles": list(enforced)} if enforced else {}
+def _sha256(path: Path | None) -> object:
+    return path and _if_known(lambda: hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _set_aside(files: Sequence[Path], config: SessionConfig, reason: str) -> bool:

@@ -38,16 +38,16 @@ def known_profile(
     An earlier start's is forgotten where the warm-up contradicts it; of the user's, that is said
     alone. Every rank calls it, with the warm-up's records.
 
-    Raises GoesOnError on all ranks if it cannot be read, or is of another number of stages.
+    Raises GoesOnError on all ranks if the user's cannot be read, or is of another number of stages.
     """
     before = job.state.profile  # what units cost does not depend on how many there are
     if before is not None and _has_all_pairs(job.state.profiled, schedule):
         return before
-    given, found = job.config.profile_file, job.folder.found_profile
-    path = given or found
-    if path is None:
+    given, profile = job.config.profile_file, job.folder.found.profile
+    if given is not None:
+        profile = by_planner(job.collectives, partial(read_named, given, job.num_stages))
+    if profile is None:
         return None
-    profile = by_planner(job.collectives, partial(read_named, path, job.num_stages))
     apart = _contradiction(job, profile, schedule, records)
     if apart and given is None:
         job.say(f"the profile of an earlier start is not used: {apart}")
@@ -66,10 +66,10 @@ def baseline_holds(job: PhaseParts) -> bool:
 
     An earlier start's that it contradicts is forgotten. Every rank calls it.
     """
-    step, found = job.energy.warm_step(job.batch), job.folder.found
-    if found is None or job.batch not in found.baselines:
-        return True  # this start measured it
-    known = found.baselines[job.batch].mean
+    step, baseline = job.energy.warm_step(job.batch), job.energy.baselines.get(job.batch)
+    if baseline is None or baseline.own is not None:
+        return True  # this start measures it
+    known = baseline.mean
     if step is not None:
         unsure = NORMAL_95 * (known.time_uncertainty_s or 0.0) / known.time_s
         share = step.time_s / known.time_s - 1
@@ -80,7 +80,6 @@ def baseline_holds(job: PhaseParts) -> bool:
             f"{100 * share:+.1f} % against its {known.time_s:.4g} s"
         )
     job.energy.forget_baseline(job.batch)
-    job.folder.forget_baseline(job.batch)
     return False
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_gpu import FakeGpu
-from kept_job import BASELINE, KEYS, OTHER, STEP, Alone, job_folder, kept_job, planned, profiled
+from kept_job import (
+    BASELINE,
+    KEYS,
+    OTHER,
+    STEP,
+    Alone,
+    job_folder,
+    kept_job,
+    of_units,
+    planned,
+    profiled,
+)
 from locked_file import locked_file
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -30,6 +42,10 @@ from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, r
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
+
+
+def stored(folder: Path, keys: JobKeys = KEYS) -> StoredJob:
+    return read_job(folder / "job.json", keys)
 
 
 @pytest.fixture
@@ -65,6 +81,7 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
             "envpipe_num_clocks": 5,
             "envpipe_clock_backend": "fake",
             "envpipe_power_limit_w": 400.0,
+            "envpipe_power_profiles": [],
             "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
         },
         "steps": {"num_microbatches": 4, "num_replicas": 1, "group_size": None},
@@ -83,8 +100,8 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
         },
     }
     assert job["starts"] == [made.started, again.started]
-    assert made.found is None
-    assert again.found == StoredJob(JobKeys(**job["keys"]), (made.started,))
+    assert made.found.starts == ()
+    assert again.found == StoredJob(job["keys"], (made.started,))
     given.unlink()  # whoever needs it says so
     resumed(config, error=GpuError("of a test"))
     keys = json.loads((tmp_path / "job.json").read_text())["keys"]["profile"]
@@ -97,16 +114,16 @@ def test_a_job_under_another_power_profile_starts_over(tmp_path, monkeypatch, ca
     resumed(config)
     profiled = PowerState(enforced_profiles=("max-Q",))
     monkeypatch.setattr(FakeGpu, "power_state", lambda gpu: profiled)
-    assert resumed(config).found is None
-    assert "envpipe_power_profiles was not given and is now" in caplog.text
-    assert resumed(config).found is not None
+    assert resumed(config).found.starts == ()
+    assert "envpipe_power_profiles was nothing and is now max-Q" in caplog.text
+    assert resumed(config).found.starts != ()
 
 
 @pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
 def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
     given = {"output_dir": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
     folder = resumed(SessionConfig(GREEDY, **given))
-    assert (folder.found, folder.found_profile) == (None, None)
+    assert folder.found == StoredJob()
     assert folder.run_label({"run": "mine"}) == {"run": "mine"}
     folder.keep_profile(profiled())
     folder.keep_baselines({"": BASELINE})
@@ -117,16 +134,11 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
 def test_every_rank_gets_what_the_planner_found(whole):
     before = files(whole)
     config = SessionConfig(GREEDY, output_dir=whole, fingerprint={"a": 1})
-    stored = read_job(whole, KEYS)
-    for found, profile in (
-        (stored, whole / "profile.csv"),
-        (StoredJob(KEYS, ("first",)), None),
-        (None, None),
-    ):
+    for found in (stored(whole), StoredJob(KEYS, ("first",)), StoredJob(KEYS)):
         folder = JobFolder(whole, Alone())  # type: ignore[arg-type]
         folder._collectives.agreed = lambda look, found=found: (found, "now")  # type: ignore[method-assign]
         folder.resume(config, 2, None, None)  # type: ignore[arg-type]
-        assert (folder.found, folder.found_profile) == (found, profile)
+        assert folder.found is found
         assert folder.run_label({"rank": 3}) == {"rank": 3, "run": "now"}
         assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
     assert files(whole) == before
@@ -147,9 +159,9 @@ def test_what_does_not_rest_on_what_has_changed_is_kept(whole, caplog, change, k
     folder = job_folder(whole)
     folder.keep_one_clock(1200)
     before = files(whole)
-    again = job_folder(whole, replace(KEYS, **change))
-    assert (again.found.phases_done, again.found_profile) == (kept, whole / "profile.csv")
-    assert again.found_plan("") is None
+    again = job_folder(whole, {**KEYS, **change})
+    assert again.found.phases_done == kept
+    assert again.found.profile.to_csv() == profiled().to_csv()
     (record,) = caplog.records
     assert f"Of what it had, {', '.join(kept)} is kept. Put aside: plan.old1.json" in record.message
     assert shown in record.message
@@ -158,26 +170,30 @@ def test_what_does_not_rest_on_what_has_changed_is_kept(whole, caplog, change, k
     assert after["profile.csv"] == before["profile.csv"]
     assert set(after) == set(before) - {"plan.json"} | {"plan.old1.json"}
     # It is this job from now on, without a word, and has the other one's plan no more.
-    assert job_folder(whole, replace(KEYS, **change)).found.phases_done == kept
+    assert job_folder(whole, {**KEYS, **change}).found.phases_done == kept
     assert len(caplog.records) == 1
     job_folder(whole)
-    assert read_job(whole, KEYS).phases_done == kept
+    assert stored(whole).phases_done == kept
 
 
-def test_of_another_request_a_plan_that_is_damaged_is_none_the_worse(whole):
+def test_another_start_needs_none_of_the_files_for_people(whole):
+    for name in ("profile.csv", "profile.json"):
+        (whole / name).unlink()
     (whole / "plan.json").write_text("no plan")
-    found = job_folder(whole, replace(KEYS, plan={})).found
-    assert found.phases_done == ("warm-up", "profile")
+    found = job_folder(whole).found
+    assert found.phases_done == ("warm-up", "profile", "plan", "reconfigure")
+    assert found.profile.to_csv() == profiled().to_csv()
+    assert found.plans[""].to_json() == planned().to_json()
 
 
 def test_another_job_starts_over_and_nothing_is_overwritten(whole, caplog):
     before = files(whole)
-    now = replace(KEYS, profile={**KEYS.profile, "hidden_size": 1})
-    assert job_folder(whole, now).found is None
+    now = of_units(hidden_size=1)
+    assert job_folder(whole, now).found.starts == ()
     assert caplog.text.count("starts over") == 1
     after = files(whole)
     new = json.loads(after.pop("job.json"))
-    assert (new["keys"], new["phases_done"]) == (asdict(now), [])
+    assert (new["keys"], new["phases_done"]) == (now, [])
     assert after == {name.replace(".", ".old1."): content for name, content in before.items()}
     # The first job comes back: the second is kept beside it.
     job_folder(whole)
@@ -189,8 +205,8 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(job_file, "read_profile", fail)
-    assert job_folder(whole).found is None
+    monkeypatch.setattr(job_file, "profile_of_json", fail)
+    assert job_folder(whole).found == StoredJob(KEYS)
     assert (whole / "profile.old1.csv").exists()
 
 
@@ -204,7 +220,7 @@ def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", noted)
     (whole / "profile.csv").rename(whole / "profile.old1.csv")
-    job_folder(whole)
+    job_folder(whole, OTHER)
     assert renamed[1:] == ["profile.old2.json", "plan.old2.json", "job.old2.json"]
     assert files(whole)["profile.old1.csv"] == before["profile.csv"]
 
@@ -212,7 +228,7 @@ def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
 def test_files_that_somebody_gave_stay_where_they_are(whole):
     before = files(whole)
     given = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
-    assert job_folder(whole, OTHER, **given).found is None
+    assert job_folder(whole, OTHER, **given).found == StoredJob(OTHER)
     for name in ("profile.csv", "plan.json"):
         assert files(whole)[name] == before[name]
     assert files(whole)["job.old1.json"] == before["job.json"]
@@ -227,7 +243,6 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
     monkeypatch.setattr(Path, "rename", refuse)
     folder = job_folder(whole, OTHER)
     folder.keep_baselines({"": BASELINE})
-    assert folder.found is None
     assert files(whole) == before
     assert "Its files stay as they are" in caplog.text
 
@@ -235,28 +250,23 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
 def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
     """But not one that this start has measured."""
     folder = job_folder(whole)
-    found = folder.found_profile, folder.found_plan("")
-    assert found == (whole / "profile.csv", whole / "plan.json")
     folder.forget_profile()
-    assert (folder.found_profile, folder.found_plan("")) == (None, None)
-    assert folder.found.baselines == {"": BASELINE}
-    job = read_job(whole, KEYS)
+    job = stored(whole)
     assert job == StoredJob(KEYS, job.starts, baselines={"": BASELINE})
+    assert folder.found == replace(job, starts=job.starts[:1])
     again = job_folder(whole)
     again.keep_profile(profiled(watts=120.0))
     again.forget_profile()
-    assert read_job(whole, KEYS).phases_done == ("warm-up", "profile")
+    assert stored(whole).phases_done == ("warm-up", "profile")
 
 
 def test_plans_of_other_batches_stand_beside_it_as_long_as_their_profile_does(whole):
     folder = job_folder(whole)
     folder.keep_plan(planned(), 3, None, "m4")
     again = job_folder(whole)
-    assert again.found_plan("m4") == whole / "plan-m4.json"
-    assert again.found_plan("") == whole / "plan.json"
-    assert again.found_plan("m8") is None
+    assert set(again.found.plans) == {"", "m4"}
     again.keep_profile(profiled(watts=120.0))
-    assert read_job(whole, KEYS).plan == {}
+    assert stored(whole).plans == {}
     job_folder(whole, OTHER)
     assert (whole / "plan-m4.old1.json").exists()
     assert not (whole / "plan-m4.json").exists()
@@ -269,9 +279,8 @@ def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
     job_folder(tmp_path, profile_file=given).keep_plan(planned(), 2, None)
     again = job_folder(tmp_path, profile_file=given)
     assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
-    assert (again.found_profile, again.found_plan("")) == (None, tmp_path / "plan.json")
     again.forget_profile()  # which is none of its own
-    assert read_job(tmp_path, KEYS, given).phases_done == ("plan",)
+    assert read_job(tmp_path / "job.json", KEYS, given).phases_done == ("plan",)
 
 
 @pytest.mark.parametrize("energy_j", [None, 0.0])
@@ -281,18 +290,12 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
     unmetered = replace(STEP, energy_j=energy_j)
     for mean, stage in ((STEP, unmetered), (unmetered, STEP)):
         folder.keep_baselines({"": BaselineEnergy(mean, (STEP, stage))})
-    assert read_job(tmp_path, KEYS).baselines == {}
-    folder.keep_baselines({"": BASELINE})
-    # The first one stays.
-    folder.keep_baselines({"": BaselineEnergy(replace(STEP, energy_j=1.0), ())})
-    assert read_job(tmp_path, KEYS).baselines == {"": BASELINE}
-
-
-def test_a_baseline_that_does_not_hold_takes_none_of_this_start_with_it(whole):
-    folder = job_folder(whole)
-    folder.keep_baselines({"m3": BASELINE})
-    folder.forget_baseline("")
-    assert read_job(whole, KEYS).baselines == {"m3": BASELINE}
+    assert stored(tmp_path).baselines == {}
+    folder.keep_baselines({"": BASELINE, "m3": BASELINE})
+    assert stored(tmp_path).baselines == {"": BASELINE, "m3": BASELINE}
+    later = BaselineEnergy(replace(STEP, energy_j=1.0), (STEP,))
+    folder.keep_baselines({"m3": later})  # the other one did not hold
+    assert stored(tmp_path).baselines == {"m3": later}
 
 
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
@@ -301,7 +304,7 @@ def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
         assert not (tmp_path / "plan.json").exists()
         folder.copy_plan(planned(), source)
     assert (tmp_path / "plan.json").exists()
-    assert read_job(tmp_path, KEYS).plan == {}
+    assert stored(tmp_path).plans == {}
 
 
 def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
@@ -311,22 +314,22 @@ def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
     folder.keep_profile(profiled())
     folder.keep_plan(planned(), 0, Ended.ENVELOPE)
     assert "profile.csv could not be written" in caplog.text
-    assert read_job(tmp_path, KEYS).phases_done == ()
+    assert stored(tmp_path).phases_done == ("profile", "plan", "reconfigure")
     for name in ("profile.csv", "plan.json"):
         (tmp_path / name).rmdir()
-    folder.keep_one_clock(1200)  # all is tried again, in its order
-    kept = read_job(tmp_path, KEYS)
-    assert kept.phases_done == ("profile", "plan", "reconfigure", "one clock")
+    folder.keep_one_clock(1200)  # all is tried again
+    assert (tmp_path / "profile.csv").read_text() == profiled().to_csv()
+    assert (tmp_path / "plan.json").exists()
 
 
 def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     gone = tmp_path / "gone"
     folder = job_folder(gone)
+    shutil.rmtree(gone)
     folder.keep_baselines({"": BASELINE})
     assert f"{gone}/job.json could not be written" in caplog.text
-    assert not gone.exists()
     caplog.clear()
-    job_folder(tmp_path, JobKeys({"type": object()}))  # of none of JSON's types
+    job_folder(tmp_path, of_units(type=object()))  # of none of JSON's types
     assert caplog.text.count("A file could not be written") == 1
 
 
@@ -428,15 +431,15 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
 
 def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(whole, caplog):
     """They may be those of the lower level, by which the job goes on then."""
-    before, now = files(whole), replace(KEYS, profile={**KEYS.profile, "keeps_order": False})
+    before, now = files(whole), of_units(keeps_order=False)
     folder = job_folder(whole, now, may_be_lowered=True)
-    assert folder.found is None
+    assert folder.found == StoredJob(now)
     assert files(whole) == before
     assert job_folder(whole).found.phases_done == job_folder(whole).found.phases_done != ()
     folder = job_folder(whole, now, may_be_lowered=True)
     folder.keep_one_clock(1200)
     after = files(whole)
-    assert json.loads(after.pop("job.json"))["keys"] == asdict(now)
+    assert json.loads(after.pop("job.json"))["keys"] == now
     assert {name for name in after if "old1" not in name} == set()
     assert caplog.text.count("starts over") == 1
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_job import KEYS
 from plain_stages import SPECS
 from presets import preset_profile
 
@@ -80,12 +79,15 @@ class Starting:
         self.folder = JobFolder(self.path.parent, self.collectives)
         kept = self.path.name == "profile.csv"
         self.config = SessionConfig(PlanRequest(4), profile_file=None if kept else self.path)
-        if kept:
-            self.folder.found = StoredJob(
-                KEYS, profile={"profile.csv": "1"}, plan={"plan.json": "2"}
-            )
         self.memory: Any = SimpleNamespace(stages=None, learn=self.learn)
         self.say = self.said.append
+
+    def has(self, profile: Profile) -> None:
+        """It is the profile of an earlier start, or the user's."""
+        if self.config.profile_file is None:
+            self.folder.found = StoredJob(profile=profile)
+        else:
+            profile.write(self.path)
 
     def learn(self, schedule: Schedule, specs: Any) -> None:
         assert (schedule, specs) == (ORDER, SPECS)
@@ -118,14 +120,13 @@ def slow(kind: Kind, share: float) -> Any:
 @pytest.fixture(params=["profile.csv", "mine.csv"])
 def job(request, tmp_path) -> Starting:
     """One with a profile of an earlier start, and one whose user gave it."""
-    path = tmp_path / request.param
-    profile_of().write(path)
-    return Starting(path)
+    starting = Starting(tmp_path / request.param)
+    starting.has(profile_of())
+    return starting
 
 
 def test_without_any_none_is_known(tmp_path):
     starting = Starting(tmp_path / "profile.csv")
-    starting.folder.found = None
     assert starting.known(record()) is None
     assert starting.memory.stages is None
 
@@ -133,17 +134,18 @@ def test_without_any_none_is_known(tmp_path):
 @pytest.mark.parametrize("knows", [False, True])
 def test_memory_is_this_starts_but_for_what_the_user_says(job, knows):
     facts = Sidecar(activation_bytes=(1.0, 2.0), free_bytes=(3.0, 4.0)) if knows else Sidecar()
-    replace(profile_of(), sidecar=facts).write(job.path)
+    job.has(replace(profile_of(), sidecar=facts))
     sidecar = job.known().sidecar
     users = knows and job.path.name == "mine.csv"
     assert sidecar.activation_bytes == ((1.0, 2.0) if users else (10.0, 20.0))
     assert sidecar.free_bytes == ((3.0, 4.0) if users else (100.0, 200.0))
 
 
-def test_a_profile_of_another_pipeline_is_refused(job):
-    profile_of(stages=3).write(job.path)
+def test_a_profile_of_another_pipeline_is_refused(tmp_path):
+    starting = Starting(tmp_path / "mine.csv")
+    starting.has(profile_of(stages=3))
     with pytest.raises(GoesOnError, match="3"):
-        job.known(record())
+        starting.known(record())
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_profile_of_another_pipeline_is_refused(job):
 def test_a_profile_that_the_warm_up_bears_out_is_used(job, records):
     assert job.known(*records).to_csv() == profile_of().to_csv()
     assert job.said == []
-    assert job.folder.found is None or job.folder.found.profile
+    assert job.config.profile_file or job.folder.found.profile
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_one_that_it_contradicts_is_forgotten_unless_the_user_gave_it(job, kind,
         return
     assert profile is None
     assert "of an earlier start is not used" in told
-    assert (job.folder.found_profile, job.folder.found_plan("")) == (None, None)
+    assert job.folder.found.profile is None
     assert job.known(record()) is None
 
 
@@ -196,9 +198,8 @@ def test_one_that_it_contradicts_is_forgotten_unless_the_user_gave_it(job, kind,
     ],
 )
 def test_medians_of_replicas_count_on_any_stage(tmp_path, of_replicas, of_next, said):
-    path = tmp_path / "profile.csv"
-    profile_of().write(path)
-    starting = Starting(path, of_replicas, of_next)
+    starting = Starting(tmp_path / "profile.csv", of_replicas, of_next)
+    starting.has(profile_of())
     assert (starting.known(record()) is None) is bool(said)
     assert said in "".join(starting.said)
 
@@ -209,13 +210,12 @@ def test_what_cannot_be_compared_contradicts_nothing(job):
     assert job.known(slow(Kind.FORWARD, 0.5)) is not None
     job.gpu.supported_frequencies_mhz = (1200, TOP_MHZ)
     of_chunks = replace(profile_of(), sidecar=Sidecar(num_chunks=2))
-    of_chunks.write(job.path)
+    job.has(of_chunks)
     assert job.known(slow(Kind.FORWARD, 0.5)) is not None
     assert job.said == []
 
 
 def test_chunks_and_pairs_are_compared_each_for_itself(tmp_path):
-    path = tmp_path / "profile.csv"
     order = builders.interleaved(STAGES, 8, 2, combined=True)
     kinds = (*WHOLE, Kind.COMBINED)
     rows = tuple(
@@ -223,12 +223,12 @@ def test_chunks_and_pairs_are_compared_each_for_itself(tmp_path):
         for _ in range(2 * STAGES)
     )
     sidecar = Sidecar(num_chunks=2)
-    replace(profile_of(), rows=rows, sidecar=sidecar, listed_chunks=2).write(path)
     keys = order.unit_keys(2, kinds)[0]
     assert order.combined[0].any()
     times_s = np.where(keys % 3 == 0, TIMES_S[Kind.FORWARD], TIMES_S[Kind.BACKWARD])
     times_s[keys < 0] = 0.0
-    starting: Any = Starting(path)
+    starting: Any = Starting(tmp_path / "profile.csv")
+    starting.has(replace(profile_of(), rows=rows, sidecar=sidecar, listed_chunks=2))
     starting.memory.learn = lambda *arguments: None
     for slower, said in ((None, ""), (5, "stage 0 chunk 1 combined takes 220 ms")):
         times_s[keys == slower] *= 1.1

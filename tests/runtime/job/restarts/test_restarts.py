@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from rank_pool import RankPool
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.job.restarts.job_file import StoredJob, read_job
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
 #: Steps that take a job of three stages well into its steady phase.
 ENOUGH = 28
+
+
+def stored(folder: Path) -> tuple[Path, StoredJob]:
+    """The job file of the last start, and what is in it."""
+    path = folder / "output" / "job.json"
+    return path, read_job(path, json.loads(path.read_text())["keys"])
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
@@ -101,7 +109,7 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
         assert set(done) <= set(job["phases_done"])  # nothing is lost
         done = job["phases_done"]
         assert len(job["starts"]) == start + 1
-        for kept, part in ((profiles, "profile"), (plans, "plan"), (baselines, "baseline")):
+        for kept, part in ((profiles, "profile"), (plans, "plans"), (baselines, "baseline")):
             if job[part]:
                 kept.append(json.dumps(job[part]))
     # What was once measured or planned is what every later start used.
@@ -118,10 +126,9 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
 
 def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, finished, tmp_path):
     """It was taken on an overloaded host; what a step saves of it is nobody's saving."""
-    path = tmp_path / "output" / "job.json"
-    job = json.loads(path.read_text())
-    job["baseline"]["mean"] |= {"time_s": 6.7, "time_uncertainty_s": 5.7, "energy_j": 2000.0}
-    path.write_text(json.dumps(job))
+    path, job = stored(tmp_path)
+    mean = replace(job.baselines[""].mean, time_s=6.7, time_uncertainty_s=5.7, energy_j=2000.0)
+    replace(job, baselines={"": replace(job.baselines[""], mean=mean)}).write(path)
     ranks = three_ranks.run(step_ranks.start_job, tmp_path, 10)
     for before, told in zip(finished, ranks, strict=True):
         assert told["phases"] == ["warm-up"] * (2 + 4) + ["steady"] * 4
@@ -138,9 +145,8 @@ def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, 
 @pytest.mark.usefixtures("finished")
 def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
     output = tmp_path / "output"
-    job = json.loads((output / "job.json").read_text())
-    job |= {"plan": {}, "reconfigure": {"steps": 0, "ended": None}}
-    (output / "job.json").write_text(json.dumps(job))
+    path, job = stored(tmp_path)
+    replace(job, plans={}, reconfigure_steps=0, reconfigure_ended=None).write(path)
     profile = (output / "profile.csv").read_bytes()
     for told in three_ranks.run(step_ranks.start_job, tmp_path, 40):
         phases = told["phases"]
