@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from envpipe_megatron.errors import EnvPipeError
@@ -26,112 +26,10 @@ _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpip
 #: torchrun's options that are filled in, as its parser names them; in capitals EnvPipe's variables.
 NAMES = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
 
-#: A value and its origin.
+#: A value, and its origin: `hostfile`, `default`, or the name of a variable.
 _Found = tuple[str, str]
 #: Finds an option's value.
 _Source = Callable[[str], _Found | None]
-
-
-class Slurm:
-    """A SLURM job as its environment shows it. Empty variables count as unset."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = {name: value for name, value in environ.items() if value}
-        step = self._environ.get("SLURM_STEP_ID", "")
-        by_srun = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
-        #: Number of the step of srun; None outside one, as in the batch script.
-        self._step = int(step) if by_srun else None
-
-    def find(self, name: str) -> _Found | None:
-        """Return the value of one of `NAMES` as text, and the name of its variable.
-
-        Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
-        and if the list of hosts is not in SLURM's form.
-        """
-        if "SLURM_JOB_ID" not in self._environ:
-            return None
-        match name:
-            case "nnodes":
-                return self._num_nodes()
-            case "node_rank":  # a number among nodes that are not counted would mean nothing
-                return self._first("SLURM_NODEID") if self._num_nodes() else None
-            case "nproc_per_node":
-                found = self._first("SLURM_GPUS_ON_NODE")
-                return None if found and found[0] == "0" else found
-            case "master_addr":
-                return self._first_host()
-        return self._port()
-
-    def _num_nodes(self) -> _Found | None:
-        """The nodes of this step, or of the job if it is no step of srun."""
-        names = ["SLURM_NNODES", "SLURM_JOB_NUM_NODES"]
-        if self._step is not None:
-            self._check_one_task_per_node()
-            names.insert(0, "SLURM_STEP_NUM_NODES")
-        found = self._first(*names)
-        if found is not None and found[0] != "1" and self._step is None:
-            raise EnvPipeError(
-                f"This is the batch script or shell of a SLURM job of {found[0]} nodes, and would "
-                "train on one",
-                remedy=f"{_BY_SRUN} For this node alone: --nnodes 1.",
-            )
-        return found
-
-    def _first_host(self) -> _Found | None:
-        """The name of the node with rank 0.
-
-        SLURM's short form of host names is read here, because containers have no `scontrol`.
-        """
-        found = self._first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        if found is None:
-            return None
-        hosts, name = found
-        # rack[1-2]node[03,07-09],other: the first is rack1node03.
-        first = re.match(r"(?:[^][,]|\[\d[-\d,]*\])+(?=,|$)", hosts)
-        if first is None:
-            raise EnvPipeError(
-                f"{name} is not a list of hosts as SLURM writes them",
-                value=hosts,
-                remedy="Give --master-addr or MASTER_ADDR.",
-            )
-        return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]), name
-
-    def _port(self) -> _Found | None:
-        """A port that differs from those of other jobs and steps of about the same time."""
-        job = self._environ["SLURM_JOB_ID"]
-        if not job.isdecimal():
-            return None
-        place = int(job) * _PORTS_PER_JOB + (self._step or 0)
-        return str(_FIRST_PORT + place % _NUM_PORTS), "SLURM_JOB_ID"
-
-    def _check_one_task_per_node(self) -> None:
-        tasks = self._environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-        # 2(x3),1: two tasks on each of three nodes, one on the next.
-        most = max(map(int, re.findall(r"(?:^|,)(\d+)", tasks)), default=1)
-        name, value = "SLURM_STEP_TASKS_PER_NODE", tasks
-        if most <= 1:
-            name, value = "SLURM_LOCALID", self._environ.get("SLURM_LOCALID", "0")
-        if most > 1 or value != "0":
-            raise EnvPipeError(
-                f"SLURM started more than one task on a node ({name})",
-                value=value,
-                remedy=f"torchrun starts the processes of a node itself. {_BY_SRUN}",
-            )
-
-    def _first(self, *names: str) -> _Found | None:
-        found = [(self._environ[name], name) for name in names if name in self._environ]
-        return found[0] if found else None
-
-
-class Setting(NamedTuple):
-    """An option that was filled in, such as `--node-rank`, its value as text, and its origin.
-
-    The origin is `hostfile`, `default`, or the name of a variable.
-    """
-
-    option: str
-    value: str
-    origin: str
 
 
 class TorchrunOptions(NamedTuple):
@@ -139,12 +37,12 @@ class TorchrunOptions(NamedTuple):
 
     Attributes:
         arguments: all words after `torchrun`.
-        settings: what was filled in.
+        settings: value and origin of what was filled in, by options such as `--node-rank`.
         read: the arguments as torchrun reads them.
     """
 
     arguments: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    settings: dict[str, _Found]
     read: argparse.Namespace
 
 
@@ -158,21 +56,21 @@ def options_here(line: CommandLine) -> TorchrunOptions:
     Raises EnvPipeError if torchrun's parser refuses the options, SLURM started this in a wrong way,
     or nothing says which of several nodes this is or where the first one is.
     """
-    filling, slurm = _Filling(line), Slurm(os.environ)
-    filling.fill("nproc_per_node", _variable, slurm.find, _gpus)
+    filling = _Filling(line)
+    filling.fill("nproc_per_node", _variable, _slurm, _gpus)
     if filling.given.standalone:
         return filling.complete()
-    nodes = filling.fill("nnodes", _variable, slurm.find)
+    nodes = filling.fill("nnodes", _variable, _slurm)
     several = nodes not in (None, "1", "1:1")
     if filling.given.rdzv_backend == "static":
-        from_slurm = [slurm.find] if several else []
+        from_slurm = [_slurm] if several else []
         rank = filling.fill("node_rank", _variable, *from_slurm)
         master: str | None = filling.given.rdzv_endpoint
         if not master:
             master = filling.fill("master_addr", _variable, *from_slurm)
             # A port by default: torch 2.11, which takes no free one on a single node.
             if read(["--", *line.script]).master_port is not None:
-                from_slurm = [slurm.find]
+                from_slurm = [_slurm]
             filling.fill("master_port", _variable, *from_slurm)
         if several and (rank is None or not master):
             raise EnvPipeError(
@@ -231,7 +129,7 @@ class _Filling:
 
     def __init__(self, line: CommandLine) -> None:
         self._line = line
-        self._settings: list[Setting] = []
+        self._settings: dict[str, _Found] = {}
         self.given = read([*line.options, "--", *line.script], NAMES)
 
     def fill(self, name: str, *sources: _Source) -> str | None:
@@ -240,7 +138,7 @@ class _Filling:
             return str(value)
         for source in sources:
             if found := source(name):
-                self._settings.append(Setting(f"--{name.replace('_', '-')}", *found))
+                self._settings[f"--{name.replace('_', '-')}"] = found
                 return found[0]
         return None
 
@@ -250,12 +148,13 @@ class _Filling:
         Refuse (EnvPipeError) what torchrun's parser does, a node for which torchrun would wait for
         15 minutes, and processes of which each node would say that they are no number.
         """
-        filled = [f"{option}={value}" for option, value, _ in self._settings]
+        filled = [f"{option}={value}" for option, (value, _) in self._settings.items()]
         # The dashes keep torchrun from looking for its own abbreviated options in the script's.
         arguments = (*filled, *self._line.options, "--", *self._line.script)
         options = read(arguments)
         most = options.nnodes.rpartition(":")[2]
-        if most.isdecimal() and not 0 <= options.node_rank < max(int(most), 1):
+        by_rank = options.rdzv_backend == "static" and not options.standalone and most.isdecimal()
+        if by_rank and not 0 <= options.node_rank < max(int(most), 1):
             raise EnvPipeError(
                 "--node-rank (or NODE_RANK) is not the number of a node",
                 value=options.node_rank,
@@ -267,15 +166,87 @@ class _Filling:
                 value=options.nproc_per_node,
                 remedy="Correct it, or give auto, cpu or gpu.",
             )
-        return TorchrunOptions(arguments, tuple(self._settings), options)
+        return TorchrunOptions(arguments, self._settings, options)
+
+
+def _slurm(name: str) -> _Found | None:
+    """The value of one of `NAMES` in a SLURM job, and the name of its variable.
+
+    Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
+    and if the list of hosts is not in SLURM's form.
+    """
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
+    if not job:
+        return None
+    by_srun = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    match name:
+        case "nnodes":
+            return _slurm_nodes(by_srun)
+        case "node_rank":  # a number among nodes that are not counted would mean nothing
+            return _first("SLURM_NODEID") if _slurm_nodes(by_srun) else None
+        case "nproc_per_node":
+            found = _first("SLURM_GPUS_ON_NODE")
+            return None if found and found[0] == "0" else found
+        case "master_addr":
+            return _slurm_master()
+    if not job.isdecimal():
+        return None
+    # It differs from those of other jobs and steps of about the same time.
+    place = int(job) * _PORTS_PER_JOB + (int(step) if by_srun else 0)
+    return str(_FIRST_PORT + place % _NUM_PORTS), "SLURM_JOB_ID"
+
+
+def _slurm_nodes(by_srun: bool) -> _Found | None:
+    """The nodes of a step of srun, or of the job."""
+    tasks = _first("SLURM_STEP_TASKS_PER_NODE") if by_srun else None
+    # 2(x3),1: two tasks on each of three nodes, one on the next.
+    if tasks and not re.fullmatch(r"(1(\(x\d+\))?,?)+", tasks[0]):
+        raise EnvPipeError(
+            "SLURM started more than one task on a node (SLURM_STEP_TASKS_PER_NODE)",
+            value=tasks[0],
+            remedy=f"torchrun starts the processes of a node itself. {_BY_SRUN}",
+        )
+    of_job = _first("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    if by_srun:
+        return _first("SLURM_STEP_NUM_NODES") or of_job
+    if of_job and of_job[0] != "1":
+        raise EnvPipeError(
+            f"This is the batch script or shell of a SLURM job of {of_job[0]} nodes, and would "
+            "train on one",
+            remedy=f"{_BY_SRUN} For this node alone: --nnodes 1.",
+        )
+    return of_job
+
+
+def _slurm_master() -> _Found | None:
+    """The name of the node with rank 0.
+
+    SLURM's short form of host names is read here, because containers have no `scontrol`.
+    """
+    found = _first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if found is None:
+        return None
+    hosts, name = found
+    # rack[1-2]node[03,07-09],other: the first is rack1node03.
+    first = re.match(r"(?:[^][,]|\[\d[-\d,]*\])+(?=,|$)", hosts)
+    if first is None:
+        raise EnvPipeError(
+            f"{name} is not a list of hosts as SLURM writes them",
+            value=hosts,
+            remedy="Give --master-addr or MASTER_ADDR.",
+        )
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]), name
 
 
 def _variable(name: str) -> _Found | None:
     """The value of torchrun's own variable, or else of EnvPipe's."""
-    for variable in (f"PET_{name.upper()}", name.upper()):
-        if value := os.environ.get(variable):
-            return value, variable
-    return None
+    return _first(f"PET_{name.upper()}", name.upper())
+
+
+def _first(*variables: str) -> _Found | None:
+    """The first variable that is set and not empty."""
+    found = [(os.environ[name], name) for name in variables if os.environ.get(name)]
+    return found[0] if found else None
 
 
 def _gpus(_: str) -> _Found:

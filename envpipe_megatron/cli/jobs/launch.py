@@ -248,5 +248,5 @@ def launch(
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:
     """Print what would be run, and where each value comes from."""
     click.echo(f"{where}:\n  {shlex.join(command)}")
-    for setting in plan.settings:
-        click.echo(f"  {setting.option} {setting.value}: {setting.origin}")
+    for option, (value, origin) in plan.settings.items():
+        click.echo(f"  {option} {value}: {origin}")
