@@ -17,7 +17,6 @@ from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import (
     STOP_GRACE_S,
-    NodeProcess,
     carried_environment,
     read_hostfile,
     run_nodes,
@@ -234,15 +233,15 @@ def launch(
         for option in ctx.command.params
         if option.name in settings.keys() - _OF_ONE_NODE and settings[option.name] is not None
     ]
-    nodes = []
+    commands = {}
     for host, plan in zip(hosts, plans, strict=True):
         words = ["--until-stdin-ends", f"--node-name={host.name}", *own, *plan.arguments]
         command = ssh_command(ssh, host, words, python=python, folder=Path.cwd(), environ=environ)
-        nodes.append(NodeProcess(host.name, command))
+        commands[host.name] = command
         if dry_run:
             _show(host.name, command, plan)
     if not dry_run:
-        ctx.exit(run_nodes(nodes, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
+        ctx.exit(run_nodes(commands, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
 
 
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:

@@ -34,7 +34,7 @@ def started(monkeypatch, tmp_path):
         return 0
 
     def run_nodes(nodes, stop_grace_s):
-        calls.append([list(nodes), stop_grace_s])
+        calls.append([nodes, stop_grace_s])
         return 0
 
     monkeypatch.setattr(node, "run_node", run_node)
@@ -186,9 +186,10 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
     )  # fmt: skip
     ((nodes, stop_grace_s),) = started
     assert stop_grace_s == 90 + 2 * 50
-    assert [node.host for node in nodes] == ["one", "two"]
-    for rank, (node_process, target) in enumerate(zip(nodes, ["one", "me@two"], strict=True)):
-        *ssh, given_target, there = node_process.command
+    assert list(nodes) == ["one", "two"]
+    targets = ["one", "me@two"]
+    for rank, ((host, command), target) in enumerate(zip(nodes.items(), targets, strict=True)):
+        *ssh, given_target, there = command
         assert ssh[:3] == ["ssh", "-p", "22"]
         assert "BatchMode=yes" in ssh
         assert given_target == target
@@ -197,7 +198,7 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
         words = rest[rest.index("py") :]
         assert words == [
             "py", "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends",
-            f"--node-name={node_process.host}", "--output=out", "--bill-interval=100",
+            f"--node-name={host}", "--output=out", "--bill-interval=100",
             "--price=2.0", "--prometheus-address=127.0.0.1", "--job-name=out", "--nnodes=2",
             f"--nproc-per-node={rank + 2}", f"--node-rank={rank}", "--master-addr=one",
             "--shutdown-timeout", "50", "--master-port", "7", "--", "train.py", "--output", "a b",
@@ -207,7 +208,7 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
 def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts):
     run_well("--hostfile", hosts, "--bill-interval", 7, "--", "train.py", "--max", 3)
     ((nodes, _),) = started
-    words = shlex.split(nodes[1].command[-1])
+    words = shlex.split(nodes["two"][-1])
     started.clear()
     run_well(*words[words.index("launch") + 1 :])
     ((arguments, settings),) = started
