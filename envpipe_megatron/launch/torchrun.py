@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
+_SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
 #: torchrun's own default.
 _SHUTDOWN_S = 30
 
@@ -52,6 +53,10 @@ class CommandLine(NamedTuple):
     script: tuple[str, ...]
 
 
+class HelpAskedError(EnvPipeError):
+    """Options ask for help, which torchrun's parser would give for itself only."""
+
+
 class _Parser(argparse.ArgumentParser):
     """torchrun's own."""
 
@@ -69,13 +74,10 @@ class _Parser(argparse.ArgumentParser):
             ) from error
 
     def error(self, message: str) -> NoReturn:
-        raise EnvPipeError(
-            f"torchrun refuses its options: {message}",
-            remedy="See `envpipe launch --help` and `torchrun --help`.",
-        )
+        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
 
     def print_help(self, file: Any = None) -> None:
-        self.error("help is not among them")
+        raise HelpAskedError("There is no help among torchrun's options", remedy=_SEE_HELP)
 
 
 def read(arguments: Sequence[str], given_only: Collection[str] = ()) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -30,6 +31,7 @@ from envpipe_megatron.launch.options import (
 from envpipe_megatron.launch.torchrun import (
     TORCHRUN,
     CommandLine,
+    HelpAskedError,
     check_script,
     shutdown_s,
     split,
@@ -75,8 +77,6 @@ class _SplitFirst(click.Command):
         """Leave the words before SCRIPT to click, and keep what follows in the context."""
         if ctx.resilient_parsing:  # a shell asks for completions of half a line
             return super().parse_args(ctx, [])
-        if args[:1] == ["--help"]:  # without torch
-            return super().parse_args(ctx, args)
         _drop_empty_torchrun_variables()
         own = {
             name: not option.is_flag
@@ -84,7 +84,10 @@ class _SplitFirst(click.Command):
             if isinstance(option, click.Option)
             for name in option.opts
         }
-        options, ctx.obj = split(args, own)
+        options: Sequence[str] = ("--help",)
+        with contextlib.suppress(HelpAskedError):
+            if args[:1] != ["--help"]:  # which needs no torch
+                options, ctx.obj = split(args, own)
         return super().parse_args(ctx, list(options))
 
 

@@ -140,6 +140,11 @@ def test_help_needs_no_torch():
         assert prefix in done.stdout
 
 
+@pytest.mark.parametrize("words", [["--nnodes", 2, "--help"], ["-h"], ["--output", "x", "--help"]])
+def test_help_may_come_behind_options(started, words):
+    assert "Run torchrun on one or many nodes" in run_well(*words).stdout
+
+
 # --dry-run
 
 
