@@ -25,7 +25,7 @@ from typing import IO
 from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
-from envpipe_megatron.launch.signals import handled
+from envpipe_megatron.launch.signals import LOOK_S, handled
 
 _SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
@@ -60,8 +60,6 @@ STOP_GRACE_S = 90.0
 #: For output that is still to come when the client has ended.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255
-#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ class _Run:
                     self._start(host, command)
             while self._live:
                 with contextlib.suppress(queue.Empty):
-                    self._events.get(timeout=_LOOK_S)()
+                    self._events.get(timeout=LOOK_S)()
                 if time.monotonic() >= self._kill_s:
                     self._kill_s = math.inf
                     for host in self._live:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 
+#: How often to look up from a wait: a signal that another thread gets, or that comes just before,
+#: does not end it.
+LOOK_S = 0.2
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

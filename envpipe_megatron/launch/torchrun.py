@@ -24,7 +24,7 @@ from envpipe_megatron import child
 from envpipe_megatron.child import TORCHRUN_MARK
 from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.signals import LOOK_S, Signals
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ _SHUTDOWN_S = 30
 #: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
 #: handles no signal for minutes.
 _PATIENCE_S = 10.0
-#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
-_LOOK_S = 0.2
 #: How long ranks may take to end after torchrun was killed, before they are killed too, where it
 #: gives them no longer: they may be saving a checkpoint.
 _RANKS_END_S = 15.0
@@ -191,7 +189,7 @@ def run_torchrun(
     code = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(_LOOK_S)
+            code = process.wait(LOOK_S)
     patience.cancel()
     if asked or code < 0:
         _end_marked(mark, max(_RANKS_END_S, ranks_s))
