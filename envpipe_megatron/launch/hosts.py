@@ -6,11 +6,11 @@ Enter at `read_hostfile`, `ssh_command` and `run_nodes`, as `cli/jobs/launch.py`
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,20 +19,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import IPv6Address
 from pathlib import Path
 from typing import IO
 
 from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
-from envpipe_megatron.launch.signals import handled
+from envpipe_megatron.launch.signals import LOOK_S, handled
 
-_SLOTS, _MOST = r"(0*[1-9]\d*)", r"(\s+max[_-]slots=\d+)*"
-#: No leading dash: ssh would take such a host for an option. Two colons: an IPv6 address.
+_SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
+#: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
+#: else its end may be meant as a number of processes.
 _LINE = re.compile(
-    r"(?P<user>\w[\w.-]*@)?(\[(?P<address>[\w.]*:[\w.:]*)\]|(?P<host>\w[\w.-]*|[\w.]*(:[\w.]*){2,}))"
-    rf"(:(?P<colon>{_SLOTS})|{_MOST}\s+slots=(?P<slots>{_SLOTS}))?{_MOST}",
+    r"(?P<user>\w[\w.-]*@)?"
+    rf"((\[(?P<boxed>[\w.]*:[\w.:]*)\]|(?P<name>\w[\w.-]*))(:(?P<colon>{_SLOTS}))?"
+    r"|(?P<bare>[\w.]*:[\w.]*:[\w.:]*)(?=.*\sslots=))"
+    rf"{_MOST}(\s+slots=(?P<slots>{_SLOTS}))?{_MOST}",
     re.ASCII,
 )
 
@@ -55,11 +57,9 @@ _SSH_OPTIONS = (
 #: For a node to end, beside twice what torchrun gives its ranks, which may have to be ended once
 #: more: then the energy bill waits for other nodes.
 STOP_GRACE_S = 90.0
-#: From the request to the client to end until it is killed, and for output that is still to come.
+#: For output that is still to come when the client has ended.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255
-#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,16 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _read_line(words: str, where: str) -> Host:
-    if match := _LINE.fullmatch(words):
-        host, slots = match["address"] or match["host"], match["colon"] or match["slots"]
-        # The end of a bare address may be meant as a number of processes.
-        is_clear = match["address"] or slots or not _is_address(host.rpartition(":")[0])
-        if ":" not in host or (is_clear and _is_address(host)):
-            return Host((match["user"] or "") + host, int(slots) if slots else None, where)
-    raise EnvPipeError(
-        f"{where}: this is not a host and its number of processes",
-        value=words,
-        remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
-    )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        return bool(IPv6Address(text))
-    except ValueError:
-        return False
+    match = _LINE.fullmatch(words)
+    if match is None or (match["colon"] and match["slots"]):
+        raise EnvPipeError(
+            f"{where}: this is not a host and its number of processes",
+            value=words,
+            remedy="Write host slots=N, host:N or [IPv6 address]:N, with N from 1.",
+        )
+    host = match["boxed"] or match["name"] or match["bare"]
+    slots = match["colon"] or match["slots"]
+    return Host((match["user"] or "") + host, int(slots) if slots else None, where)
 
 
 def carried_environment(environ: Mapping[str, str], exported: Sequence[str]) -> dict[str, str]:
@@ -181,31 +173,19 @@ def ssh_command(
     return (*client, *_SSH_OPTIONS, host.target, there)
 
 
-@dataclass(frozen=True)
-class NodeProcess:
-    """A command that runs a node, and ends it when its standard input ends."""
-
-    host: str
-    command: tuple[str, ...]
-
-
-def run_nodes(nodes: Sequence[NodeProcess], stop_grace_s: float = STOP_GRACE_S) -> int:
+def run_nodes(commands: Mapping[str, Sequence[str]], stop_grace_s: float = STOP_GRACE_S) -> int:
     """Run all nodes to their end. The output of each is printed line by line, after `[host] `.
 
     When a node fails, or SIGINT, SIGTERM or SIGHUP arrives, the standard input of all is closed.
-    What has not ended after the grace is terminated, then killed; a second SIGINT kills at once.
+    What has not ended after the grace is killed; a second SIGINT kills at once.
 
     Returns 0, or the exit status of the first node that failed, or 128 and the signal's number.
-    Raises EnvPipeError if there is no such program; nothing was started.
+
+    Args:
+        commands: what runs a node, by its host, and ends it when standard input ends.
+        stop_grace_s: how long nodes may take to end.
     """
-    for node in nodes:
-        if shutil.which(node.command[0]) is None:
-            raise EnvPipeError(
-                "The program that reaches the hosts is not there",
-                value=node.command[0],
-                remedy="Install an ssh client, or name another with --ssh.",
-            )
-    return _Run(stop_grace_s).run(nodes)
+    return _Run(stop_grace_s).run(commands)
 
 
 class _Run:
@@ -221,33 +201,37 @@ class _Run:
         self._live: dict[str, subprocess.Popen[bytes]] = {}
         self._status: int | None = None
         self._interrupted = False
-        #: When nodes that were stopped are ended by which signal.
-        self._deadlines: list[tuple[float, float, signal.Signals]] = []
+        #: When nodes that were stopped are killed.
+        self._kill_s = math.inf
 
-    def run(self, nodes: Sequence[NodeProcess]) -> int:
+    def run(self, commands: Mapping[str, Sequence[str]]) -> int:
         with handled(lambda number: self._events.put(partial(self._on_signal, number))):
-            for node in nodes:
-                self._start(node)
+            for host, command in commands.items():
+                if self._status is None:
+                    self._start(host, command)
             while self._live:
                 with contextlib.suppress(queue.Empty):
-                    self._events.get(timeout=_LOOK_S)()
-                self._end_late_ones()
+                    self._events.get(timeout=LOOK_S)()
+                if time.monotonic() >= self._kill_s:
+                    self._kill_s = math.inf
+                    for host in self._live:
+                        why = f"did not end within {self._stop_grace_s:g} s"
+                        say_as_launcher(f"{host} {why}; processes may be left there.")
+                    self._kill()
         return self._status or 0
 
-    def _start(self, node: NodeProcess) -> None:
-        if self._status is not None:
-            return
+    def _start(self, host: str, command: Sequence[str]) -> None:
         pipe = subprocess.PIPE
         try:
             # A terminal's Ctrl-C is for us: the client would end before its node does.
             process = subprocess.Popen(
-                node.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
-        except OSError as error:
-            self._stop(1, f"{node.host} could not be started: {error}")
+        except OSError as error:  # there is no ssh client, say
+            self._stop(1, f"{host} could not be started: {error}")
             return
-        self._live[node.host] = process
-        threading.Thread(target=self._watch, args=(node.host, process), daemon=True).start()
+        self._live[host] = process
+        threading.Thread(target=self._watch, args=(host, process), daemon=True).start()
 
     def _watch(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout
@@ -304,40 +288,26 @@ class _Run:
         self._status = status
         others = f"Stopping {', '.join(self._live)}." if self._live else "No other node runs."
         say_as_launcher(f"{why}. {others}")
-        late_s = time.monotonic() + self._stop_grace_s
-        self._deadlines = [
-            (late_s, self._stop_grace_s, signal.SIGTERM),
-            (late_s + _LAST_GRACE_S, _LAST_GRACE_S, signal.SIGKILL),
-        ]
+        self._kill_s = time.monotonic() + self._stop_grace_s
         for process in self._live.values():
             _close(process)
-
-    def _end_late_ones(self) -> None:
-        if not self._deadlines or time.monotonic() < self._deadlines[0][0]:
-            return
-        _, grace_s, number = self._deadlines.pop(0)
-        for host in self._live:
-            say_as_launcher(
-                f"{host} did not end within {grace_s:g} s; processes may be left there."
-            )
-        self._send(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         kills = self._interrupted and number is signal.SIGINT
         self._interrupted |= number is signal.SIGINT
         if kills:
             say_as_launcher(f"Killing the connections to {', '.join(self._live)}.")
-            self._send(signal.SIGKILL)
+            self._kill()
         elif self._status is not None:
             say_as_launcher(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
         else:
             self._stop(128 + number, f"{number.name} arrived; another Ctrl-C kills")
 
-    def _send(self, number: signal.Signals) -> None:
-        """Signal all clients, and what they have started themselves to reach their hosts."""
+    def _kill(self) -> None:
+        """Kill all clients, and what they have started themselves to reach their hosts."""
         for process in self._live.values():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

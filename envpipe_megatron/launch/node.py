@@ -84,7 +84,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             report.look,
         )
         last.callback(agent.close)
-        if agent.log.goes_on:
+        if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(torchrun_arguments)
         signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain, repeat
-from types import TracebackType
 
+#: How often to look up from a wait: a signal that another thread gets, or that comes just before,
+#: does not end it.
+LOOK_S = 0.2
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Python's handler of a signal that comes just before the main thread begins to wait in a system
-#: call runs after that call: the next signal interrupts it.
-_AGAIN_S = 1.0
 
 
 @contextmanager
@@ -41,7 +39,7 @@ class Signals:
     """Takes signals as long as it is entered, in the main thread.
 
     They end the process as usual, by SystemExit, until `call` says what else they do. With
-    `until_stdin_ends`, the end of standard input counts as a SIGTERM.
+    `until_stdin_ends`, the end of standard input counts as a SIGTERM from then on.
 
     Attributes:
         to_pass_on: the last signal if it is of `also`; SIGTERM for those that every launcher takes,
@@ -53,34 +51,29 @@ class Signals:
     ) -> None:
         self.until_stdin_ends = until_stdin_ends
         self.to_pass_on = signal.SIGTERM
-        self._also = also
-        self._actions: Iterator[Callable[[], None] | None] = repeat(None)
-        self._over = threading.Lock()
-        self._is_over = self._is_taken = False
-        self._handled = ExitStack()
+        self._actions: Iterator[Callable[[], object] | None] = repeat(None)
+        self._watch: threading.Thread | None = None
+        self._handled = handled(self._take, also)
 
-    def call(self, first: Callable[[], None], again: Callable[[], None]) -> None:
-        """From here on, the next signal calls `first`, and all others call `again`."""
+    def call(self, first: Callable[[], object], again: Callable[[], object]) -> None:
+        """From here on, the next signal calls `first`, and all others call `again`.
+
+        The end of standard input calls them in a thread.
+        """
         self._actions = chain([first], repeat(again))
+        if self.until_stdin_ends and self._watch is None:
+            self._watch = threading.Thread(target=self._watch_stdin, daemon=True)
+            self._watch.start()
 
     def __enter__(self) -> Signals:
-        self._handled.enter_context(handled(self._take, self._also))
-        if self.until_stdin_ends:
-            threading.Thread(target=self._watch_stdin, daemon=True).start()
+        self._handled.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._over:
-            self._is_over = True
-        self._handled.close()
+    def __exit__(self, *error: object) -> None:
+        self._actions = repeat(bool)  # nothing, for standard input that ends later
+        self._handled.__exit__(None, None, None)
 
     def _take(self, number: signal.Signals) -> None:
-        self._is_taken = True
         self.to_pass_on = signal.SIGTERM if number in _NUMBERS else number
         action = next(self._actions)
         if action is None:
@@ -90,9 +83,4 @@ class Signals:
     def _watch_stdin(self) -> None:
         while os.read(0, 4096):
             pass
-        while not self._is_taken:
-            with self._over:
-                if self._is_over:
-                    return
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(_AGAIN_S)
+        self._take(signal.SIGTERM)

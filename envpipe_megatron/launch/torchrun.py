@@ -1,54 +1,42 @@
-"""torchrun on one node: reads its command line, checks what it needs, and runs it.
+"""torchrun on one node: its own parser reads its options, and it is run to its end.
 
-torchrun's own parser decides, so that every torchrun is read as it reads itself. Importing it takes
-a second, for torch; so a line of EnvPipe's options alone, such as `--help`, does without.
-`cli/jobs/launch.py` calls `split`, `look` and, through `launch/node.py`, `run_torchrun`.
+Importing that parser takes a second, for torch. `cli/jobs/launch.py` calls `split` and, through
+`launch/node.py`, `run_torchrun`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from envpipe_megatron import child
 from envpipe_megatron.child import TORCHRUN_MARK
 from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.signals import LOOK_S, Signals
 
 logger = logging.getLogger(__name__)
 
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
-#: torchrun's own default.
-MASTER_PORT = "29500"
-#: Stands for the script when options are read alone.
-_SCRIPT = "SCRIPT"
 _SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
+#: torchrun's own default.
+_SHUTDOWN_S = 30
 
 #: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
 #: handles no signal for minutes.
 _PATIENCE_S = 10.0
-#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
-_LOOK_S = 0.2
 #: How long ranks may take to end after torchrun was killed, before they are killed too, where it
 #: gives them no longer: they may be saving a checkpoint.
 _RANKS_END_S = 15.0
@@ -56,54 +44,87 @@ _RANKS_END_S = 15.0
 _LOOK_AGAIN_S = 0.1
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """The parts of `[options] SCRIPT ARGS`.
+class CommandLine(NamedTuple):
+    """`[options] SCRIPT ARGS`: the options with their values, and the rest, as they were given."""
 
-    Attributes:
-        own: EnvPipe's options; one with a value is a single word, `--name=value`.
-        options: torchrun's options and their values, as they were given.
-        script: the script and its arguments, untouched.
-    """
-
-    own: tuple[str, ...]
     options: tuple[str, ...]
     script: tuple[str, ...]
 
 
-class TorchrunParser:
-    """torchrun's own parser. EnvPipeError: torch is missing, or a flag's PET_ is no number."""
+class HelpAskedError(EnvPipeError):
+    """Options ask for help, which torchrun's parser would give for itself only."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """torchrun's own."""
 
     def __init__(self) -> None:
-        self._parser = _parser()
-        defaults = vars(self._parser.parse_args([_SCRIPT]))
-        #: Whether torchrun takes a free port by itself for a single node. torch 2.11 does not.
-        self.picks_free_port = defaults["master_port"] is None
-        # PET_ variables are defaults to torchrun; here they must not look as if they were given.
-        self._parser.set_defaults(**dict.fromkeys(defaults))
-
-    def takes_value(self, option: str) -> bool:
-        """Return whether the word after an option is its value; refuse an unknown option."""
         try:
-            _, unknown = self._parser.parse_known_args([option, _SCRIPT])
-        except EnvPipeError:  # it took the script for its value, and none was left
-            return True
-        if unknown:
+            from torch.distributed.run import get_args_parser
+
+            super().__init__(parents=[get_args_parser()], add_help=False)
+        except (ImportError, ValueError) as error:
             raise EnvPipeError(
-                "Neither envpipe launch nor torchrun knows the option",
-                value=option,
-                remedy=_SEE_HELP,
-            )
-        return False
+                "torchrun cannot read its options",
+                value=str(error),
+                remedy="It comes with torch: pip install 'torch>=2.11'. PET_ variables of flags, "
+                "such as PET_STANDALONE, must be 0 or 1.",
+            ) from error
 
-    def given(self, options: Sequence[str]) -> dict[str, Any]:
-        """Return options' values, under names like `nproc_per_node`, None if not given."""
-        return vars(self._parser.parse_args([*options, _SCRIPT]))
+    def error(self, message: str) -> NoReturn:
+        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
+
+    def print_help(self, file: Any = None) -> None:
+        raise HelpAskedError("There is no help among torchrun's options", remedy=_SEE_HELP)
 
 
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return all options as torchrun reads them, its variables and defaults too, or refuse them."""
-    return _parser().parse_args(arguments)
+def read(arguments: Sequence[str], given_only: Collection[str] = ()) -> argparse.Namespace:
+    """Return all options as torchrun reads them, its PET_ variables and defaults too.
+
+    Those of `given_only`, such as `node_rank`, are None where the arguments do not have them.
+    Raises EnvPipeError if torchrun's parser refuses them, or there is no torch.
+    """
+    parser = _Parser()
+    parser.set_defaults(**dict.fromkeys(given_only))
+    return parser.parse_args(arguments)
+
+
+def split(words: Sequence[str], own: Mapping[str, bool] | None = None) -> CommandLine:
+    """Split `[options] [--] SCRIPT ARGS` before the script, which torchrun's parser finds.
+
+    It gets one more word each time: among the script's arguments it would find abbreviations of
+    its own options. `own` has other options that may be there, and whether each takes a value.
+    Raises EnvPipeError if there is no script, or options lack values or are not known.
+    """
+    parser = _Parser()
+    for name, takes_value in (own or {}).items():
+        parser.add_argument(name, action="store" if takes_value else "store_true")
+    for end in range(1, len(words)):
+        with contextlib.suppress(EnvPipeError):
+            parser.parse_args(words[:end])
+            break
+    else:
+        end = len(words)
+        parser.parse_args(words)
+    options = tuple(words[: end - 1])
+    return CommandLine(
+        options[:-1] if options[-1:] == ("--",) else options, tuple(words[end - 1 :])
+    )
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Refuse (EnvPipeError) a file to run that is not there.
+
+    Each rank would say so; and where it lacks on one node, others would wait for it for minutes.
+    """
+    script: str = options.training_script
+    is_file = options.run_path or not (options.module or options.no_python)
+    if is_file and script != "-" and not Path(script).exists():
+        raise EnvPipeError(
+            "There is no such script to run",
+            value=script,
+            remedy=f"Give its path as seen from {Path.cwd()}; a module needs -m before it.",
+        )
 
 
 def ranks_of_node(options: argparse.Namespace) -> int:
@@ -124,152 +145,10 @@ def handled_signals(arguments: Sequence[str]) -> set[signal.Signals]:
 
 def shutdown_s(arguments: Sequence[str]) -> int:
     """How long torchrun, with these arguments, gives its ranks from a signal to their end."""
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    # Older torchruns have no such option.
+    # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
     given: int | None = getattr(read(arguments), "shutdown_timeout", None)
-    try:
-        return int(os.environ.get(variable, "30")) if given is None else given
-    except ValueError as error:
-        raise EnvPipeError(
-            f"{variable} is not a whole number of seconds", value=os.environ[variable]
-        ) from error
-
-
-def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:
-    """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
-
-    argparse alone cannot: it also looks among the script's arguments for options, and finds
-    abbreviated or ambiguous ones there. `own` has EnvPipe's options, and whether each takes a
-    value; they are never abbreviated, so torchrun's abbreviations stay what they were.
-
-    Raises EnvPipeError if an option lacks its value, or is refused by torchrun.
-    """
-    rest = deque(words)
-    own_words: list[str] = []
-    options: list[str] = []
-    parser: TorchrunParser | None = None
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.popleft()
-        if word == "--":
-            break
-        name, assigns, _ = word.partition("=")
-        if name in own:
-            value = f"={_value(name, rest)}" if own[name] and not assigns else ""
-            own_words.append(word + value)
-            continue
-        parser = parser or TorchrunParser()
-        options.append(word)
-        if parser.takes_value(word):
-            options.append(_value(word, rest))
-    if parser is not None:
-        parser.given(options)
-    return CommandLine(tuple(own_words), tuple(options), tuple(rest))
-
-
-def _value(name: str, rest: deque[str]) -> str:
-    if not rest or rest[0].startswith("--"):
-        raise EnvPipeError(f"{name} needs a value", remedy=f"Write {name}=VALUE. {_SEE_HELP}")
-    return rest.popleft()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
-
-
-def _parser() -> _Parser:
-    try:
-        from torch.distributed.run import get_args_parser
-    except ImportError as error:
-        raise EnvPipeError(
-            "torch, whose torchrun is started, cannot be imported",
-            value=str(error),
-            remedy="Install it into this Python: pip install 'torch>=2.11'.",
-        ) from error
-    try:
-        return _Parser(prog="torchrun", parents=[get_args_parser()], add_help=False)
-    except ValueError as error:
-        raise EnvPipeError(
-            "A PET_ variable of one of torchrun's flags, such as PET_STANDALONE, is not 0 or 1",
-            value=str(error),
-            remedy="Unset it, or make it 0 or 1.",
-        ) from error
-
-
-def look(args: argparse.Namespace) -> tuple[str, str]:
-    """Return what was found of the script and of the rendezvous, a line of each.
-
-    Nothing is imported, and no port is kept. Raises EnvPipeError if torchrun could not start
-    its ranks, or not listen where others look for it.
-    """
-    return _script(args), _rendezvous(args)
-
-
-def _script(args: argparse.Namespace) -> str:
-    script: str = args.training_script
-    if args.no_python and not args.run_path:
-        kind, there = "program", shutil.which(script) is not None
-        remedy = "Install it, or give its path; leave out --no-python for a Python script."
-    elif args.module and not args.run_path:
-        if "PYTHON_EXEC" in os.environ:
-            return f"module {script}: not looked for, since PYTHON_EXEC names another Python"
-        kind, there = "module", _is_importable(script.partition(".")[0])
-        remedy = f"Install it, or start in its folder (not {Path.cwd()}); leave out -m for a file."
-    else:
-        kind, there = "script", script == "-" or Path(script).exists()
-        remedy = f"Give its path as seen from {Path.cwd()}; a module needs -m before it."
-    if not there:
-        raise EnvPipeError(f"There is no such {kind} to run", value=script, remedy=remedy)
-    return f"{kind} {script}: is there"
-
-
-def _is_importable(package: str) -> bool:
-    """Say whether Python's -m finds a top-level package here; it looks in this folder first."""
-    try:
-        here = PathFinder.find_spec(package, [str(Path.cwd()), *sys.path])
-        return (here or find_spec(package)) is not None
-    except ValueError:  # it is no name, or one without a file, as __main__
-        return False
-
-
-def _rendezvous(args: argparse.Namespace) -> str:
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-    alone = args.nnodes.rpartition(":")[2] == "1"
-    free = args.master_port is None and not args.rdzv_endpoint and alone
-    if args.standalone or (args.rdzv_backend == "static" and free):
-        return "rendezvous: torchrun takes a free port of this node"
-    if args.rdzv_backend != "static":  # any node may have the port already, and be joined there
-        return f"rendezvous: {args.rdzv_backend} at {args.rdzv_endpoint or 'its default'}"
-    port = args.master_port or int(MASTER_PORT)
-    host = args.master_addr
-    if args.rdzv_endpoint:
-        try:
-            host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, -1)
-        except ValueError:
-            port = -1
-        if port < 0:
-            raise EnvPipeError(
-                "The endpoint of the rendezvous has no port",
-                value=args.rdzv_endpoint,
-                remedy="Write --rdzv-endpoint=HOST:PORT.",
-            )
-    if args.node_rank:
-        return f"rendezvous: {host}, port {port}, where the node of rank 0 listens"
-    with socket.socket() as probe:
-        # As torchrun does: connections that were closed lately are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise EnvPipeError(
-                    "Another program of this node listens at the port of the rendezvous",
-                    value=port,
-                    remedy="Give another --master-port (or MASTER_PORT), the same on all nodes; "
-                    "one node alone needs none: --standalone.",
-                ) from error
-    return f"rendezvous: port {port} of this node is free"
+    variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return given if given is not None else int(variable) if variable.isdecimal() else _SHUTDOWN_S
 
 
 def run_torchrun(
@@ -310,7 +189,7 @@ def run_torchrun(
     code = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(_LOOK_S)
+            code = process.wait(LOOK_S)
     patience.cancel()
     if asked or code < 0:
         _end_marked(mark, max(_RANKS_END_S, ranks_s))

@@ -38,10 +38,8 @@ def run_badly(*words):
 _RUN_NODES = """
 import json, sys
 from envpipe_megatron.launch import hosts
-from envpipe_megatron.launch.hosts import NodeProcess, run_nodes
-nodes = [NodeProcess(host, tuple(command)) for host, command in json.loads(sys.argv[1])]
 grace_s, hosts._LAST_GRACE_S = float(sys.argv[2]), float(sys.argv[3])
-sys.exit(run_nodes(nodes, grace_s))
+sys.exit(hosts.run_nodes(json.loads(sys.argv[1]), grace_s))
 """
 
 
@@ -49,7 +47,7 @@ class Launcher:
     """A process that runs nodes, given as {host: command}, whose output a test waits for."""
 
     def __init__(self, nodes, grace_s=LONG_S, last_grace_s=LONG_S, before_exec=None):
-        arguments = [json.dumps(list(nodes.items())), str(grace_s), str(last_grace_s)]
+        arguments = [json.dumps(nodes), str(grace_s), str(last_grace_s)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _RUN_NODES, *arguments],
             stdout=subprocess.PIPE,

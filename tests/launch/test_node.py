@@ -23,7 +23,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard import messages
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import node
-from envpipe_megatron.launch import signals as launch_signals
 from envpipe_megatron.launch.agent import prometheus
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
@@ -356,50 +355,37 @@ def stdin() -> Iterator[int]:
     os.close(before)
 
 
-def end_it(stdin: int) -> None:
-    os.close(stdin)
-    threading.Event().wait(LONG_S)
+@pytest.mark.parametrize("already", [True, False])
+def test_the_end_of_standard_input_is_a_sigterm(stdin, already):
+    taken = threading.Event()
+    with Signals(until_stdin_ends=True) as signals:
+        if already:
+            os.close(stdin)
+        signals.call(taken.set, pytest.fail)
+        if not already:
+            os.write(stdin, b"x" * 5000)  # is passed over
+            assert not taken.is_set()
+            os.close(stdin)
+        assert taken.wait(LONG_S)
+        assert signals.to_pass_on is signal.SIGTERM
 
 
-def test_the_end_of_standard_input_is_a_sigterm(stdin):
-    with Signals(until_stdin_ends=True):
-        os.write(stdin, b"x" * 5000)  # is passed over
-        with pytest.raises(SystemExit) as ended:
-            end_it(stdin)
-    assert ended.value.code == 128 + signal.SIGTERM
-
-
-def test_standard_input_that_ends_later_means_nothing(stdin, monkeypatch):
-    killed: list[object] = []
-    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+def test_standard_input_that_ends_later_means_nothing(stdin):
+    taken: list[str] = []
     before = set(threading.enumerate())
-    with Signals(until_stdin_ends=True):
+    with Signals(until_stdin_ends=True) as signals:
+        signals.call(lambda: taken.append("first"), lambda: taken.append("again"))
         (watching,) = set(threading.enumerate()) - before
         assert watching.daemon
     os.close(stdin)
     watching.join(LONG_S)
-    assert not killed
-
-
-def test_a_signal_that_came_just_before_the_main_thread_waited_is_sent_again(stdin, monkeypatch):
-    sent: list[int] = []
-    kill = os.kill
-
-    def kill_at_last(pid: int, number: int) -> None:
-        sent.append(number)
-        if len(sent) == 2:  # the first is as good as not noticed
-            kill(pid, number)
-
-    monkeypatch.setattr(os, "kill", kill_at_last)
-    monkeypatch.setattr(launch_signals, "_AGAIN_S", 0.01)
-    with pytest.raises(SystemExit), Signals(until_stdin_ends=True):
-        end_it(stdin)
-    assert sent == [signal.SIGTERM] * 2
+    assert not taken
 
 
 def test_standard_input_is_not_watched_unless_asked_for():
     before = set(threading.enumerate())
-    with Signals():
+    with Signals() as signals:
+        signals.call(lambda: None, lambda: None)
         assert set(threading.enumerate()) <= before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import (
     STOP_GRACE_S,
-    NodeProcess,
     carried_environment,
     read_hostfile,
     run_nodes,
@@ -30,14 +31,14 @@ from envpipe_megatron.launch.options import (
 from envpipe_megatron.launch.torchrun import (
     TORCHRUN,
     CommandLine,
-    look,
-    read,
+    HelpAskedError,
+    check_script,
     shutdown_s,
     split,
 )
 
-#: Options that are used when the hostfile is read; nodes get all others.
-_USED_UP = ("--hostfile", "--ssh", "--python", "--export", "--dry-run")
+#: A node over ssh gets its own.
+_OF_ONE_NODE = ("node_name", "until_stdin_ends")
 
 #: click leaves the lines of a paragraph behind \b as they are; it would break options at dashes.
 _HELP = """
@@ -73,18 +74,21 @@ class _SplitFirst(click.Command):
     """Reads EnvPipe's options wherever they stand before SCRIPT, and nothing of what follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave EnvPipe's options to click, and keep torchrun's in the context."""
+        """Leave the words before SCRIPT to click, and keep what follows in the context."""
         if ctx.resilient_parsing:  # a shell asks for completions of half a line
             return super().parse_args(ctx, [])
         _drop_empty_torchrun_variables()
         own = {
             name: not option.is_flag
-            for option in self.get_params(ctx)
+            for option in self.params
             if isinstance(option, click.Option)
             for name in option.opts
         }
-        ctx.obj = line = split(args, own)
-        return super().parse_args(ctx, list(line.own))
+        options: Sequence[str] = ("--help",)
+        with contextlib.suppress(HelpAskedError):
+            if args[:1] != ["--help"]:  # which needs no torch
+                options, ctx.obj = split(args, own)
+        return super().parse_args(ctx, list(options))
 
 
 def _drop_empty_torchrun_variables() -> None:
@@ -103,7 +107,9 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     cls=_SplitFirst,
     help=_HELP,
     options_metavar="[OPTIONS] [TORCHRUN'S OPTIONS] SCRIPT [ARGS]...",
+    context_settings={"ignore_unknown_options": True},
 )
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.option(
     "--output",
     "output_dir",
@@ -195,6 +201,7 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 def launch(
     ctx: click.Context,
     /,
+    options: tuple[str, ...],
     hostfile: Path | None,
     ssh: str,
     python: str,
@@ -203,25 +210,19 @@ def launch(
     **settings: Any,
 ) -> None:
     """Run torchrun here, or a node on each host."""
-    line: CommandLine = ctx.obj
+    line = CommandLine(options, ctx.obj)
     settings["job_name"] = settings["job_name"] or settings["output_dir"].resolve().name
-    if not line.script:
-        raise EnvPipeError(
-            "There is no SCRIPT to run",
-            remedy="Give it behind the options: envpipe launch --nproc-per-node 8 train.py ...",
-        )
     if hostfile is None:
-        plan = options_here(line, os.environ)
+        plan = options_here(line)
         if dry_run:
             _show("this node", (*TORCHRUN, *plan.arguments), plan)
-        found = look(read(plan.arguments))
+        check_script(plan.read)
         if dry_run:
-            click.echo("".join(f"  {line}\n" for line in found), nl=False)
             return
         from envpipe_megatron.launch.node import NodeSettings, run_node
 
         ctx.exit(run_node(plan.arguments, NodeSettings(**settings)))
-    if any(word.startswith("--node-name=") for word in line.own):
+    if ctx.get_parameter_source("node_name") is ParameterSource.COMMANDLINE:
         raise EnvPipeError(
             "--node-name names one node, and --hostfile starts several",
             value=settings["node_name"],
@@ -229,28 +230,25 @@ def launch(
         )
     environ = carried_environment(os.environ, exported)
     hosts = read_hostfile(hostfile)
-    plans = options_of_hosts(line, os.environ, hosts)
-    nodes = []
+    plans = options_of_hosts(line, hosts)
+    own = [
+        f"{option.opts[0]}={settings[option.name]}"
+        for option in ctx.command.params
+        if option.name in settings.keys() - _OF_ONE_NODE and settings[option.name] is not None
+    ]
+    commands = {}
     for host, plan in zip(hosts, plans, strict=True):
-        arguments = [
-            "--until-stdin-ends",
-            f"--node-name={host.name}",
-            *(word for word in line.own if word.partition("=")[0] not in _USED_UP),
-            *plan.arguments,
-        ]
-        command = ssh_command(
-            ssh, host, arguments, python=python, folder=Path.cwd(), environ=environ
-        )
-        nodes.append(NodeProcess(host.name, command))
-    if dry_run:
-        for node, plan in zip(nodes, plans, strict=True):
-            _show(node.host, node.command, plan)
-        return
-    ctx.exit(run_nodes(nodes, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
+        words = ["--until-stdin-ends", f"--node-name={host.name}", *own, *plan.arguments]
+        command = ssh_command(ssh, host, words, python=python, folder=Path.cwd(), environ=environ)
+        commands[host.name] = command
+        if dry_run:
+            _show(host.name, command, plan)
+    if not dry_run:
+        ctx.exit(run_nodes(commands, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
 
 
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:
     """Print what would be run, and where each value comes from."""
     click.echo(f"{where}:\n  {shlex.join(command)}")
-    for setting in plan.settings:
-        click.echo(f"  {setting.option} {setting.value}: {setting.origin}")
+    for option, (value, origin) in plan.settings.items():
+        click.echo(f"  {option} {value}: {origin}")

@@ -24,7 +24,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import look, ranks_of_node, read, run_torchrun, split
+from envpipe_megatron.launch.torchrun import check_script, ranks_of_node, read, run_torchrun, split
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,
@@ -65,10 +65,10 @@ def _profile_layers(
     """
     check_outputs([], [], {output: LAYERS_FORMAT})
     options = read(command)
-    look(options)
+    check_script(options)
     num_gpus = _gpus(options)
     tensor = sizes.tensor or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus)
-    source = shlex.join(split(command, {}).script)
+    source = shlex.join(split(command).script)
     known = read_layers(output) if output.is_file() else None
     if known is not None:
         check_known(known, source, clocks_mhz)
@@ -175,7 +175,7 @@ def _run(
     script: bool = True,
 ) -> int:
     """Run a module under the command's torchrun, with its script behind or alone."""
-    parts = split(command, {})
+    parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
     with Signals() as signals:
         return run_torchrun(
@@ -271,7 +271,7 @@ def profile(
 
 def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
     check_outputs([output], [], {sidecar_path(output): SIDECAR_FORMAT})
-    look(read(command))
+    check_script(read(command))
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]

@@ -58,7 +58,7 @@ def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) ->
 
     EnvPipeError: the training failed, or its log has no times.
     """
-    parts = split(command, {})
+    parts = split(command)
     with tempfile.TemporaryDirectory() as folder:
         words = [*parts.options, "--log-dir", folder, "--tee", "3", parts.script[0]]
         words += without_set(parts.script[1:], candidate.configuration) + arguments(flags)
@@ -77,12 +77,6 @@ def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) ->
 
 def check_ranks(command: Sequence[str], num_gpus: int) -> None:
     """Refuse (EnvPipeError) a command that is not of a training with a rank for each GPU."""
-    if not split(command, {}).script:
-        raise EnvPipeError(
-            "--train needs the command of the training",
-            value=" ".join(command),
-            remedy="Give torchrun's options, the script and its arguments behind --.",
-        )
     options = read(command)
     least, _, most = options.nnodes.partition(":")
     ranks = ranks_of_node(options) * int(least) if (most or least) == least else None

@@ -62,7 +62,6 @@ class NodeLog:
 
     Attributes:
         grown: called after each line.
-        goes_on: whether an earlier start has written it, too.
         identity: tells this file from another of a node of the same name; its first note keeps it.
         earlier_bytes: what earlier starts have written.
 
@@ -88,9 +87,7 @@ class NodeLog:
         except OSError:  # a file system without locks
             pass
         try:
-            earlier = self._earlier_identity()
-            self.goes_on = earlier is not None
-            self.identity = earlier or uuid.uuid4().hex
+            self.identity = self._earlier_identity() or uuid.uuid4().hex
             self.earlier_bytes = self.size
             self.note(BEGUN, log=self.identity)
         except OSError:

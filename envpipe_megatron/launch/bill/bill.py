@@ -21,7 +21,6 @@ from envpipe_megatron.formats.energy import (
     ENDED,
     JOB,
     MAX_AMOUNT,
-    OUTSIDE_STEPS,
     PHASES,
     SHARES,
     EnergyNote,
@@ -82,9 +81,7 @@ class Ranges:
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, first: int, last: int) -> None:
-        """Add the numbers from first to last; none if these are the wrong way round."""
-        if last < first:
-            return
+        """Add the numbers from first to last."""
         kept = []
         for low, high in self._ranges:
             if high + 1 < first or last + 1 < low:
@@ -133,10 +130,9 @@ class PhaseBill:
         self.duration_s += window.duration_s
         shares = zip(self.shares_s, window.shares_s or _UNKNOWN, strict=True)
         self.shares_s = tuple(mine + new for mine, new in shares)
-        first, last = window.first_iteration, window.last_iteration
-        if window.phase in OUTSIDE_STEPS or first is None or last is None or last < first:
+        first, count = window.first_iteration, window.steps
+        if not count or first is None:
             return
-        count = last - first + 1
         self.steps += count
         self.step_s.add(window.duration_s / count)
         if window.baseline is not None:
@@ -236,24 +232,18 @@ class Bill:
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
         self.phases[key].add(line)
-        if line.phase in OUTSIDE_STEPS:
-            return
-        if line.first_iteration is not None and line.last_iteration is not None:
+        if line.steps and line.first_iteration is not None:
             of_run = self.iterations.setdefault(name_of_run(line.run), Ranges())
-            of_run.add(line.first_iteration, line.last_iteration)
+            of_run.add(line.first_iteration, line.first_iteration + line.steps - 1)
 
     def snapshot(self) -> Bill:
         """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
-        made = Bill()
+        made = copy.copy(self)  # what is set anew, and never changed, is shared
         made.phases = {
             key: replace(phase, step_s=copy.copy(phase.step_s), compared=copy.copy(phase.compared))
             for key, phase in self.phases.items()
         }
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
-        made.facts = dict(self.facts)
-        made.unreadable = self.unreadable
-        made.other_runs, made._told_by = self.other_runs, self._told_by
-        made._one_batch = self._one_batch
         made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
         return made
 

@@ -273,8 +273,7 @@ def test_its_command_finds_the_operators_variables(job, monkeypatch, tmp_path, r
     program, command, *options = [*container["command"], *container["args"]]
     assert (program, command) == ("envpipe", "launch")
     told = run_well("--dry-run", *options).stdout
-    assert f" torch.distributed.run -- {' '.join(container['args'])}\n" in told
-    assert (
-        f"--nnodes 2: PET_NNODES\n  --nproc-per-node 8: PET_NPROC_PER_NODE\n  --node-rank {rank}"
-        in told
-    )
+    filled = f"--nproc-per-node=8 --nnodes=2 --node-rank={rank} --master-addr={first}"
+    arguments = " ".join(container["args"])
+    assert f" torch.distributed.run {filled} --master-port={port} -- {arguments}\n" in told
+    assert f"--node-rank {rank}: PET_NODE_RANK\n" in told
