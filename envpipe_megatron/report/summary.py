@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from matplotlib.figure import Figure
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
@@ -24,23 +23,18 @@ _LONGEST_LINE = 40
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that can be drawn; its files have its name."""
-
-    name: str
-    caption: str
-    draw: Callable[[], Figure]
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of a report: a table, sentences below it, and pictures below these."""
+    """A part of a report: a table, sentences below it, and stills below these.
+
+    Args:
+        stills: the caption of each still, by the name of its files.
+    """
 
     title: str
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     lines: tuple[str, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    stills: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wordy(self) -> tuple[bool, ...]:
@@ -51,22 +45,24 @@ class Section:
 
 
 def sections_of(
-    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, pictures: Sequence[Picture]
+    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, stills: Mapping[str, str]
 ) -> list[Section]:
-    """All of a report."""
+    """All of a report; `stills` have captions by the names of their files."""
     compared = comparison_section(facts)
     known = [
         compared,
         *_bubbles(facts),
-        Section("Pictures", pictures=tuple(pictures)),
+        Section("Pictures", stills=stills),
         _phases(facts),
         _stages(facts),
         _clocks(folder),
+        _memory(folder),
+        _nodes(folder),
         Section("Trace", lines=tuple(_trace_lines(trace))),
         Section("Notes", lines=tuple(_notes(folder, facts))),
         Section("Not in this report", lines=folder.missing),
     ]
-    return [part for part in known if part.rows or part.lines or part.pictures]
+    return [part for part in known if part.rows or part.lines or part.stills]
 
 
 def comparison_section(facts: ReportFacts) -> Section:
@@ -213,6 +209,25 @@ def _clocks(folder: RunFolder) -> Section:
     return Section("Clocks: whether they followed", header, tuple(rows), tuple(lines))
 
 
+def _memory(folder: RunFolder) -> Section:
+    """Peaks of memory: predicted from the warm-up, and measured."""
+    rows = (
+        (str(stage), *(f"{(own.get(f'{which}_peak_bytes') or math.nan) / 2**30:.2f}"
+                       for which in ("predicted", "measured")))
+        for stage, own in enumerate((folder.summary or {}).get("memory") or ())
+    )  # fmt: skip
+    title = "Memory: the peak of what was allocated"
+    return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), tuple(rows))
+
+
+def _nodes(folder: RunFolder) -> Section:
+    rows = (
+        (str(node["node"]), str(node["num_gpus"]), f"{node['energy_j'] / 1e3:.4g}")
+        for node in (folder.bill or {}).get("nodes") or ()
+    )
+    return Section("Nodes, as billed", ("node", "GPUs", "energy (kJ)"), tuple(rows))
+
+
 def _trace_lines(trace: TraceFacts) -> Iterator[str]:
     yield (
         "`trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing as it is: a process "
@@ -272,7 +287,7 @@ def to_markdown(title: str, sections: Iterable[Section], command: str = "report"
             parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
         if section.lines:
             parts.append("\n".join(f"- {line}" for line in section.lines))
-        parts += [f"![{p.name}]({p.name}.png)\n\n{p.caption}" for p in section.pictures]
+        parts += [f"![{name}]({name}.png)\n\n{said}" for name, said in section.stills.items()]
     return "\n\n".join(parts) + "\n"
 
 

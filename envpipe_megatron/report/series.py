@@ -1,53 +1,23 @@
-"""Pictures of what was metered over a job: steps, power, shares, nodes."""
+"""Measures over the time of a job: steps beside what plans predicted, and the power of GPUs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.energy import (
-    PHASES,
-    EnergyWindow,
-    name_of_run,
-    split_phase,
-)
-from envpipe_megatron.report.drawing.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SERIES,
-    SKY,
-    YELLOW,
-    add_colour_bar,
-    dress,
-    legend_below,
-    new_figure,
-    set_title,
-)
-from envpipe_megatron.report.facts import StageFacts
+from envpipe_megatron.formats.energy import EnergyWindow, Phase, name_of_run
+from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pipelines import StartAndNode
+from envpipe_megatron.report.run_folder import RunFolder
 
-#: Colours of phases, in a job's order.
-PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
-#: With more GPUs, lines of power would hide each other.
-MOST_LINES = 8
 _TIME_BINS = 600
-_MOST_NAMED = 24
 
 
 @dataclass(frozen=True)
@@ -133,43 +103,6 @@ def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int],
     return tuple(spans)
 
 
-def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
-    """Time and energy of each iteration over the job, phases shaded; a column a run."""
-    figure = new_figure(max(8.0, 5.2 * len(series)), 5.4)
-    panels = figure.subplots(2, len(series), sharex="col", sharey="row", squeeze=False)
-    for column, run in zip(panels.T, series, strict=True):
-        for axes, values in zip(column, (run.time_s, run.energy_j), strict=True):
-            for phase, first, last in run.phases:
-                colour = PHASE_COLOURS.get(split_phase(phase)[0], GREY)
-                axes.axvspan(
-                    first - 0.5, last + 0.5, color=colour, alpha=0.22,
-                    linewidth=0,
-                )  # fmt: skip
-            axes.plot(
-                run.iteration, values, color=INK, linewidth=1.1, marker=".",
-                markersize=3 if len(values) < 300 else 0,
-            )  # fmt: skip
-            dress(axes)
-        if len(series) > 1:
-            column[0].set_title(run.run, loc="left", fontsize=10, color=INK)
-        column[1].set_xlabel("iteration", fontsize=9, color=MUTED)
-        column[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes, label in zip(
-        panels[:, 0], ("iteration time (s)", "energy of all GPUs (J)"), strict=True
-    ):
-        axes.set_ylabel(label, fontsize=9, color=MUTED)
-        axes.set_ylim(bottom=0)
-    found = {split_phase(phase)[0] for run in series for phase, *_ in run.phases}
-    handles = [
-        Patch(color=colour, alpha=0.4, label=phase)
-        for phase, colour in PHASE_COLOURS.items()
-        if phase in found
-    ]
-    legend_below(figure, handles, len(handles))
-    set_title(figure, title)
-    return figure
-
-
 @dataclass(frozen=True)
 class PowerSeries:
     """Mean power of GPUs over time.
@@ -252,92 +185,58 @@ def _binned_power_w(
     return np.where(metered_s > 0, in_bins(sum_w) / bins_s, np.nan)
 
 
-def power_figure(series: PowerSeries, title: str) -> Figure:
-    """Lines of up to eight GPUs; of more, a map of GPU and time."""
-    count = len(series.names)
-    if count > MOST_LINES:
-        return _power_map(series, title)
-    figure = new_figure(9.5, 3.9)
-    axes = figure.add_subplot()
-    for name, power_w, colour in zip(series.names, series.power_w, SERIES, strict=False):
-        axes.stairs(power_w, series.edges_s, color=colour, linewidth=1.2, label=name, baseline=None)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(0, series.edges_s[-1])
-    dress(axes, "time (s)", "power of a GPU (W)")
-    legend_below(figure, axes.get_legend_handles_labels()[0], 4)
-    set_title(figure, title)
-    return figure
+class Prediction(NamedTuple):
+    """Cost of an iteration on all GPUs, from `begin` up to `end`, not included, if it ended.
+
+    `said` is what the job said when it began.
+    """
+
+    begin: int
+    end: int | None
+    time_s: float
+    energy_j: float
+    said: str
 
 
-def _power_map(series: PowerSeries, title: str) -> Figure:
-    count = len(series.names)
-    figure = new_figure(10.0, float(np.clip(0.16 * count, 3.0, 12.0)) + 1.3)
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        series.power_w, aspect="auto", interpolation="nearest", cmap="viridis",
-        extent=(0.0, float(series.edges_s[-1]), count - 0.5, -0.5),
-    )  # fmt: skip
-    add_colour_bar(figure, axes, image, "power of a GPU (W)")
-    dress(axes, "time (s)")
-    axes.grid(visible=False)
-    every = -(-count // _MOST_NAMED)
-    axes.set_yticks(range(0, count, every), series.names[::every], fontsize=7)
-    set_title(figure, title)
-    return figure
+def predictions_of(folder: RunFolder, facts: ReportFacts) -> list[Prediction]:
+    """Predictions for batches of full size, in order; by the last plan without a closed loop.
+
+    While the loop is back in the framework's order nothing is predicted.
+    """
+    steps, plan = facts.steady or facts.baseline, folder.plan
+    if steps is None or not folder.num_stages:
+        return []
+    pipelines = steps.num_gpus / folder.num_stages
+    told = _of_latest_starts([entry for entry in folder.loop if not entry.get("batch")])
+    if told:
+        return list(_predictions(told, pipelines))
+    if plan is None:
+        return []
+    joules = pipelines * plan.cost.energy_j
+    return [Prediction(0, None, plan.cost.iteration_time_s, joules, "the plan of the job")]
 
 
-_SHARES = (("compute", "units", BLUE), ("blocking", "receives", ORANGE), ("idle", "the rest", GREY))
+def _of_latest_starts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of iterations: a start that begins at an earlier one replaces what came before.
+
+    The runs of starts end with their instants, so that they sort.
+    """
+    kept: list[dict[str, Any]] = []
+    for entry in sorted(entries, key=lambda one: (str(one.get("run", "")), one["iteration"])):
+        while kept and kept[-1]["iteration"] > entry["iteration"]:
+            kept.pop()
+        kept.append(entry)
+    return kept
 
 
-def shares_figure(stages: Sequence[StageFacts], title: str) -> Figure:
-    """Energy of a step on the mean GPU of each stage, of baseline and steady phase."""
-    names = list(dict.fromkeys(facts.name for facts in stages))
-    numbers = sorted({facts.stage for facts in stages})
-    figure = new_figure(float(np.clip(0.95 * len(numbers) + 2.5, 7.0, 18.0)), 4.2)
-    axes = figure.add_subplot()
-    width = 0.8 / len(names)
-    for facts in stages:
-        x = facts.stage + width * (names.index(facts.name) - (len(names) - 1) / 2)
-        _draw_shares(axes, facts, x, 0.92 * width, hatched=facts.name != names[-1])
-    axes.axhline(0, color=MUTED, linewidth=0.8)
-    dress(axes, "stage", "energy of an iteration on one GPU (J)")
-    axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=32, integer=True))
-    parts = _SHARES if all(facts.shares for facts in stages) else (("", "all", BLUE),)
-    handles = [Patch(color=colour, label=name) for _, name, colour in parts]
-    handles += [
-        Patch(facecolor="white", edgecolor=MUTED, hatch="" if n == names[-1] else "////", label=n)
-        for n in names
-    ]
-    legend_below(figure, handles, 5)
-    set_title(figure, title)
-    return figure
-
-
-def _draw_shares(axes: Axes, facts: StageFacts, x: float, width: float, *, hatched: bool) -> None:
-    parts = [(facts.energy_j, BLUE)]
-    if facts.shares is not None:
-        parts = [(getattr(facts.shares, f"{key}_j"), colour) for key, _, colour in _SHARES]
-    above = below = 0.0
-    for energy_j, colour in parts:
-        bottom = above if energy_j >= 0 else below
-        axes.bar(
-            x, energy_j, width, bottom=bottom, color=colour, edgecolor="white", linewidth=0.4,
-            hatch="////" if hatched else None,
-        )  # fmt: skip
-        above, below = above + max(energy_j, 0.0), below + min(energy_j, 0.0)
-
-
-def nodes_figure(nodes: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Energy of each node of a bill."""
-    figure = new_figure(7.5, float(np.clip(0.32 * len(nodes), 1.2, 12.0)) + 1.3)
-    axes = figure.add_subplot()
-    names = [f"{node['node']} ({node['num_gpus']} GPUs)" for node in nodes]
-    bars = axes.barh(range(len(nodes)), [node["energy_j"] / 1e3 for node in nodes], color=BLUE)
-    axes.set_yticks(range(len(nodes)), names)
-    axes.invert_yaxis()
-    axes.bar_label(bars, fmt="%.4g", padding=3, fontsize=8, color=INK)
-    axes.margins(x=0.12)
-    dress(axes, "energy (kJ)", grid="x")
-    set_title(figure, title)
-    return figure
+def _predictions(told: list[dict[str, Any]], pipelines: float) -> Iterator[Prediction]:
+    cost: tuple[float, float] | None = None
+    for now, after in pairwise([*told, None]):
+        assert now is not None
+        if now["time_s"] is not None:
+            cost = now["time_s"], pipelines * now["energy_j"]
+        end = None if after is None else after["iteration"]
+        if cost is not None and now["phase"] != Phase.BASELINE:
+            yield Prediction(now["iteration"], end, *cost, now["note"])
+        if after is not None and after.get("run") != now.get("run"):
+            cost = None
