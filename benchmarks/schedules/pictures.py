@@ -27,8 +27,7 @@ from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.report.stills import draw as draw_charts
-from envpipe_megatron.report.stills import save_picture
+from envpipe_megatron.report.stills import save
 from envpipe_megatron.report.units import plan_chart
 
 GPU = "a100-sxm"
@@ -151,7 +150,7 @@ def draw(cases: Iterable[Case], folder: Path) -> None:
     for name, case in drawn.items():
         path = folder / f"{name}.png"
         chart = plan_chart(case.plan, note=_note(case, axis_s), x_max_s=axis_s, scale_mhz=scale_mhz)
-        save_picture(draw_charts([chart], f"Order: {case.order}. Clocks: {case.clocks}."), path)
+        save([chart], f"Order: {case.order}. Clocks: {case.clocks}.", path)
         # A palette: half the bytes, and a page of six pictures loads at once.
         with Image.open(path) as picture:
             picture.quantize(colors=_PALETTE).save(path, optimize=True)

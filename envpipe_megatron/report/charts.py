@@ -20,12 +20,18 @@ def series_colours(count: int) -> list[str]:
     return [SERIES[number % len(SERIES)] for number in range(count)]
 
 
+def columns_of(names: str, rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """Return the columns of rows, by their names, with spaces between these."""
+    return {name: [row[place] for row in rows] for place, name in enumerate(names.split())}
+
+
 @dataclass(frozen=True)
 class Marks:
     """Marks of one shape.
 
     Args:
-        name, colour: of all marks, or of each; a legend has each name once, but for empty ones.
+        name, colour: of all marks that have none among their columns; a legend has each name once,
+            but for empty ones.
         columns: by name, a value for each mark: for a line `x` and `y` (arrays of points), for a
             dot `x` and `y`, for a box `row`, `begin` and `end`, for a span `begin` and `end`.
             Where there is a `group`, only the marks of a chosen one are shown. Stills have boxes of
@@ -37,8 +43,8 @@ class Marks:
     """
 
     shape: Literal["line", "dot", "box", "span"]
-    name: str | Sequence[str]
-    colour: str | Sequence[str]
+    name: str
+    colour: str
     columns: Mapping[str, Any]
     tips: Sequence[tuple[str, str]] = ()
     marker: str = "circle"
@@ -47,11 +53,9 @@ class Marks:
 
     @property
     def table(self) -> dict[str, Any]:
-        """All columns, with `name` and `colour`."""
+        """All columns, `name` and `colour` among them."""
         count = len(next(iter(self.columns.values())))
-        own = (("name", self.name), ("colour", self.colour))
-        named = {key: [each] * count if isinstance(each, str) else each for key, each in own}
-        return {**named, **self.columns}
+        return {"name": [self.name] * count, "colour": [self.colour] * count, **self.columns}
 
 
 @dataclass(frozen=True)

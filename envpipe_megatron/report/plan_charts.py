@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
@@ -13,11 +12,13 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
+    GREY,
     INK,
     ORANGE,
     VERMILION,
     Chart,
     Marks,
+    columns_of,
     series_colours,
 )
 
@@ -29,18 +30,15 @@ def valley_chart(profile: Profile) -> Chart:
     """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage."""
     valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
     stages = [f"stage {stage}" for stage in range(profile.num_stages)]
-    colours = series_colours(len(stages))
-    clocks_mhz, joules = [[*valley] for valley in valleys], [[*v.values()] for v in valleys]
+    named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
+    lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
+    dots = [(*names, *point) for *names, valley in named for point in valley.items()]
     best = [min(valley.items(), key=lambda at: (at[1], -at[0])) for valley in valleys if valley]
-    optima = {"x": [mhz for mhz, _ in best], "y": [least_j for _, least_j in best]}
-    each = {"x": [*chain(*clocks_mhz)], "y": [*chain(*joules)]}
-    names = [stage for stage, valley in zip(stages, valleys, strict=True) for _ in valley]
-    own = [colour for colour, valley in zip(colours, valleys, strict=True) for _ in valley]
     tips = ("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")
     marks = [
-        Marks("line", stages, colours, {"x": clocks_mhz, "y": joules}),
-        Marks("dot", "", INK, optima, marker="diamond", size=11),
-        Marks("dot", names, own, each, tips, size=4),
+        Marks("line", "", GREY, columns_of("name colour x y", lines)),
+        Marks("dot", "", INK, columns_of("x y", best), marker="diamond", size=11),
+        Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
     ]
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
     return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
@@ -91,12 +89,14 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
             (f"{full.schedule.name} at the highest clocks", [full], VERMILION, "triangle", 9),
             ("the plan that ran", [ran] if ran else [], ORANGE, "star", 14),
         ):
-            columns = {
-                "x": [plan.cost.iteration_time_s for plan in shown],
-                "y": [getattr(plan.cost, field) for plan in shown],
-                "slower": [plan.cost.slowdown_percent(full.cost) for plan in shown],
-                "saved": [plan.cost.saving_percent(full.cost) for plan in shown],
-            }
+            points = [
+                (
+                    plan.cost.iteration_time_s, getattr(plan.cost, field),
+                    plan.cost.slowdown_percent(full.cost), plan.cost.saving_percent(full.cost),
+                )
+                for plan in shown
+            ]  # fmt: skip
+            columns = columns_of("x y slower saved", points)
             tips = [
                 ("", "@name"), ("time (s)", "@x{0.0000} (@slower{+0.00} %)"),
                 (label, "@y{0.0}"), ("energy saved (%)", "@saved{0.00}"),
@@ -108,10 +108,11 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
 
 def configurations_chart(frontiers: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
     """Energy over time of the plans of each configuration, by its name."""
-    lines = {
-        axis: [[point[place] for point in points] for points in frontiers.values()]
-        for place, axis in enumerate("xy")
-    }
-    marks = [Marks("line", list(frontiers), series_colours(len(frontiers)), lines)]
+    colours = series_colours(len(frontiers))
+    lines = [
+        (name, colour, *zip(*points, strict=True))
+        for (name, points), colour in zip(frontiers.items(), colours, strict=True)
+    ]
+    marks = [Marks("line", "", GREY, columns_of("name colour x y", lines))]
     label = "energy of all GPUs in an iteration (J)"
     return Chart("configurations", "iteration time (s)", label, marks)

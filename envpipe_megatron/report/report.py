@@ -10,7 +10,7 @@ from envpipe_megatron.report.charts import View
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.stills import draw, save
+from envpipe_megatron.report.stills import save
 from envpipe_megatron.report.summary import Section, sections_of, to_markdown
 from envpipe_megatron.report.trace import write_trace
 from envpipe_megatron.report.units import measured_charts, unit_table
@@ -19,6 +19,7 @@ from envpipe_megatron.report.views import views_of
 TRACE_FILE = "trace.json.gz"
 SUMMARY_FILE = "summary.md"
 PAGE_FILE = "index.html"
+_ENDINGS = ".png", ".svg"  # of each still
 
 
 def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
@@ -44,14 +45,15 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
                 )
             )
     stills = {view.key: view for view in (*timelines, *views)}
-    files = [f"{name}.{kind}" for name in stills for kind in ("png", "svg")]
-    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *files], TRACE_FILE)
+    made = [f"{name}{ending}" for name in stills for ending in _ENDINGS]
+    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *made], TRACE_FILE)
     output.mkdir(parents=True, exist_ok=True)
     trace = write_trace(
         output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
     )
     for name, view in stills.items():
-        save(draw(view.charts, f"{view.title}{mark}"), output, name)
+        files = [output / f"{name}{ending}" for ending in _ENDINGS]
+        save(view.charts, f"{view.title}{mark}", *files)
     captions = {name: view.text for name, view in stills.items()}
     sections = sections_of(folder, facts, trace, captions)
     title = f"EnvPipe: {folder.path.resolve().name}"

@@ -175,18 +175,17 @@ def _handle(marks: Marks, name: str, colour: str) -> Patch | Line2D:
     return Line2D([], [], color=colour, marker=marker, markersize=size, ls="", label=name)
 
 
-def save_picture(figure: Figure, path: Path, dpi: float = DPI) -> None:
-    """Write a figure in the format of the file's name; a PNG is marked as ours."""
-    mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else {"Date": None}
-    with written_beside(path) as draft:
-        figure.savefig(draft, dpi=dpi, metadata=mark, format=path.suffix[1:])
+def save(charts: Sequence[Chart], title: str, *paths: Path) -> None:
+    """Write charts as a picture, in the format of each file's name.
 
-
-def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as PNG and as SVG; the same figure gives the same bytes."""
+    The same charts give the same bytes; a PNG is marked as ours.
+    """
+    figure = draw(charts, title)
     dpi = min(DPI, _MOST_PIXELS / max(figure.get_size_inches()))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        for ending in (".png", ".svg"):
-            save_picture(figure, folder / f"{name}{ending}", dpi)
+    for path in paths:
+        mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else {"Date": None}
+        names = {"svg.fonttype": "none", "svg.hashsalt": path.stem}
+        with written_beside(path) as draft, matplotlib.rc_context(names):
+            figure.savefig(draft, dpi=dpi, metadata=mark, format=path.suffix[1:])

@@ -57,7 +57,6 @@ def sections_of(
         _stages(facts),
         _clocks(folder),
         _memory(folder),
-        _nodes(folder),
         Section("Trace", lines=tuple(_trace_lines(trace))),
         Section("Notes", lines=tuple(_notes(folder, facts))),
         Section("Not in this report", lines=folder.missing),
@@ -168,15 +167,13 @@ def _stages(facts: ReportFacts) -> Section:
     )  # fmt: skip
     rows = []
     for stage in facts.stages:
-        shares = stage.shares
-        energies = (
-            ("",) * 3
-            if shares is None
-            else tuple(f"{v:.1f}" for v in (shares.compute_j, shares.blocking_j, shares.idle_j))
+        shares = (
+            f"{stage.shares[name]:{places}}" if name in stage.shares else ""
+            for unit, places in (("s", ".4f"), ("j", ".1f"))
+            for name in (f"compute_{unit}", f"blocking_{unit}", f"idle_{unit}")
         )
-        times = tuple(f"{share:.4f}" for share in stage.shares_s or ()) or ("",) * 3
         whose = stage.name, str(stage.stage), str(stage.num_gpus)
-        rows.append((*whose, f"{stage.energy_j:.1f}", *times, *energies))
+        rows.append((*whose, f"{stage.energy_j:.1f}", *shares))
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 
@@ -218,14 +215,6 @@ def _memory(folder: RunFolder) -> Section:
     )  # fmt: skip
     title = "Memory: the peak of what was allocated"
     return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), tuple(rows))
-
-
-def _nodes(folder: RunFolder) -> Section:
-    rows = (
-        (str(node["node"]), str(node["num_gpus"]), f"{node['energy_j'] / 1e3:.4g}")
-        for node in (folder.bill or {}).get("nodes") or ()
-    )
-    return Section("Nodes, as billed", ("node", "GPUs", "energy (kJ)"), tuple(rows))
 
 
 def _trace_lines(trace: TraceFacts) -> Iterator[str]:

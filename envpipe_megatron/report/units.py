@@ -18,7 +18,7 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
-from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks, columns_of
 from envpipe_megatron.report.pipelines import (
     Gpu,
     IterationKey,
@@ -294,7 +294,6 @@ def _chart(
         )
         if end - begin > least_ms
     ]
-    gaps = zip(("row", "begin", "end"), map(list, zip(*waits, strict=True)), strict=False)
 
     def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
         shown = ("row", "begin", "end", "height", *(("mhz",) if scale_mhz else ()))
@@ -310,7 +309,7 @@ def _chart(
     }
     envelope = boxes(there & (units["envelope"] == 1))
     marks = [
-        Marks("box", "GPU waits", GREY, dict(gaps), look="hatched"),
+        Marks("box", "GPU waits", GREY, columns_of("row begin end", waits), look="hatched"),
         Marks("box", "", SKY, boxes(there)),
         Marks("box", "outer envelope", INK, envelope, look="outlined"),
         *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from envpipe_megatron.report.charts import (
     Chart,
     Marks,
     View,
+    columns_of,
     series_colours,
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
@@ -137,14 +137,13 @@ def steps_charts(series: Sequence[StepSeries], predicted: Sequence[Prediction]) 
     for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
         marks = []
         if len(series) == 1:
-            spans = [(split_phase(name)[0], first, end) for name, first, end in series[0].phases]
-            bounds = {
-                "begin": [first - 0.5 for _, first, _ in spans],
-                "end": [end + 0.5 for *_, end in spans],
-            }
-            names = [name for name, *_ in spans]
-            colours = [_PHASES.get(name, GREY) for name in names]
-            marks.append(Marks("span", names, colours, bounds))
+            spans = [
+                (split_phase(phase)[0], first - 0.5, end + 0.5)
+                for phase, first, end in series[0].phases
+            ]
+            columns = columns_of("name begin end", spans)
+            columns["colour"] = [_PHASES.get(name, GREY) for name in columns["name"]]
+            marks.append(Marks("span", "", GREY, columns))
         for run, colour in zip(series, series_colours(len(series)), strict=True):
             keep = _thinned(len(run.iteration))
             at, values = run.iteration[keep].tolist(), getattr(run, column)[keep].tolist()
@@ -155,12 +154,12 @@ def steps_charts(series: Sequence[StepSeries], predicted: Sequence[Prediction]) 
                 Marks("dot", run.run, colour, {"x": at, "y": values, "phase": phases}, tips),
             ]
         if predicted:
-            ends = [(one.begin, last + 1 if one.end is None else one.end) for one in predicted]
-            levels = [2 * (getattr(one, column),) for one in predicted]
-            columns = {
-                "x": ends, "y": levels, "begin": [begin for begin, _ in ends],
-                "said": [one.said for one in predicted],
-            }  # fmt: skip
+            steps = [
+                ((one.begin, last + 1 if one.end is None else one.end),
+                 2 * (getattr(one, column),), one.begin, one.said)
+                for one in predicted
+            ]  # fmt: skip
+            columns = columns_of("x y begin said", steps)
             tips = ("from iteration", "@begin"), ("predicted", "$y{0.0000}"), ("", "@said")
             marks.append(Marks("line", "predicted", VERMILION, columns, tips, look="dashed"))
         charts.append(
@@ -190,14 +189,15 @@ def power_chart(power: PowerSeries) -> Chart:
     }
     names = [*power.names, *by_node]
     columns = {
+        "name": names,
+        "colour": series_colours(len(power.names)) + series_colours(len(by_node)),
         "x": [middle_s] * len(names),
         "y": [line.astype(np.float32) for line in (*power.power_w, *by_node.values())],
         "group": ["each GPU"] * len(power.names) + ["each node"] * len(by_node),
     }
-    colours = series_colours(len(power.names)) + series_colours(len(by_node))
     tips = ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}")
     return Chart(
-        "power", "time (s)", "power (W)", [Marks("line", names, colours, columns, tips)],
+        "power", "time (s)", "power (W)", [Marks("line", "", GREY, columns, tips)],
         x_range=(0.0, float(power.edges_s[-1])), from_zero=True, choice="Power of",
     )  # fmt: skip
 
@@ -209,18 +209,15 @@ def clock_charts(
     gpus = gpus_of(read.labels for read in samples)
     looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)
-    columns: dict[str, list[Any]] = {"x": [], "y": [], "group": [], "name": [], "colour": []}
+    lines = []
     boxes: dict[str, list[tuple[int, int, float, float]]] = {}
     for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
         at_s = np.array([look[0] for look in own]) - first_s
-        for place, (name, colour) in enumerate((("seen", BLUE), ("asked for", ORANGE)), start=1):
-            mhz = np.array([look[place] for look in own])
+        for place, name, colour in ((1, "seen", BLUE), (2, "asked for", ORANGE)):
             # Each look's clock up to the next look.
-            columns["x"].append(np.repeat(at_s, 2)[1:].astype(np.float32))
-            columns["y"].append(np.repeat(mhz, 2)[:-1].astype(np.float32))
-            columns["group"].append(f"rank {gpu.rank}, stage {gpu.stage}")
-            columns["name"].append(name)
-            columns["colour"].append(colour)
+            x = np.repeat(at_s, 2)[1:].astype(np.float32)
+            y = np.repeat([look[place] for look in own], 2)[:-1].astype(np.float32)
+            lines.append((name, colour, x, y, f"rank {gpu.rank}, stage {gpu.stage}"))
         # A box goes up to the next look, but nobody looks after a start's first hour.
         usual_s = float(np.median(np.diff(at_s))) if len(at_s) > 1 else 0.0
         pauses = np.cumsum(np.diff(at_s, prepend=at_s[0]) > 2 * usual_s).tolist()
@@ -232,13 +229,12 @@ def clock_charts(
             if reasons and IDLE not in reasons.split(", "):
                 box = (row, gpu.rank, times_s[0], times_s[-1] + usual_s)
                 boxes.setdefault(reasons, []).append(box)
-    names, colours = columns.pop("name"), columns.pop("colour")
     tips = ("", "@group"), ("", "@name"), ("s", "$x{0.00}"), ("MHz", "$y{0}")
-    lines = Marks("line", names, colours, columns, tips)
+    marks = [Marks("line", "", GREY, columns_of("name colour x y group", lines), tips)]
     last_s = max(own[-1][0] for own in looks)
     x_label, x_range = "s after the first look", (0.0, max(last_s - first_s, 1e-3))
     charts = [
-        Chart("clocks", x_label, "MHz", [lines], x_range=x_range, from_zero=True, choice="Clock of")
+        Chart("clocks", x_label, "MHz", marks, x_range=x_range, from_zero=True, choice="Clock of")
     ]
     if boxes:
         label, rows = gpu_rows(gpus)
@@ -275,12 +271,10 @@ def _held_back(boxes: Mapping[str, Sequence[tuple[int, int, float, float]]]) -> 
     """Boxes of row, rank, begin and end by the reasons; those that held the longest come first."""
     most = sorted(boxes, key=lambda why: -sum(end - begin for *_, begin, end in boxes[why]))
     each = [
-        (why, SERIES[number], *box) if number < _MOST_REASONS else ("other reasons", GREY, *box)
+        (*((why, SERIES[number]) if number < _MOST_REASONS else ("other reasons", GREY)), why, *box)
         for number, why in enumerate(most)
         for box in boxes[why]
     ]
-    names, colours, rows, ranks, begins, ends = (list(column) for column in zip(*each, strict=True))
-    whys = [why for why in most for _ in boxes[why]]
-    columns = {"row": rows, "begin": begins, "end": ends, "rank": ranks, "why": whys}
+    columns = columns_of("name colour why row rank begin end", each)
     tips = ("rank", "@rank"), ("held back by", "@why"), ("s", "$x{0.00}")
-    return Marks("box", names, colours, columns, tips)
+    return Marks("box", "", GREY, columns, tips)

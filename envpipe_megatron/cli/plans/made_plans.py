@@ -59,7 +59,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     if output is not None:
         say_working("Drawing")
         from envpipe_megatron.report.plan_charts import valley_chart
-        from envpipe_megatron.report.stills import draw, save_picture
+        from envpipe_megatron.report.stills import save
         from envpipe_megatron.report.units import plan_chart
 
         refuse_foreign(output, _FILES, _FILES[0])
@@ -70,9 +70,9 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
         for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
             title = f"{drawn.policy} on {drawn.schedule.name}"
             chart = plan_chart(drawn, x_max_s=longest, scale_mhz=(min(clocks_mhz), max(clocks_mhz)))
-            save_picture(draw([chart], title), output / f"{name}.png")
-        valley = draw([valley_chart(profile)], f"Energy valley: {profile_path.name}")
-        save_picture(valley, output / "energy_valley.png")
+            save([chart], title, output / f"{name}.png")
+        title = f"Energy valley: {profile_path.name}"
+        save([valley_chart(profile)], title, output / "energy_valley.png")
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return

@@ -284,12 +284,12 @@ def _make_frontier(
     console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
 ) -> None:
     from envpipe_megatron.report.plan_charts import frontier_charts
-    from envpipe_megatron.report.stills import draw, save_picture
+    from envpipe_megatron.report.stills import save
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)
     name = Path(profile.source).name
-    save_picture(draw(frontier_charts(plans), f"{name}: time and energy"), path.with_suffix(".png"))
+    save(frontier_charts(plans), f"{name}: time and energy", path.with_suffix(".png"))
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""

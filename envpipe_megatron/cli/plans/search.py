@@ -258,7 +258,7 @@ def _write(
     replace_files({output / _CONFIGURATION: [text]})
     if best.plan is not None:
         from envpipe_megatron.report.plan_charts import configurations_chart
-        from envpipe_megatron.report.stills import draw, save_picture
+        from envpipe_megatron.report.stills import save
 
         write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)
@@ -277,4 +277,4 @@ def _write(
         header = "configuration,iteration_time_s,energy_j\n"
         replace_files({output / _FRONTIER: [header, *rows]})
         title = "Configurations, each with its best orders and clocks"
-        save_picture(draw([configurations_chart(frontiers)], title), output / _PICTURE)
+        save([configurations_chart(frontiers)], title, output / _PICTURE)

@@ -130,7 +130,6 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     assert "| iteration time (s) | 1.5000 | 1.5000 |" in summary
     assert "dry run" in summary
     assert "| 0 | 2.50 | 2.50 |" in summary
-    assert "| n1 | 2 | 100 |" in summary
     assert "- Rank 0, 1: none, 700 W, then max-Q, 500 W." in summary
     assert "Not in this report" not in summary
     for link in re.findall(r"\((\S+\.png)\)", summary):
