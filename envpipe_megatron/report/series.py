@@ -59,24 +59,16 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
         for name in ("first_iteration", "last_iteration")
     )
     steps = last - first + 1
-    corners = np.unique(np.concatenate([first, last + 1]))
-
-    def covering(values: FloatArray) -> FloatArray:
-        """[pieces] for an iteration between two corners, the sum over the windows it lies in."""
-        change = np.zeros(len(corners))
-        np.add.at(change, np.searchsorted(corners, first), values)
-        np.add.at(change, np.searchsorted(corners, last + 1), -values)
-        return np.asarray(np.cumsum(change)[:-1])
-
-    # A step that was repeated after a restart is covered more than once by each GPU.
-    count = np.rint(covering(np.ones(len(windows))))
-    seen = count > 0
-    times_s = covering(np.array([window.duration_s for window in windows]) / steps)
     members: dict[str, set[Hashable]] = {}
     for window in windows:
         members.setdefault(window.run, set()).add(_member(window))  # a start may have had others
     of_all_j = np.array([len(members[window.run]) * window.energy_j for window in windows])
-    energies_j = covering(of_all_j / steps)
+    durations_s = np.array([window.duration_s for window in windows])
+    # A step that was repeated after a restart is covered more than once by each GPU.
+    corners, count, times_s, energies_j = _covered(
+        first, last + 1, durations_s / steps, of_all_j / steps
+    )
+    seen = count > 0
     begin = corners[:-1][seen]
     iteration = np.unique(np.concatenate([begin, corners[1:][seen] - 1]))
     at = np.flatnonzero(seen)[np.searchsorted(begin, iteration, "right") - 1]
@@ -87,6 +79,21 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
         energies_j[at] / count[at],
         _phase_spans(windows),
     )
+
+
+def _covered(begin: FloatArray, end: FloatArray, *values: FloatArray) -> list[FloatArray]:
+    """Return the ends of all intervals, and for each piece between two of them sums over intervals.
+
+    First how many cover it, then the sum of each of `values` over these.
+    """
+    corners = np.unique(np.concatenate([begin, end]))
+    sums = []
+    for each in (np.ones(len(begin)), *values):
+        change = np.zeros(len(corners))
+        np.add.at(change, np.searchsorted(corners, begin), each)
+        np.add.at(change, np.searchsorted(corners, end), -each)
+        sums.append(np.cumsum(change)[:-1])
+    return [corners, np.rint(sums[0]), *sums[1:]]
 
 
 def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int], ...]:
@@ -169,20 +176,14 @@ def _binned_power_w(
     begin_s: FloatArray, length_s: FloatArray, energy_j: FloatArray, edges_s: FloatArray
 ) -> FloatArray:
     """[bins] mean power in each, NaN where no window lies; windows give their energy evenly."""
-    corners_s = np.concatenate([begin_s, begin_s + length_s])
-    order = np.argsort(corners_s, kind="stable")
-    # Of what lies between two corners: how many windows, and their power.
-    count = np.cumsum(np.repeat([1, -1], len(begin_s))[order])
-    power_w = energy_j / length_s
-    sum_w = np.where(count > 0, np.cumsum(np.concatenate([power_w, -power_w])[order]), 0.0)
-    between_s = np.diff(corners_s[order])
+    corners_s, count, sum_w = _covered(begin_s, begin_s + length_s, energy_j / length_s)
 
     def in_bins(rate: FloatArray) -> FloatArray:
-        up_to = np.concatenate([[0.0], np.cumsum(rate[:-1] * between_s)])
-        return np.diff(np.interp(edges_s, corners_s[order], up_to))
+        up_to = np.concatenate([[0.0], np.cumsum(rate * np.diff(corners_s))])
+        return np.diff(np.interp(edges_s, corners_s, up_to))
 
     metered_s, bins_s = in_bins((count > 0).astype(float)), np.diff(edges_s)
-    return np.where(metered_s > 0, in_bins(sum_w) / bins_s, np.nan)
+    return np.where(metered_s > 0, in_bins(np.where(count > 0, sum_w, 0.0)) / bins_s, np.nan)
 
 
 class Prediction(NamedTuple):

@@ -46,7 +46,7 @@ def draw(charts: Sequence[Chart], title: str) -> Figure:
     Of a chart's groups the first one is shown whose marks can be told apart.
     """
     heights = [
-        float(np.clip(_ROW_IN * len(chart.rows), 1.4, 24.0)) if chart.rows else _PANEL_IN
+        float(np.clip(_ROW_IN * len(chart.rows), 1.4, 12.0)) if chart.rows else _PANEL_IN
         for chart in charts
     ]
     labels = [len(marks.columns.get("label", ())) for chart in charts for marks in chart.marks]
