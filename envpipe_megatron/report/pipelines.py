@@ -99,13 +99,15 @@ def kept_iterations(
 
 
 def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, IterationKey]:
-    """Return the last iteration of a baseline, or of a warm-up, and the last of all.
+    """Return the last iteration of a baseline, or of a warm-up, and the last of no baseline.
 
-    Without either, the first comes first.
+    Without any baseline or warm-up, the first comes first.
     """
     baseline = [key for key in keys if Phase.BASELINE.value in (key[0], split_phase(key[1])[0])]
     warmup = [key for key in keys if split_phase(key[1])[0] == Phase.WARMUP.value]
-    return (baseline or warmup or keys[:1])[-1], keys[-1]
+    among = set(baseline)
+    others = [key for key in keys if key not in among]
+    return (baseline or warmup or keys[:1])[-1], (others or keys)[-1]
 
 
 def whole_pipelines(

@@ -108,11 +108,12 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
 
 def configurations_chart(frontiers: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
     """Energy over time of the plans of each configuration, by its name."""
-    colours = series_colours(len(frontiers))
-    lines = [
-        (name, colour, *zip(*points, strict=True))
-        for (name, points), colour in zip(frontiers.items(), colours, strict=True)
+    named = list(zip(frontiers, series_colours(len(frontiers)), frontiers.values(), strict=True))
+    lines = [(*names, *zip(*points, strict=True)) for *names, points in named]
+    dots = [(*names, *point) for *names, points in named for point in points]
+    marks = [
+        Marks("line", "", GREY, columns_of("name colour x y", lines)),
+        Marks("dot", "", GREY, columns_of("name colour x y", dots)),
     ]
-    marks = [Marks("line", "", GREY, columns_of("name colour x y", lines))]
     label = "energy of all GPUs in an iteration (J)"
     return Chart("configurations", "iteration time (s)", label, marks)

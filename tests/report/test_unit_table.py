@@ -93,3 +93,7 @@ def test_the_first_to_look_at_are_the_last_that_all_gpus_recorded():
     based = [replace(read, phase="baseline") if read.iteration == 2 else read for read in recorded]
     table = unit_table(based, STAGES, None)
     assert table.iterations[table.shown[0]] == ("", "baseline", 2)
+    runs = [replace(read, labels=replace(read.labels, run=run)) for run in ("envpipe", "baseline")
+            for read in recorded]  # fmt: skip
+    table = unit_table(runs, STAGES, None)
+    assert [table.iterations[shown][0] for shown in table.shown] == ["baseline", "envpipe"]
