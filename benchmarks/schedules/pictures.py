@@ -27,7 +27,8 @@ from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.report.drawing.plots import default_frequency_range_mhz, plot_timeline
+from envpipe_megatron.report.stills import save
+from envpipe_megatron.report.units import plan_chart
 
 GPU = "a100-sxm"
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
@@ -144,29 +145,23 @@ def draw(cases: Iterable[Case], folder: Path) -> None:
     """Write a PNG for each case that has one, all on the same axes and colours."""
     drawn = {case.picture: case for case in cases if case.picture}
     axis_s = _AXIS_MARGIN * drawn["1f1b"].plan.cost.iteration_time_s
-    ranges_mhz = [default_frequency_range_mhz(case.plan) for case in drawn.values()]
-    range_mhz = min(low for low, _ in ranges_mhz), max(high for _, high in ranges_mhz)
+    clocks_mhz = {int(mhz) for case in drawn.values() for mhz in case.plan.frequency_mhz.flat}
+    scale_mhz = min(clocks_mhz), max(clocks_mhz)
     for name, case in drawn.items():
         path = folder / f"{name}.png"
-        plot_timeline(
-            case.plan,
-            path,
-            title=f"Order: {case.order}. Clocks: {case.clocks}.",
-            note=_note(case, axis_s),
-            x_max_s=axis_s,
-            frequency_range_mhz=range_mhz,
-        )
+        chart = plan_chart(case.plan, note=_note(case, axis_s), x_max_s=axis_s, scale_mhz=scale_mhz)
+        save([chart], f"Order: {case.order}. Clocks: {case.clocks}.", path)
         # A palette: half the bytes, and a page of six pictures loads at once.
         with Image.open(path) as picture:
             picture.quantize(colors=_PALETTE).save(path, optimize=True)
 
 
-def _note(case: Case, axis_s: float) -> str | None:
+def _note(case: Case, axis_s: float) -> str:
     if case.plan.cost.iteration_time_s > axis_s:
         return "cut at the right: the other microbatches follow in the same way"
     if case.plan.schedule.num_chunks > 1:
-        return f"F3.1 is chunk 1 of microbatch 3; in flight are chunks, {CHUNKS} to a stage"
-    return None
+        return f"F3.1 is chunk 1 of microbatch 3, of which a stage has {CHUNKS}"
+    return ""
 
 
 def table(cases: Iterable[Case]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[st
     plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
     for run, ran in (("baseline", plan.baseline), ("envpipe", plan)):
         runs[run]["shares_by_gpu"] = [
-            asdict(gpu_shares(ran, stage, facts["metered"]["steady"]))
+            gpu_shares(ran, stage, facts["metered"]["steady"])
             for stage, facts in enumerate(results[run]["stages"])
         ]
     return {

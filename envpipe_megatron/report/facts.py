@@ -30,39 +30,28 @@ _STRAGGLES = 0.02
 _FULL = (Phase.WARMUP, Phase.BASELINE)
 
 
-@dataclass(frozen=True)
-class GpuShares:
-    """Time and energy of one GPU over metered iterations: units, waits in receives, and the rest.
+def gpu_shares(plan: Plan, stage: int, metered: Mapping[str, float]) -> dict[str, float]:
+    """Time and energy of one GPU that ran a plan: of units, of waits in receives, and the rest.
 
-    The rest is what the meter says beyond the other two: optimizer, data, the wait for the slowest
-    stage. Where a profile prices units too high it is below 0, by as much as the profile is off.
-    """
+    `compute_s`, `blocking_s`, `idle_s`, and the same in J. Only the whole energy is measured: that
+    of units is the plan's by its profile, and that of waits the waiting power of the plan's clocks
+    times the measured waits. The rest is what the meter says beyond: optimizer, data, the wait for
+    the slowest stage. Where a profile prices units too high it is below 0, by as much as the
+    profile is off.
 
-    compute_s: float
-    blocking_s: float
-    idle_s: float
-    compute_j: float
-    blocking_j: float
-    idle_j: float
-
-
-def gpu_shares(plan: Plan, stage: int, metered: Mapping[str, float]) -> GpuShares:
-    """The shares of one GPU that ran a plan.
-
-    Only the whole energy is measured: that of units is the plan's by its profile, and that of waits
-    the waiting power of the plan's clocks times the measured waits. `metered` has `energy_j`,
-    `duration_s`, `compute_s`, `blocking_s` and the number of `iterations`.
+    Args:
+        metered: `energy_j`, `duration_s`, `compute_s`, `blocking_s` and `iterations`, a number.
     """
     compute_j = metered["iterations"] * float(plan.evaluation.unit_energy_j[stage].sum())
     blocking_j = metered["blocking_s"] * float(mean_waiting_power_w(plan)[stage])
-    return GpuShares(
-        compute_s=metered["compute_s"],
-        blocking_s=metered["blocking_s"],
-        idle_s=metered["duration_s"] - metered["compute_s"] - metered["blocking_s"],
-        compute_j=compute_j,
-        blocking_j=blocking_j,
-        idle_j=metered["energy_j"] - compute_j - blocking_j,
-    )
+    return {
+        "compute_s": metered["compute_s"],
+        "blocking_s": metered["blocking_s"],
+        "idle_s": metered["duration_s"] - metered["compute_s"] - metered["blocking_s"],
+        "compute_j": compute_j,
+        "blocking_j": blocking_j,
+        "idle_j": metered["energy_j"] - compute_j - blocking_j,
+    }
 
 
 @dataclass(frozen=True)
@@ -248,16 +237,15 @@ class StageFacts:
     Args:
         name: a name of the steps for people.
         energy_j: energy of a step, on the mean of the stage's GPUs.
-        shares: shares of a step on the mean GPU; None without a plan that prices units.
-        shares_s: seconds of a step in units, in receives, in the rest; None if not known.
+        shares: of a step on the mean GPU, by the names of `gpu_shares`; without a plan that prices
+            units only those of time, and none if these are not known.
     """
 
     name: str
     stage: int
     num_gpus: int
     energy_j: float
-    shares: GpuShares | None
-    shares_s: tuple[float, ...] | None
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)

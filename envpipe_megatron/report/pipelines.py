@@ -12,7 +12,7 @@ from itertools import groupby
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.formats.energy import name_of_run
+from envpipe_megatron.formats.energy import Phase, name_of_run, split_phase
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
 #: A start of a job, by the label of its run, and a node.
@@ -96,6 +96,18 @@ def kept_iterations(
         for _, phase in groupby(iterations, key=lambda key: key[:2])
         for key in list(phase)[::-1][::stride][::-1]
     ]
+
+
+def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, IterationKey]:
+    """Return the last iteration of a baseline, or of a warm-up, and the last of no baseline.
+
+    Without any baseline or warm-up, the first comes first.
+    """
+    baseline = [key for key in keys if Phase.BASELINE.value in (key[0], split_phase(key[1])[0])]
+    warmup = [key for key in keys if split_phase(key[1])[0] == Phase.WARMUP.value]
+    among = set(baseline)
+    others = [key for key in keys if key not in among]
+    return (baseline or warmup or keys[:1])[-1], (others or keys)[-1]
 
 
 def whole_pipelines(

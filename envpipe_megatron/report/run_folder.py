@@ -120,8 +120,8 @@ def read_run_folder(path: Path) -> RunFolder:
     unwritten = "the job did not end in order"
     if energy is not None and any(map(_ended_well, energy.lines)):
         unwritten = "the job wrote to another folder (--envpipe-output), or to none"
-    summary = _object(path / "summary.json", unwritten, missing)
-    job = _object(path / "job.json", "", missing)
+    summary = _read(path / "summary.json", unwritten, _json_object, missing)
+    job = _read(path / "job.json", "", _json_object, missing)
     whole = RunFolder(
         path,
         timelines,
@@ -132,7 +132,7 @@ def read_run_folder(path: Path) -> RunFolder:
         tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
         summary and _with_step(summary, "baseline", "summary.json", missing),
         job and _with_measured_baseline(job, missing),
-        _object(path / "bill.json", "", missing),
+        _read(path / "bill.json", "", _json_object, missing),
         (),
     )
     folder = _of_present_job(whole)
@@ -197,9 +197,10 @@ def _torn(lines: Sequence[str]) -> list[str]:
 
 
 def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str]) -> T | None:
-    """Read a file; without it, the report misses `lacking`."""
+    """Read a file; without it, `lacking` says what the report misses, if anything."""
     if not file.exists():
-        missing.append(f"{file.name}: {lacking}")
+        if lacking:
+            missing.append(f"{file.name}: {lacking}")
         return None
     try:
         return read(file)
@@ -243,21 +244,15 @@ def _is_of_loop(entry: dict[str, Any]) -> bool:
     return known and texts and type(entry.get("iteration")) is int
 
 
-def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | None:
-    """A JSON object; without it, `lacking` says what the report misses, if anything."""
-    if not path.exists():
-        if lacking:
-            missing.append(f"{path.name}: {lacking}")
-        return None
+def _json_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; EnvPipeError if it is none."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(file.read_bytes())
     except ValueError as error:
-        missing.append(f"{path.name} is damaged: {error}")
-        return None
-    if isinstance(data, dict):
-        return data
-    missing.append(f"{path.name} is damaged: it is not a JSON object")
-    return None
+        raise EnvPipeError(f"it is damaged: {error}") from error
+    if not isinstance(data, dict):
+        raise EnvPipeError("it is damaged: it is not a JSON object")
+    return data
 
 
 def _with_step(data: dict[str, Any], name: str, file: str, missing: list[str]) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from matplotlib.figure import Figure
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import plain
@@ -24,23 +23,18 @@ _LONGEST_LINE = 40
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that can be drawn; its files have its name."""
-
-    name: str
-    caption: str
-    draw: Callable[[], Figure]
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of a report: a table, sentences below it, and pictures below these."""
+    """A part of a report: a table, sentences below it, and stills below these.
+
+    Args:
+        stills: the caption of each still, by the name of its files.
+    """
 
     title: str
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     lines: tuple[str, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    stills: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wordy(self) -> tuple[bool, ...]:
@@ -51,22 +45,23 @@ class Section:
 
 
 def sections_of(
-    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, pictures: Sequence[Picture]
+    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, stills: Mapping[str, str]
 ) -> list[Section]:
-    """All of a report."""
+    """All of a report; `stills` have captions by the names of their files."""
     compared = comparison_section(facts)
     known = [
         compared,
         *_bubbles(facts),
-        Section("Pictures", pictures=tuple(pictures)),
+        Section("Pictures", stills=stills),
         _phases(facts),
         _stages(facts),
         _clocks(folder),
+        _memory(folder),
         Section("Trace", lines=tuple(_trace_lines(trace))),
         Section("Notes", lines=tuple(_notes(folder, facts))),
         Section("Not in this report", lines=folder.missing),
     ]
-    return [part for part in known if part.rows or part.lines or part.pictures]
+    return [part for part in known if part.rows or part.lines or part.stills]
 
 
 def comparison_section(facts: ReportFacts) -> Section:
@@ -172,15 +167,13 @@ def _stages(facts: ReportFacts) -> Section:
     )  # fmt: skip
     rows = []
     for stage in facts.stages:
-        shares = stage.shares
-        energies = (
-            ("",) * 3
-            if shares is None
-            else tuple(f"{v:.1f}" for v in (shares.compute_j, shares.blocking_j, shares.idle_j))
+        shares = (
+            f"{stage.shares[name]:{places}}" if name in stage.shares else ""
+            for unit, places in (("s", ".4f"), ("j", ".1f"))
+            for name in (f"compute_{unit}", f"blocking_{unit}", f"idle_{unit}")
         )
-        times = tuple(f"{share:.4f}" for share in stage.shares_s or ()) or ("",) * 3
         whose = stage.name, str(stage.stage), str(stage.num_gpus)
-        rows.append((*whose, f"{stage.energy_j:.1f}", *times, *energies))
+        rows.append((*whose, f"{stage.energy_j:.1f}", *shares))
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 
@@ -211,6 +204,17 @@ def _clocks(folder: RunFolder) -> Section:
     powers.pop("", None)
     lines = [*warnings, *(f"Rank {', '.join(ranks)}: {text}." for text, ranks in powers.items())]
     return Section("Clocks: whether they followed", header, tuple(rows), tuple(lines))
+
+
+def _memory(folder: RunFolder) -> Section:
+    """Peaks of memory: predicted from the warm-up, and measured."""
+    rows = (
+        (str(stage), *(f"{(own.get(f'{which}_peak_bytes') or math.nan) / 2**30:.2f}"
+                       for which in ("predicted", "measured")))
+        for stage, own in enumerate((folder.summary or {}).get("memory") or ())
+    )  # fmt: skip
+    title = "Memory: the peak of what was allocated"
+    return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), tuple(rows))
 
 
 def _trace_lines(trace: TraceFacts) -> Iterator[str]:
@@ -272,7 +276,7 @@ def to_markdown(title: str, sections: Iterable[Section], command: str = "report"
             parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
         if section.lines:
             parts.append("\n".join(f"- {line}" for line in section.lines))
-        parts += [f"![{p.name}]({p.name}.png)\n\n{p.caption}" for p in section.pictures]
+        parts += [f"![{name}]({name}.png)\n\n{said}" for name, said in section.stills.items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
-from on_request import on_request
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
@@ -61,8 +60,7 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     ("option", "name", "beside"),
     [
         ("--frontier", "front.csv", "front.jsonl"),
-        pytest.param("--frontier", "front.csv", "front.png", marks=on_request("CLI")),
-        ("--memory-frontier", "memory.csv", "memory.png"),
+        ("--frontier", "front.csv", "front.png"),
     ],
 )
 def test_a_frontier_overwrites_nothing_but_an_earlier_one(

@@ -15,9 +15,10 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
-from envpipe_megatron.report.report import Picture
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section
+from envpipe_megatron.report.units import unit_table
+from envpipe_megatron.report.views import views_of
 
 STAGES, MICROBATCHES = 3, 4
 ROWS = [(1410, 0.010, 3.0), (1200, 0.011, 2.4), (900, 0.014, 2.1)]
@@ -74,24 +75,24 @@ COLUMNS = tuple(f"part {number} (J)" for number in range(9))
 SECTIONS = (
     Section("Narrow", ("", "then", "now"), (("energy of all GPUs (J)", *2 * ("1326.0 +- 19.4",)),)),
     Section("Wide", COLUMNS, (("baseline", *8 * ("1326.0 +- 19.4",)),)),
-    Section("Pictures", pictures=(Picture("still", "A picture", lambda: None),)),
+    Section("Pictures", stills={"still": "Not on the page"}),
 )  # fmt: skip
 
 
 def write_page(path: Path) -> Path:
     """Write the page, with `SECTIONS` as its tables, and say where."""
-    (path / "still.svg").write_text(
-        '<svg viewBox="0 0 9 9"><rect width="9" height="9" fill="#fff"/></svg>'
-    )
     steps = [StepFacts(name, 1, 6, 0.2, 240.0, 1.0) for name in ("baseline", "steady")]
     facts = ReportFacts((), *steps, "12.00 %", "0.10 %")
     page = path / "index.html"
-    page.write_text(page_text("A job <&>", folder(path), facts, SECTIONS, path), encoding="utf-8")
+    run = folder(path)
+    table = unit_table(run.timelines.iterations, STAGES, run.profile)
+    views = list(views_of(run, facts))
+    page.write_text(page_text("A job <&>", run, facts, table, views, SECTIONS), encoding="utf-8")
     return page
 
 
 def durations_ms(units, gpu):
     """Of the units of a GPU in the last iteration."""
     columns = units.columns
-    own = (columns["gpu"] == gpu) & (columns["iteration"] == len(units.iterations) - 1)
-    return np.round(columns["end_ms"][own] - columns["begin_ms"][own], 3)
+    own = (columns["row"] == gpu) & (columns["iteration"] == len(units.iterations) - 1)
+    return np.round(columns["end"][own] - columns["begin"][own], 3)

@@ -133,12 +133,14 @@ def test_a_job_that_runs_as_planned_has_the_plans_shares(conditions):
             "iterations": 10,
         }
         shares = gpu_shares(planned, stage, metered)
-        assert shares.compute_s == pytest.approx(10 * busy_s)
-        assert shares.idle_s == pytest.approx(10 * tail_s, abs=1e-9)
-        assert shares.compute_j == pytest.approx(10 * planned.evaluation.unit_energy_j[stage].sum())
-        whole_j = shares.compute_j + shares.blocking_j + shares.idle_j
+        assert shares["compute_s"] == pytest.approx(10 * busy_s)
+        assert shares["idle_s"] == pytest.approx(10 * tail_s, abs=1e-9)
+        assert shares["compute_j"] == pytest.approx(
+            10 * planned.evaluation.unit_energy_j[stage].sum()
+        )
+        whole_j = shares["compute_j"] + shares["blocking_j"] + shares["idle_j"]
         assert whole_j == pytest.approx(metered["energy_j"])
         # Waiting for the slowest stage draws what waiting in a receive does.
-        waited_s = shares.blocking_s + shares.idle_s
-        waited_j = shares.blocking_j + shares.idle_j
-        assert shares.blocking_j * waited_s == pytest.approx(waited_j * shares.blocking_s)
+        waited_s = shares["blocking_s"] + shares["idle_s"]
+        waited_j = shares["blocking_j"] + shares["idle_j"]
+        assert shares["blocking_j"] * waited_s == pytest.approx(waited_j * shares["blocking_s"])

@@ -8,7 +8,7 @@ import pytest
 
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
-from envpipe_megatron.report.page.series import predictions_of
+from envpipe_megatron.report.series import predictions_of
 from envpipe_megatron.report.summary import comparison_section
 
 #: Two pipelines of three stages.
@@ -63,7 +63,7 @@ def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
     facts = replace(FACTS, changed_nothing=changed_nothing)
     (line,) = comparison_section(facts).lines
     assert ("Saved 12.00 %" in line, "is chance" in line) == (not changed_nothing, changed_nothing)
-    page = page_text("A job", page_made.folder(tmp_path), facts, [], tmp_path)
+    page = page_text("A job", page_made.folder(tmp_path), facts, None, [], [])
     assert ("energy saved" in page) == (not changed_nothing)
 
 

@@ -8,7 +8,8 @@ from page_made import MICROBATCHES, ROWS, STAGES, durations_ms, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
 from envpipe_megatron.core.kinds import TRAITS
-from envpipe_megatron.report.page.timelines import KINDS, colourings, timeline_figures, unit_table
+from envpipe_megatron.report.page.timelines import colourings, timeline_figures
+from envpipe_megatron.report.units import KINDS, unit_table
 
 UNITS = 2 * MICROBATCHES
 
@@ -18,8 +19,8 @@ def test_gpus_stand_by_pipeline_and_stage():
     assert [(gpu.pipeline, gpu.stage, gpu.rank) for gpu in table.gpus] == [
         (0, 0, 0), (0, 1, 2), (0, 2, 4), (1, 0, 1), (1, 1, 3), (1, 2, 5)
     ]  # fmt: skip
-    assert table.iterations == ("warm-up, 0", "steady, 1")
-    assert len(table.columns["gpu"]) == 2 * 2 * STAGES * UNITS
+    assert table.iterations == (("", "warm-up", 0), ("", "steady", 1))
+    assert len(table.columns["row"]) == 2 * 2 * STAGES * UNITS
     assert sorted(durations_ms(table, 4)) == MICROBATCHES * [1e3 * FORWARD_S] + MICROBATCHES * [
         1e3 * BACKWARD_S
     ]
@@ -31,10 +32,10 @@ def test_units_have_slack_but_for_those_of_the_critical_path():
     on_path = columns["critical"] == 1
     assert columns["slack_ms"][on_path] == pytest.approx(0.0, abs=1e-3)
     # 1F1B: down to the last stage, all of its units, and back.
-    last = (columns["gpu"] == STAGES - 1) & (columns["iteration"] == 1)
+    last = (columns["row"] == STAGES - 1) & (columns["iteration"] == 1)
     assert on_path[last].all()
     assert on_path.sum() == 2 * (UNITS + 2 * (STAGES - 1))
-    first = columns["gpu"] == 0
+    first = columns["row"] == 0
     assert columns["slack_ms"][first & ~on_path].max() > 0
 
 
@@ -57,7 +58,9 @@ def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last():
         iterations(STAGES, MICROBATCHES, phases), STAGES, None, most_units=4 * STAGES * UNITS
     )
     assert table.recorded == 13
-    assert table.iterations == ("warm-up, 2", "steady, 4", "steady, 8", "steady, 12")
+    assert [phase_at[1:] for phase_at in table.iterations] == [
+        ("warm-up", 2), ("steady", 4), ("steady", 8), ("steady", 12)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("lacking", [1, STAGES - 1])
@@ -79,3 +82,18 @@ def test_a_job_of_one_clock_is_coloured_by_kind_and_the_bar_has_their_names():
         (bar,) = plot.right
         assert bar.title == "kind"
         assert [bar.major_label_overrides[at] for at in bar.ticker.ticks] == [*TRAITS]
+
+
+def test_the_first_to_look_at_are_the_last_that_all_gpus_recorded():
+    recorded = iterations(STAGES, MICROBATCHES, ("warm-up",) * 2 + ("steady",) * 3)
+    table = unit_table(recorded[:-1], STAGES, None)  # the last stage was killed before
+    assert [table.iterations[shown] for shown in table.shown] == [
+        ("", "warm-up", 1), ("", "steady", 3)
+    ]  # fmt: skip
+    based = [replace(read, phase="baseline") if read.iteration == 2 else read for read in recorded]
+    table = unit_table(based, STAGES, None)
+    assert table.iterations[table.shown[0]] == ("", "baseline", 2)
+    runs = [replace(read, labels=replace(read.labels, run=run)) for run in ("envpipe", "baseline")
+            for read in recorded]  # fmt: skip
+    table = unit_table(runs, STAGES, None)
+    assert [table.iterations[shown][0] for shown in table.shown] == ["baseline", "envpipe"]

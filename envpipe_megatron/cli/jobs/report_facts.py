@@ -24,6 +24,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     OUTSIDE_STEPS,
+    SHARES,
     EnergyNote,
     EnergyWindow,
     Phase,
@@ -36,7 +37,6 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
     Bubbles,
-    GpuShares,
     LevelFacts,
     Predicted,
     ReportFacts,
@@ -346,24 +346,10 @@ def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageF
 def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -> StageFacts:
     steps = sum(member.steps for member in members)
     total = total_of(members)
-    shares_s = total.shares_s
-    shares = None
-    if plan is not None and shares_s is not None:
+    shares = dict(zip(SHARES, total.shares_s or (), strict=False))
+    if plan is not None and shares:
         # All GPUs of the stage taken for one that made all of their steps.
-        metered = {
-            "energy_j": total.energy_j,
-            "duration_s": total.duration_s,
-            "compute_s": shares_s[0],
-            "blocking_s": shares_s[1],
-            "iterations": float(steps),
-        }
-        whole = vars(gpu_shares(plan, stage, metered))
-        shares = GpuShares(**{name: value / steps for name, value in whole.items()})
-    return StageFacts(
-        name,
-        stage,
-        len(members),
-        total.energy_j / steps,
-        shares,
-        None if shares_s is None else tuple(share / steps for share in shares_s),
-    )
+        more = {"energy_j": total.energy_j, "duration_s": total.duration_s, "iterations": steps}
+        shares = gpu_shares(plan, stage, {**shares, **more}) | shares
+    by_step = {name: value / steps for name, value in shares.items()}
+    return StageFacts(name, stage, len(members), total.energy_j / steps, by_step)

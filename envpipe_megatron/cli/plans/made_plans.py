@@ -58,16 +58,21 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     facts = _simulation_facts(simulated)
     if output is not None:
         say_working("Drawing")
-        from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
+        from envpipe_megatron.report.plan_charts import valley_chart
+        from envpipe_megatron.report.stills import save
+        from envpipe_megatron.report.units import plan_chart
 
         refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)
         replace_files({output / _FILES[0]: [json.dumps(facts, indent=1), "\n"]})
+        clocks_mhz = {*simulated.frequency_mhz.flat, *simulated.baseline.frequency_mhz.flat}
         longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
         for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
             title = f"{drawn.policy} on {drawn.schedule.name}"
-            plot_timeline(drawn, output / f"{name}.png", title=title, x_max_s=longest)
-        plot_energy_valley(profile, output / "energy_valley.png", title=profile_path.name)
+            chart = plan_chart(drawn, x_max_s=longest, scale_mhz=(min(clocks_mhz), max(clocks_mhz)))
+            save([chart], title, output / f"{name}.png")
+        title = f"Energy valley: {profile_path.name}"
+        save([valley_chart(profile)], title, output / "energy_valley.png")
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +37,10 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
     check_frontier,
     check_memory_frontier,
@@ -170,7 +174,7 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     type=OUTPUT_FILE,
     help="With --schedule auto: CSV of the best plan over all families of orders for each limit of "
     "memory, 0, 1, 2 ... microbatches in flight beyond the framework's own order on each stage, as "
-    "long as more saves energy; a picture goes beside it.",
+    "long as more saves energy.",
 )
 def plan(
     profile_path: Path,
@@ -196,12 +200,10 @@ def plan(
     """
     beside: dict[Path, str] = {}
     if frontier_path is not None:
-        beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
-    pictured = [path for path in (frontier_path, memory_path) if path is not None]
-    if pictured:
-        from envpipe_megatron.report.drawing.style import PICTURE_MARK
+        from envpipe_megatron.report.stills import PICTURE_MARK
 
-        beside |= {path.with_suffix(".png"): PICTURE_MARK for path in pictured}
+        beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
+        beside[frontier_path.with_suffix(".png")] = PICTURE_MARK
     written = [path for path in (output, frontier_path, memory_path) if path is not None]
     read = [profile_path, sidecar_path(profile_path)]
     if isinstance(schedule, Path):
@@ -281,12 +283,13 @@ def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan)
 def _make_frontier(
     console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
 ) -> None:
-    from envpipe_megatron.report.drawing.planned import plot_frontier
+    from envpipe_megatron.report.plan_charts import frontier_charts
+    from envpipe_megatron.report.stills import save
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)
     name = Path(profile.source).name
-    plot_frontier(plans, path.with_suffix(".png"), title=f"{name}: time and energy")
+    save(frontier_charts(plans), f"{name}: time and energy", path.with_suffix(".png"))
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
@@ -299,15 +302,8 @@ def _make_frontier(
 def _make_memory_frontier(
     console: Console, profile: Profile, request: PlanRequest, path: Path
 ) -> None:
-    from envpipe_megatron.report.drawing.planned import (
-        plot_memory_frontier,
-        write_memory_frontier,
-    )
-
     points = make_memory_frontier(profile, request)
-    write_memory_frontier(points, path)
-    name = Path(profile.source).name
-    plot_memory_frontier(points, path.with_suffix(".png"), title=f"{name}: what memory buys")
+    _write_memory_frontier(points, path)
     kept = slice(1, None, 2)  # all take nearly as long; the rest fits 80 columns
     columns = ("order", *_FIGURES[kept], "in flight by stage")
     rows = [
@@ -316,6 +312,29 @@ def _make_memory_frontier(
     ]
     show_tables(console, table_of("What memory buys", columns, rows))
     say(console, f"Memory frontier written to {path}")
+
+
+def _write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
+    """Write a memory frontier's CSV, a row a limit."""
+    columns = (
+        "max_extra_forwards", "peak_in_flight", "order", "iteration_time_s", "energy_j",
+        "energy_lower_bound_j", "saving_percent",
+    )  # fmt: skip
+    rows = [
+        (
+            point.max_extra_forwards,
+            f"{point.peak_in_flight:g}",
+            point.plan.schedule.name,
+            point.plan.cost.iteration_time_s,
+            point.plan.cost.energy_j,
+            point.plan.energy_lower_bound_j,
+            point.plan.cost.saving_percent(point.plan.baseline.cost),
+        )
+        for point in points
+    ]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([columns, *rows])
+    replace_files({path: [table.getvalue()]})
 
 
 _FIGURES = ("iteration time (s)", "energy (J)", "mean power (W)", "saving (%)", "slowdown (%)")

@@ -257,7 +257,8 @@ def _write(
         (output / name).unlink(missing_ok=True)
     replace_files({output / _CONFIGURATION: [text]})
     if best.plan is not None:
-        from envpipe_megatron.report.drawing.planned import plot_configurations
+        from envpipe_megatron.report.plan_charts import configurations_chart
+        from envpipe_megatron.report.stills import save
 
         write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)
@@ -275,4 +276,5 @@ def _write(
         ]
         header = "configuration,iteration_time_s,energy_j\n"
         replace_files({output / _FRONTIER: [header, *rows]})
-        plot_configurations(frontiers, output / _PICTURE)
+        title = "Configurations, each with its best orders and clocks"
+        save([configurations_chart(frontiers)], title, output / _PICTURE)

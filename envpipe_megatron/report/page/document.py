@@ -2,99 +2,67 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
+from typing import NamedTuple
 
 from bokeh.embed import components
-from bokeh.models import Model
+from bokeh.models import DataRange1d, Range1d
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from envpipe_megatron import __version__
-from envpipe_megatron.report.drawing.metered import power_series, step_series
+from envpipe_megatron.report.charts import View
 from envpipe_megatron.report.facts import ReportFacts
-from envpipe_megatron.report.page.gpu_rows import bubbles_figure, clock_figures, ranks_of
-from envpipe_megatron.report.page.plans import frontier_figure, frontier_of, valley_figure
-from envpipe_megatron.report.page.series import power_figure, predictions_of, steps_figures
+from envpipe_megatron.report.page.plots import draw
 from envpipe_megatron.report.page.timelines import (
     AFTER,
     BEFORE,
-    MOST_UNITS,
-    UnitTable,
     colourings,
-    first_shown,
     timeline_figures,
-    unit_table,
 )
-from envpipe_megatron.report.pipelines import node_offsets_s
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.summary import Section, marks_of
-
-#: Pictures that a view of the page stands for.
-_VIEWED = re.compile("timeline_.*|iterations|power|energy_valley")
+from envpipe_megatron.report.units import MOST_UNITS, UnitTable
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A control: its values and their names, and which is chosen at first."""
+class _Block(NamedTuple):
+    """A part of the page that can be zoomed and asked.
 
-    key: str
-    title: str
-    options: Sequence[tuple[str, str]]
-    chosen: str = ""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A plot with its name."""
-
-    figure: Model
-    title: str = ""
-
-    @property
-    def plot(self) -> str:
-        """Name by which the script finds the plot, and the page the place where it is drawn."""
-        return str(self.figure.name)
-
-
-@dataclass(frozen=True)
-class View:
-    """A part of the page that can be zoomed and asked."""
+    Args:
+        plots: by name, a title and the plot, which the script finds by that name.
+        choices: controls: a key, a title, values with their names, and the value at first. That of
+            a chart's groups has the chart's name, and `-group`, for a key.
+    """
 
     key: str
     title: str
     text: str
-    parts: Sequence[Part]
-    choices: Sequence[Choice] = field(default=())
+    plots: dict[str, tuple[str, figure]]
+    choices: list[tuple[str, str, list[tuple[str, str]], str]]
 
 
 def page_text(
-    title: str, folder: RunFolder, facts: ReportFacts, sections: Sequence[Section], stills: Path
+    title: str,
+    folder: RunFolder,
+    facts: ReportFacts,
+    table: UnitTable | None,
+    views: Sequence[View],
+    sections: Sequence[Section],
 ) -> str:
-    """The page of a run. Pictures that no view stands for are taken from a folder, as SVG."""
-    views = list(_views(folder, facts))
-    figures = {part.plot: part.figure for view in views for part in view.parts}
+    """The page of a run: its timelines, views and tables."""
+    blocks = [*([] if table is None else [_timelines(table)]), *map(_block, views)]
+    figures = {name: plot for block in blocks for name, (_, plot) in block.plots.items()}
     script, divs = components(figures) if figures else ("", {})
-    kept = [_without_viewed(section) for section in sections]
     return _rendered(
         title=title,
         tiles=_tiles(facts),
         marks=marks_of(folder),
-        views=views,
+        views=blocks,
         divs={plot: Markup(div) for plot, div in divs.items()},
-        sections=[part for part in kept if part.rows or part.lines or part.pictures],
-        stills={
-            picture.name: Markup(
-                _inlined((stills / f"{picture.name}.svg").read_text(), picture.name)
-            )
-            for section in kept
-            for picture in section.pictures
-        },
+        sections=[section for section in sections if section.rows or section.lines],
         library=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         script=Markup(script),
         command="report",
@@ -109,7 +77,6 @@ def tables_page(title: str, marks: Sequence[str], sections: Sequence[Section], c
         marks=marks,
         views=(),
         sections=sections,
-        stills={},
         command=command,
     )
 
@@ -142,97 +109,39 @@ def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
         yield step.name, f"{step.time_s:.4g} s{joules} an iteration"
 
 
-def _views(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
-    if folder.timelines.iterations:
-        table = unit_table(folder.timelines.iterations, folder.num_stages, folder.profile)
-        yield _timelines(table)
-    if facts.bubbles is not None:
-        yield View(
-            "bubbles",
-            "Where the time goes",
-            "Between a pipeline's first unit and its last, at full clock. What the bubbles are "
-            "worth stands in the tables of bubbles and levels.",
-            [Part(_called(bubbles_figure(facts.bubbles), "bubbles"))],
-        )
-    series = step_series(folder.windows)
-    if series:
-        names, predicted = ("time", "energy"), predictions_of(folder, facts)
-        shaded = "The phases of the job are shaded. " if len(series) == 1 else ""
-        yield View(
-            "steps",
-            "Iterations of the job",
-            "Time and energy of each iteration; a metered window of several stands for their mean. "
-            f"{shaded}The dashed lines are what each plan that ran predicted, without what lies "
-            "outside of its units.",
-            [
-                Part(_called(plot, f"steps {name}"), name)
-                for name, plot in zip(names, steps_figures(series, predicted), strict=True)
-            ],
-        )
-    offsets_s = node_offsets_s(folder.timelines.iterations)
-    power = power_series(folder.windows, offsets_s)
-    if power.names:
-        yield View(
-            "power",
-            "Power over time",
-            "The mean of each metered window, which is much longer than a unit.",
-            [Part(_called(power_figure(power), "power"))],
-            [Choice("power-of", "Power of", [("GPUs", "each GPU"), ("nodes", "each node")])],
-        )
-    if folder.timelines.clocks:
-        ranks = ranks_of(folder.timelines.clocks)
-        clocks, held_back = clock_figures(folder.timelines.clocks, offsets_s)
-        parts = [Part(_called(clocks, "clocks"))]
-        if held_back is not None:
-            parts.append(Part(_called(held_back, "held back"), "held back by"))
-        options = [(str(rank), name) for rank, name in ranks.items()]
-        yield View(
-            "clocks",
-            "Clocks asked for, and seen",
-            "Looks at a GPU's clock, in the first hour; at most 800 are shown. Below, "
-            "what GPUs said held their clocks back, if they were not idle.",
-            parts,
-            [Choice("clock-rank", "Clock of", options)],
-        )
-    if folder.profile is not None:
-        yield View(
-            "valley",
-            "Energy over the clock",
-            "Energy of one microbatch, forward and backward, on each stage, by the profile.",
-            [Part(_called(valley_figure(folder.profile), "valley"))],
-        )
-    plans = [] if folder.plan is None else frontier_of(folder.plan)
-    if folder.plan is not None and plans:
-        yield View(
-            "frontier",
-            "Time against energy",
-            "Plans of this order of which no other is both faster and cheaper, by the profile.",
-            [Part(_called(frontier_figure(plans, folder.plan), "frontier"))],
-        )
+def _block(view: View) -> _Block:
+    """Draw a view; its charts share one x axis."""
+    ends = view.charts[0].x_range
+    shared = DataRange1d() if ends is None else Range1d(*ends, bounds=ends)
+    plots = {chart.name: (chart.title, draw(chart, shared)) for chart in view.charts}
+    choices = [
+        (f"{chart.name}-group", chart.choice, [(one, one) for one in chart.legends if one], "")
+        for chart in view.charts
+        if chart.choice
+    ]
+    return _Block(view.key, view.title, view.text, plots, choices)
 
 
-def _timelines(table: UnitTable) -> View:
+def _timelines(table: UnitTable) -> _Block:
     ways = colourings(table)
-    figures = timeline_figures(table, ways)
-    iterations = [(str(number), name) for number, name in enumerate(table.iterations)]
+    several = len({run for run, *_ in table.iterations}) > 1
+    iterations = [
+        (str(number), f"{run} {phase}, {at}" if several else f"{phase}, {at}")
+        for number, (run, phase, at) in enumerate(table.iterations)
+    ]
     titles = {BEFORE: "Above", AFTER: "Below"}
     choices = [
-        Choice(f"{name}-iteration", f"{titles[name]}: iteration", iterations, str(shown))
-        for name, shown in zip((BEFORE, AFTER), first_shown(table), strict=True)
+        (f"{name}-iteration", f"{titles[name]}: iteration", iterations, str(shown))
+        for name, shown in zip((BEFORE, AFTER), table.shown, strict=True)
     ]
-    choices.append(Choice("colour", "Colour by", [(way.title, way.title) for way in ways]))
-    pipelines = sorted({gpu.pipeline for gpu in table.gpus})
-    if len(pipelines) > 1:
-        rows = [
-            [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == pipeline]
-            for pipeline in pipelines
-        ]
-        options = [
-            (f"{own[0]} {own[-1]}", f"pipeline {pipeline}")
-            for pipeline, own in zip(pipelines, rows, strict=True)
-        ]
+    choices.append(("colour", "Colour by", [(way.title, way.title) for way in ways], ""))
+    rows: dict[int, list[int]] = {}
+    for row, gpu in enumerate(table.gpus):
+        rows.setdefault(gpu.pipeline, []).append(row)
+    if len(rows) > 1:
+        options = [(f"{own[0]} {own[-1]}", f"pipeline {number}") for number, own in rows.items()]
         every = (f"0 {len(table.gpus) - 1}", "all")
-        choices.append(Choice("pipeline", "Pipeline", [every, *options]))
+        choices.append(("pipeline", "Pipeline", [every, *options], ""))
     text = (
         "The units of two iterations: low boxes are forwards, tall ones backwards, red frames the "
         "critical path. Slack and path are those of the measured durations alone; energy is the "
@@ -244,22 +153,5 @@ def _timelines(table: UnitTable) -> View:
             f" {len(table.iterations)} of {table.recorded} recorded iterations are here: a page "
             f"holds some {MOST_UNITS:,} units."
         )
-    parts = [Part(figures[BEFORE], "Before"), Part(figures[AFTER], "After")]
-    return View("timeline", "Timelines", text, parts, choices)
-
-
-def _called(plot: figure, name: str) -> figure:
-    plot.name = name
-    return plot
-
-
-def _without_viewed(section: Section) -> Section:
-    pictures = tuple(p for p in section.pictures if not _VIEWED.fullmatch(p.name))
-    return Section(section.title, section.header, section.rows, section.lines, pictures)
-
-
-def _inlined(svg: str, name: str) -> str:
-    """An SVG without its prologue, its names made its own: those of a page must differ."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", body)
+    plots = {name: (name.title(), plot) for name, plot in timeline_figures(table, ways).items()}
+    return _Block("timeline", "Timelines", text, plots, choices)

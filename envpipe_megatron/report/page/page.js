@@ -49,16 +49,21 @@
     }
   });
 
-  select("power-of", (which) => {
-    for (const other of ["GPUs", "nodes"]) named(`power ${other}`).visible = other === which;
-    for (const item of named("power").below.at(-1).items) item.visible = item.renderers[0].visible;
-  });
-
-  select("clock-rank", (rank) => {
-    const lines = named("clock lines");
-    const ranks = Array.from(lines.data_source.data.rank);
-    lines.view.filter.indices = [...ranks.keys()].filter((i) => ranks[i] === Number(rank));
-  });
+  // Of a chart's groups one is shown, and named below it.
+  for (const control of document.querySelectorAll("select[id$='-group']")) {
+    control.addEventListener("change", () => {
+      const plot = named(control.id.slice(0, -"-group".length)), shown = new Map();
+      for (const {data_source, view} of plot.renderers) {
+        const group = Array.from(data_source.data.group);
+        view.filter.indices = [...group.keys()].filter((i) => group[i] === control.value);
+        for (const i of view.filter.indices) shown.set(data_source.data.name[i], i);
+      }
+      for (const item of plot.below.at(-1).items) {
+        const index = shown.get(item.label.value);  // the mark whose look the name has
+        item.setv(index === undefined ? {visible: false} : {visible: true, index});
+      }
+    });
+  }
 
   // Zoom and move, by buttons and keys.
   const wholes = new Map();

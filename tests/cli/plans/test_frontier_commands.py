@@ -97,7 +97,6 @@ def test_a_memory_frontier_says_what_each_microbatch_buys(profile_path, tmp_path
     savings = [float(row["saving_percent"]) for row in listed]
     assert savings == sorted(savings)
     assert savings[-1] > savings[0]
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert "peak in" in result.stdout
 
 

@@ -7,16 +7,8 @@ import pytest
 import run_made
 
 from envpipe_megatron.formats.energy import EnergyWindow
-from envpipe_megatron.report.drawing.measured import last_iteration
-from envpipe_megatron.report.drawing.metered import (
-    MOST_LINES,
-    power_figure,
-    power_series,
-    shares_figure,
-    step_series,
-)
-from envpipe_megatron.report.facts import GpuShares, StageFacts
 from envpipe_megatron.report.pipelines import node_offsets_s
+from envpipe_megatron.report.series import power_series, step_series
 
 #: Labels of a job that was started twice.
 STARTS = ("2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00")
@@ -123,28 +115,6 @@ def test_power_keeps_the_energy_of_windows_that_overlap():
     assert two.power_w == pytest.approx(500)
 
 
-@pytest.mark.parametrize("count", [1, MOST_LINES, MOST_LINES + 1, 64])
-def test_few_gpus_are_lines_and_many_are_a_map(count):
-    figure = power_figure(
-        power_series([window(gpu, 0, 0, energy_j=5) for gpu in range(count)], {}), "t"
-    )
-    axes = figure.axes[0]
-    lines = count if count <= MOST_LINES else 0
-    assert len(axes.patches) == lines
-    assert len(axes.images) == (not lines)
-    if not lines:
-        assert len(axes.get_yticks()) <= 24
-
-
-def test_bars_of_a_stage_add_up_to_its_energy():
-    """What a profile prices too high goes below the axis."""
-    shares = GpuShares(1, 1, 1, compute_j=90, blocking_j=20, idle_j=-10)
-    figure = shares_figure([StageFacts("steady", 0, 1, 100, shares, None)], "t")
-    bars = figure.axes[0].patches
-    assert sum(bar.get_height() for bar in bars) == pytest.approx(100)
-    assert min(bar.get_y() + bar.get_height() for bar in bars) == -10
-
-
 def test_nodes_are_brought_to_one_time_by_the_iterations_that_both_began():
     made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
     late = replace(made[-1], begin_s=made[-1].begin_s + 0.7)  # one that began late
@@ -162,35 +132,3 @@ def test_a_node_that_was_booted_between_two_starts_has_a_time_of_its_own_in_each
     )
     offsets_s = node_offsets_s([*before, *after])
     assert [offsets_s[start, "n2"] for start in STARTS] == pytest.approx([5000.0, 40.0])
-    drawn = last_iteration([*before, *after], "", "steady", 3)
-    assert drawn.time_s == pytest.approx(before[0].iteration_time_s, abs=1e-5)
-
-
-def test_the_last_iteration_is_one_that_all_stages_recorded():
-    made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
-    drawn = last_iteration(made[:-1], "", "steady", 3)  # the last stage was killed before
-    assert drawn.iteration == 1
-    assert drawn.start_s.min() == 0
-    assert drawn.time_s == pytest.approx(made[0].iteration_time_s, abs=1e-5)
-    assert drawn.schedule.labels()[2] == made[2].order.split()
-    assert drawn.frequency_mhz.shape == drawn.start_s.shape
-    # Of replicas, the lowest rank of each stage.
-    peer = replace(made[3], labels=replace(made[3].labels, rank=7), start_us=made[3].start_us + 5)
-    again = last_iteration([*made[:-1], peer], "", "steady", 3)
-    assert (again.start_s == drawn.start_s).all()
-
-
-def test_an_iteration_that_looks_at_other_clocks_is_not_drawn():
-    made = run_made.iterations(phases=("steady",) * 3)
-    *before, looks = made
-    looking = replace(looks, frequency_mhz=looks.frequency_mhz + 15)
-    assert last_iteration(made, "", "steady", 3).iteration == looks.iteration
-    assert last_iteration([*before, looking], "", "steady", 3).iteration == looks.iteration - 1
-
-
-def test_a_pipeline_without_one_of_its_stages_is_not_drawn():
-    made = run_made.iterations()
-    without = [one for one in made if one.labels.stage != 1]
-    assert last_iteration(without, "", "steady", 3) is None
-    assert last_iteration(without, "", "profile", 3) is None
-    assert last_iteration(made, "", "steady", 4) is None

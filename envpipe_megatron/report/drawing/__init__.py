@@ -1,1 +1,0 @@
-"""Figures, one function each; `style` has what they share."""

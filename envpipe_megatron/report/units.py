@@ -1,0 +1,321 @@
+"""Units of iterations as a table, and one iteration of it as a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import TRAITS, Kind
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import ProfileError
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.timeline import RankIteration, parse_order
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks, columns_of
+from envpipe_megatron.report.pipelines import (
+    Gpu,
+    IterationKey,
+    before_and_after,
+    by_iteration,
+    gpus_of,
+    kept_iterations,
+    node_offsets_s,
+    whole_pipelines,
+)
+
+#: A page holds so many units: some 6 MB.
+MOST_UNITS = 200_000
+#: What column `kind` counts.
+KINDS = tuple(TRAITS)
+#: Of a row, by kind, which no colour vision or print can lose.
+HEIGHTS = np.array(
+    [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.3}.get(kind, 0.82) for kind in KINDS], np.float32
+)
+#: What is said of a unit that no whole pipeline recorded.
+_UNKNOWN = {"slack_ms": np.nan, "critical": 0, "envelope": 0, "joules": np.nan}
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """Units of some iterations.
+
+    Args:
+        gpus: in the order of pipelines and stages; column `row` counts them.
+        iterations: in the order of time; column `iteration` counts them.
+        shown: which of them are the first to look at: one before, one after.
+        recorded: how many iterations were recorded.
+        columns: of equal length. `begin` and `end` are ms after the iteration's first unit;
+            `height` is a share of the row; `kind` counts `KINDS`; `mhz` is 0 where no clock was
+            controlled; `joules` and `watts` are NaN where no profile prices the unit, `slack_ms`
+            where its order is no whole pipeline's; `critical` is 1 for units on the path that sets
+            the iteration's time, `envelope` for those of the outer envelope.
+    """
+
+    gpus: tuple[Gpu, ...]
+    iterations: tuple[IterationKey, ...]
+    shown: tuple[int, int]
+    recorded: int
+    columns: Mapping[str, NDArray[Any]]
+
+
+def unit_table(
+    recorded: Sequence[RankIteration],
+    num_stages: int,
+    profile: Profile | None,
+    most_units: int = MOST_UNITS,
+) -> UnitTable:
+    """The units of a job's recorded iterations, at most about `most_units` of them.
+
+    Of more, those of every n-th iteration are left out, of all GPUs alike. The first to look at are
+    iterations that all GPUs recorded, if there are any.
+    """
+    iterations = by_iteration(recorded)
+    gpus = gpus_of(read.labels for read in recorded)
+    offsets_s = node_offsets_s(recorded)
+    kept = kept_iterations(iterations, most_units)
+    whole = [key for key in kept if len(iterations[key]) == len(gpus)]
+    before, after = before_and_after(whole or kept)
+    parts = [
+        _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
+        for number, key in enumerate(kept)
+    ]
+    return UnitTable(
+        gpus,
+        tuple(kept),
+        (kept.index(before), kept.index(after)),
+        len(iterations),
+        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+    )
+
+
+def _columns(
+    number: int,
+    reads: Sequence[RankIteration],
+    gpus: Sequence[Gpu],
+    num_stages: int,
+    offsets_s: Mapping[tuple[str, str], float],
+    profile: Profile | None,
+) -> dict[str, NDArray[Any]]:
+    row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
+    begins_s = [
+        read.begin_s - offsets_s[read.labels.run, read.labels.node] + 1e-6 * read.start_us[0]
+        for read in reads
+    ]
+    first_s = min(begins_s)
+    told = {
+        read.labels.rank: one
+        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
+        for read, one in zip(stages, _told(schedule, stages, profile), strict=True)
+    }
+    parts = []
+    for read, begin_s in zip(reads, begins_s, strict=True):
+        count = len(read.start_us)
+        begin_ms = 1e3 * (begin_s - first_s) - 1e-3 * read.start_us[0]
+        known = told.get(read.labels.rank) or {
+            name: np.full(count, value) for name, value in _UNKNOWN.items()
+        }
+        parts.append(
+            {
+                "iteration": np.full(count, number, dtype=np.int32),
+                "row": np.full(count, row_of[read.labels.rank], dtype=np.int32),
+                "begin": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
+                "end": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
+                **_what(read.order),
+                "mhz": np.zeros(count, np.int32)
+                if read.frequency_mhz is None
+                else read.frequency_mhz.astype(np.int32),
+                **{name: values.astype(np.float32) for name, values in known.items()},
+            }
+        )
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    length_s = 1e-3 * (columns["end"] - columns["begin"])
+    columns["watts"] = np.divide(
+        columns["joules"], length_s, out=np.full_like(length_s, np.nan), where=length_s > 0
+    )
+    return columns
+
+
+@lru_cache(maxsize=256)
+def _what(order: str) -> dict[str, NDArray[Any]]:
+    """Columns `kind`, `microbatch`, `chunk` and `height` of an order."""
+    rows = [(KINDS.index(u.kind), u.microbatch, u.chunk) for u in parse_order(order)]
+    kind, microbatch, chunk = np.array(rows, np.int32).T
+    return {"kind": kind, "microbatch": microbatch, "chunk": chunk, "height": HEIGHTS[kind]}
+
+
+def _told(
+    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
+) -> list[dict[str, NDArray[Any]]]:
+    """For each stage the columns of `_UNKNOWN`; slack and path are those of measured durations."""
+    timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
+    columns: dict[str, NDArray[Any]] = {
+        "slack_ms": 1e3 * timeline.slack_s,
+        "critical": _among(schedule, timeline.critical_path()),
+        "envelope": _among(schedule, schedule.outer_envelope),
+        "joules": _joules(schedule, reads, profile),
+    }
+    return [
+        {name: values[stage] for name, values in columns.items()} for stage in range(len(reads))
+    ]
+
+
+def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
+    """[num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
+    marked = np.zeros(schedule.num_units, dtype=np.int8)
+    marked[list(nodes)] = 1
+    return marked.reshape(schedule.num_stages, -1)
+
+
+def _joules(
+    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
+) -> FloatArray:
+    """[num_stages, units_per_stage] by the profile at the clocks asked for; NaN if not known."""
+    joules = np.full((schedule.num_stages, schedule.units_per_stage), np.nan)
+    clocks = [read.frequency_mhz for read in reads if read.frequency_mhz is not None]
+    if profile is None or len(clocks) != len(reads) or profile.num_stages != len(reads):
+        return joules
+    try:
+        keys = profile.keys(schedule)
+    except ProfileError:
+        return joules
+    for key, (profiled_mhz, _, energies_j) in enumerate(profile.curves):
+        mask = keys == key
+        joules[mask] = np.interp(
+            np.stack(clocks)[mask], profiled_mhz, energies_j, left=np.nan, right=np.nan
+        )
+    return joules
+
+
+def plan_chart(
+    plan: Plan,
+    *,
+    x_max_s: float,
+    scale_mhz: tuple[float, float],
+    note: str = "",
+) -> Chart:
+    """One iteration of a plan; the path that sets its time is dotted.
+
+    Args:
+        plan: what ran or would run.
+        x_max_s: end of the time axis, so that pictures share it; what is beyond is cut.
+        scale_mhz: ends of the scale of colours, likewise.
+        note: a further line above.
+    """
+    schedule, timeline = plan.schedule, plan.timeline
+    gpus = plan.conditions.gpus_by_stage.sum()
+    of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
+    energy_j = plan.cost.energy_j  # four figures, never in powers of ten
+    joules = f"{energy_j:,.0f}" if energy_j >= 1000 else f"{energy_j:.4g}"
+    in_flight = ", ".join(f"{count:g}" for count in schedule.microbatches_in_flight)
+    caption = (
+        f"iteration {plan.cost.iteration_time_s:.4g} s  ·  energy {joules} J ({of_gpus})  ·  "
+        f"peak in flight {in_flight}"
+    )
+    labels = [unit.label(schedule.num_chunks) for order in schedule.stages for unit in order]
+    for place in np.flatnonzero(schedule.combined):  # the unit behind it is the box of both
+        labels[place + 1] = labels[place] + labels[place + 1]
+    path = () if schedule.forward_only else timeline.critical_path()
+    places = [[KINDS.index(unit.kind) for unit in order] for order in schedule.stages]
+    columns: dict[str, NDArray[Any]] = {
+        "row": np.broadcast_to(np.arange(schedule.num_stages)[:, None], schedule.combined.shape),
+        "begin": 1e3 * timeline.start_s,
+        "end": 1e3 * timeline.end_s,
+        "mhz": plan.frequency_mhz,
+        "height": HEIGHTS[np.where(np.roll(schedule.combined, 1, axis=1), 1, places)],
+        "critical": _among(schedule, path),
+        "envelope": _among(schedule, schedule.outer_envelope),
+    }
+    units = {name: values.ravel() for name, values in columns.items()}
+    rows = [str(stage) for stage in range(schedule.num_stages)]
+    title = "\n".join(filter(None, (caption, note)))
+    return _chart(units, labels, rows, 1e3 * x_max_s, scale_mhz, title)
+
+
+def measured_charts(table: UnitTable) -> dict[IterationKey, Chart]:
+    """The first iterations to look at, of the first pipeline, on the same axes and colours."""
+    pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
+    columns = table.columns
+    several = bool(columns["chunk"].any())
+    masks = {
+        table.iterations[shown]: (columns["iteration"] == shown) & (columns["row"] < len(pipeline))
+        for shown in table.shown
+    }
+    either = np.any(list(masks.values()), axis=0)
+    clocks_mhz = columns["mhz"][either & (columns["mhz"] > 0)]
+    scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
+    charts = {}
+    for key, mask in masks.items():
+        units = {name: values[mask] for name, values in columns.items()}
+        labels = [
+            f"{KINDS[kind].letter}{microbatch}{f'.{chunk}' if several else ''}"
+            for kind, microbatch, chunk in zip(
+                *(units[name] for name in ("kind", "microbatch", "chunk")), strict=True
+            )
+        ]
+        title = f"measured {units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+        rows = [str(table.gpus[row].stage) for row in pipeline]
+        charts[key] = _chart(
+            units, labels, rows, float(columns["end"][either].max()), scale_mhz, title
+        )
+    return charts
+
+
+def _chart(
+    units: Mapping[str, NDArray[Any]],
+    labels: Sequence[str],
+    rows: Sequence[str],
+    x_max_ms: float,
+    scale_mhz: tuple[float, float] | None,
+    title: str,
+) -> Chart:
+    """Units coloured by their clocks, the waits between them, envelope and critical path.
+
+    `units` has the columns of boxes, which are in the order of time in each row, `mhz`, `critical`
+    and `envelope`.
+    """
+    last_ms = units["end"].max()
+    least_ms = 1e-6 * last_ms
+    # A unit that runs as one with the next takes no time.
+    there = units["end"] - units["begin"] > least_ms
+    waits = [
+        (row, begin, end)
+        for row in range(len(rows))
+        for begin, end in zip(
+            [0.0, *units["end"][there & (units["row"] == row)]],
+            [*units["begin"][there & (units["row"] == row)], last_ms],
+            strict=True,
+        )
+        if end - begin > least_ms
+    ]
+
+    def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
+        shown = ("row", "begin", "end", "height", *(("mhz",) if scale_mhz else ()))
+        own: dict[str, list[Any]] = {name: units[name][mask].tolist() for name in shown}
+        return {**own, "label": [labels[place] for place in np.flatnonzero(mask).tolist()]}
+
+    critical = np.flatnonzero(there & (units["critical"] == 1))
+    path = critical[np.argsort(units["begin"][critical], kind="stable")]
+    # Below the label in each row, so that both stay readable.
+    line = {
+        "x": [[units[end][place] for place in path for end in ("begin", "end")]],
+        "y": [[units["row"][place] + 0.2 for place in path for _ in range(2)]],
+    }
+    envelope = boxes(there & (units["envelope"] == 1))
+    marks = [
+        Marks("box", "GPU waits", GREY, columns_of("row begin end", waits), look="hatched"),
+        Marks("box", "", SKY, boxes(there)),
+        Marks("box", "outer envelope", INK, envelope, look="outlined"),
+        *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),
+    ]
+    said = "low boxes are forwards, tall ones backwards"
+    return Chart(
+        "timeline", "time (ms)", "stage", [mark for mark in marks if any(mark.columns.values())],
+        f"{title}\n{said}", rows, x_range=(0.0, x_max_ms), scale_mhz=scale_mhz,
+    )  # fmt: skip

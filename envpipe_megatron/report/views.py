@@ -1,0 +1,280 @@
+"""What a report shows of a run: views of charts, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.formats.energy import PHASES, split_phase
+from envpipe_megatron.formats.timeline import IDLE, ClockSamples
+from envpipe_megatron.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SERIES,
+    SKY,
+    VERMILION,
+    YELLOW,
+    Chart,
+    Marks,
+    View,
+    columns_of,
+    series_colours,
+)
+from envpipe_megatron.report.facts import Bubbles, ReportFacts
+from envpipe_megatron.report.pipelines import Gpu, StartAndNode, gpus_of, node_offsets_s
+from envpipe_megatron.report.plan_charts import frontier_charts, frontier_of, valley_chart
+from envpipe_megatron.report.run_folder import RunFolder
+from envpipe_megatron.report.series import (
+    PowerSeries,
+    Prediction,
+    StepSeries,
+    power_series,
+    predictions_of,
+    step_series,
+)
+
+#: Colours of phases, in a job's order.
+_PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
+#: Of each line: more than a screen has pixels would not be seen.
+_MOST_POINTS = 800
+#: So many reasons to hold clocks back have a name of their own.
+_MOST_REASONS = 4
+
+
+def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
+    """All views of a run but its timelines, the most telling first."""
+    offsets_s = node_offsets_s(folder.timelines.iterations)
+    if facts.bubbles is not None:
+        yield View(
+            "bubbles",
+            "Where the time goes",
+            "Between a pipeline's first unit and its last, at full clock. What the bubbles are "
+            "worth is in the tables of bubbles and levels.",
+            [bubbles_chart(facts.bubbles)],
+        )
+    series = step_series(folder.windows)
+    if series:
+        yield View(
+            "iterations",
+            "Iterations of the job",
+            "Time and energy of each iteration; a metered window of several is their mean. The "
+            "phases of a job of one run are shaded. Dashed is what each plan that ran predicted, "
+            "without what is outside of its units.",
+            steps_charts(series, predictions_of(folder, facts)),
+        )
+    power = power_series(folder.windows, offsets_s)
+    if power.names:
+        yield View(
+            "power",
+            "Power over time",
+            "The mean of each metered window, which is much longer than a unit.",
+            [power_chart(power)],
+        )
+    if folder.timelines.clocks:
+        yield View(
+            "clocks",
+            "Clocks asked for, and seen",
+            "Looks at a GPU's clock, in the first hour; at most 800 are shown. Below, "
+            "what GPUs said held their clocks back, if they were not idle.",
+            clock_charts(folder.timelines.clocks, offsets_s),
+        )
+    if folder.profile is not None:
+        yield View(
+            "energy_valley",
+            "Energy over the clock",
+            "Energy of one microbatch, forward and backward, on each stage, by the profile.",
+            [valley_chart(folder.profile)],
+        )
+    plans = [] if folder.plan is None else frontier_of(folder.plan)
+    if plans:
+        yield View(
+            "frontier",
+            "Time against energy",
+            "Plans of this order of which no other is both faster and cheaper, by the profile.",
+            frontier_charts(plans, folder.plan),
+        )
+
+
+def gpu_rows(gpus: Sequence[Gpu]) -> tuple[str, list[str]]:
+    """Return what the rows of GPUs are, and their names."""
+    if len({gpu.pipeline for gpu in gpus}) > 1:
+        return "pipeline · stage", [f"{gpu.pipeline} · {gpu.stage}" for gpu in gpus]
+    return "stage", [str(gpu.stage) for gpu in gpus]
+
+
+def bubbles_chart(found: Bubbles) -> Chart:
+    """A bar for each GPU: units on the critical path, other units, bubbles."""
+    label, rows = gpu_rows([each.gpu for each in found.gpus])
+    marks, begins_ms = [], np.zeros(len(rows))
+    for name, colour, times_s in (
+        ("units on the critical path", ORANGE, [each.critical_s for each in found.gpus]),
+        ("other units", SKY, [each.units_s - each.critical_s for each in found.gpus]),
+        ("bubbles", GREY, [each.bubbles_s for each in found.gpus]),
+    ):
+        times_ms = 1e3 * np.array(times_s)
+        columns = {
+            "row": list(range(len(rows))), "begin": begins_ms, "end": begins_ms + times_ms,
+            "rank": [each.gpu.rank for each in found.gpus], "ms": times_ms,
+        }  # fmt: skip
+        tips = ("rank", "@rank"), (name, "@ms{0.0} ms")
+        marks.append(Marks("box", name, colour, columns, tips))
+        begins_ms = begins_ms + times_ms
+    whole = (0.0, 1.02e3 * found.pipeline_s)
+    return Chart("bubbles", "ms of an iteration", label, marks, rows=rows, x_range=whole)
+
+
+def steps_charts(series: Sequence[StepSeries], predicted: Sequence[Prediction]) -> list[Chart]:
+    """Time and energy of each iteration, on one axis of iterations."""
+    last = max(int(run.iteration[-1]) for run in series)
+    charts = []
+    for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
+        marks = []
+        if len(series) == 1:
+            spans = [
+                (split_phase(phase)[0], first - 0.5, end + 0.5)
+                for phase, first, end in series[0].phases
+            ]
+            columns = columns_of("name begin end", spans)
+            columns["colour"] = [_PHASES.get(name, GREY) for name in columns["name"]]
+            marks.append(Marks("span", "", GREY, columns))
+        for run, colour in zip(series, series_colours(len(series)), strict=True):
+            keep = _thinned(len(run.iteration))
+            at, values = run.iteration[keep].tolist(), getattr(run, column)[keep].tolist()
+            phases = [_phase_at(run, iteration) for iteration in at]
+            tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
+            marks += [
+                Marks("line", run.run, colour, {"x": [at], "y": [values]}),
+                Marks("dot", run.run, colour, {"x": at, "y": values, "phase": phases}, tips),
+            ]
+        if predicted:
+            steps = [
+                ((one.begin, last + 1 if one.end is None else one.end),
+                 2 * (getattr(one, column),), one.begin, one.said)
+                for one in predicted
+            ]  # fmt: skip
+            columns = columns_of("x y begin said", steps)
+            tips = ("from iteration", "@begin"), ("predicted", "$y{0.0000}"), ("", "@said")
+            marks.append(Marks("line", "predicted", VERMILION, columns, tips, look="dashed"))
+        charts.append(
+            Chart(
+                f"iterations-{column}", "iteration", label, marks,
+                x_range=(-0.5, last + 0.5), from_zero=True,
+            )
+        )  # fmt: skip
+    return charts
+
+
+def _phase_at(run: StepSeries, iteration: int) -> str:
+    return next((name for name, first, last in run.phases if first <= iteration <= last), "")
+
+
+def _thinned(count: int) -> NDArray[np.intp]:
+    """Places of at most so many points of a line, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.intp))
+
+
+def power_chart(power: PowerSeries) -> Chart:
+    """Power of each GPU, and the sum of each node's."""
+    middle_s = ((power.edges_s[1:] + power.edges_s[:-1]) / 2).astype(np.float32)
+    by_node = {
+        node: np.nansum(power.power_w[np.array(power.nodes) == node], axis=0)
+        for node in dict.fromkeys(power.nodes)
+    }
+    names = [*power.names, *by_node]
+    columns = {
+        "name": names,
+        "colour": series_colours(len(power.names)) + series_colours(len(by_node)),
+        "x": [middle_s] * len(names),
+        "y": [line.astype(np.float32) for line in (*power.power_w, *by_node.values())],
+        "group": ["each GPU"] * len(power.names) + ["each node"] * len(by_node),
+    }
+    tips = ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}")
+    return Chart(
+        "power", "time (s)", "power (W)", [Marks("line", "", GREY, columns, tips)],
+        x_range=(0.0, float(power.edges_s[-1])), from_zero=True, choice="Power of",
+    )  # fmt: skip
+
+
+def clock_charts(
+    samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+) -> list[Chart]:
+    """Clocks asked for and seen of each GPU, and what held all back, if anything but idling did."""
+    gpus = gpus_of(read.labels for read in samples)
+    looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
+    first_s = min(own[0][0] for own in looks)
+    lines = []
+    boxes: dict[str, list[tuple[int, int, float, float]]] = {}
+    for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
+        at_s = np.array([look[0] for look in own]) - first_s
+        for place, name, colour in ((1, "seen", BLUE), (2, "asked for", ORANGE)):
+            # Each look's clock up to the next look.
+            x = np.repeat(at_s, 2)[1:].astype(np.float32)
+            y = np.repeat([look[place] for look in own], 2)[:-1].astype(np.float32)
+            lines.append((name, colour, x, y, f"rank {gpu.rank}, stage {gpu.stage}"))
+        # A box goes up to the next look, but nobody looks after a start's first hour.
+        usual_s = float(np.median(np.diff(at_s))) if len(at_s) > 1 else 0.0
+        pauses = np.cumsum(np.diff(at_s, prepend=at_s[0]) > 2 * usual_s).tolist()
+        for (_, reasons), group in groupby(
+            zip(pauses, at_s.tolist(), (look[3] for look in own), strict=True),
+            key=lambda look: (look[0], look[2]),
+        ):
+            times_s = [time_s for _, time_s, _ in group]
+            if reasons and IDLE not in reasons.split(", "):
+                box = (row, gpu.rank, times_s[0], times_s[-1] + usual_s)
+                boxes.setdefault(reasons, []).append(box)
+    tips = ("", "@group"), ("", "@name"), ("s", "$x{0.00}"), ("MHz", "$y{0}")
+    marks = [Marks("line", "", GREY, columns_of("name colour x y group", lines), tips)]
+    last_s = max(own[-1][0] for own in looks)
+    x_label, x_range = "s after the first look", (0.0, max(last_s - first_s, 1e-3))
+    charts = [
+        Chart("clocks", x_label, "MHz", marks, x_range=x_range, from_zero=True, choice="Clock of")
+    ]
+    if boxes:
+        label, rows = gpu_rows(gpus)
+        held = _held_back(boxes)
+        charts.append(
+            Chart("held-back", x_label, label, [held], "held back by", rows, x_range=x_range)
+        )
+    return charts
+
+
+def _looks(
+    gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+) -> list[tuple[float, float, float, str]]:
+    """Some looks at a GPU's clock in their order: when, the clocks seen and asked for, reasons.
+
+    NaN where none was asked for.
+    """
+    rows = sorted(
+        (at - offsets_s.get((read.labels.run, read.labels.node), 0.0), seen, asked, why)
+        for read in samples
+        if read.labels.rank == gpu.rank
+        for at, seen, asked, why in zip(
+            read.time_s,
+            map(float, read.observed_mhz),
+            (math.nan if mhz is None else float(mhz) for mhz in read.requested_mhz),
+            read.throttle_reasons or ("",) * len(read.time_s),
+            strict=True,
+        )
+    )
+    return [rows[place] for place in _thinned(len(rows))]
+
+
+def _held_back(boxes: Mapping[str, Sequence[tuple[int, int, float, float]]]) -> Marks:
+    """Boxes of row, rank, begin and end by the reasons; those that held the longest come first."""
+    most = sorted(boxes, key=lambda why: -sum(end - begin for *_, begin, end in boxes[why]))
+    each = [
+        (*((why, SERIES[number]) if number < _MOST_REASONS else ("other reasons", GREY)), why, *box)
+        for number, why in enumerate(most)
+        for box in boxes[why]
+    ]
+    columns = columns_of("name colour why row rank begin end", each)
+    tips = ("rank", "@rank"), ("held back by", "@why"), ("s", "$x{0.00}")
+    return Marks("box", "", GREY, columns, tips)
