@@ -1,7 +1,7 @@
 """Runs alone in a fresh interpreter: imports the patched modules and asks their hooks.
 
-It gets two file names: the request (JSON: root, hooks) and where the answers go. It imports nothing
-of EnvPipe, so that it sees what a training script sees which is started from the checkout.
+It reads the request (JSON: root, hooks), and gets the name of a file for the answers. It imports
+nothing of EnvPipe, so that it sees what a training script sees which is started from the checkout.
 """
 
 import builtins
@@ -23,7 +23,7 @@ _GPU_ONLY = ("triton",)
 
 def main() -> None:
     """Ask every hook of the request."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.load(sys.stdin)
     root = request["root"]
     # In the place that a script's own folder has.
     own = str(Path(__file__).parent)
@@ -33,7 +33,7 @@ def main() -> None:
     answers = [ask(hook, Path(root)) for hook in hooks]
     stood_in = sorted(stand_ins.imported)
     missing = missing_packages(hooks, stand_ins)
-    Path(sys.argv[2]).write_text(json.dumps([answers, missing, stood_in]))
+    Path(sys.argv[1]).write_text(json.dumps([answers, missing, stood_in]))
 
 
 class StandIns:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.patching.catalog import PatchError, load_catalog
+from envpipe_megatron.patching.catalog import PatchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -84,11 +84,10 @@ def edited_files(minor):
         f"    if envpipe_hook:\n        chosen = envpipe_hook(chosen)\n    return chosen{end}",
     )
     files["toy/training/loop.py"] = LOOP.replace(
-        "import os\r\n", "import os\r\nfrom toy.new.parts import envpipe\r\n"
+        "import os\r\n", "import os\r\nfrom toy.training import envpipe\r\n"
     ).replace("    return", "    envpipe.hooks()\r\n    return")
     files["run.sh"] = files["run.sh"].replace("echo start", "echo started")
-    files["toy/new/parts/envpipe.py"] = "def hooks():\n    return None\n"
-    files["toy/new/parts/__init__.py"] = "# parts\n"
+    files["toy/training/envpipe.py"] = "def hooks():\n    return None\n"
     return files
 
 
@@ -111,7 +110,7 @@ def maker():
     return module
 
 
-def make_catalog(folder):
+def make_patches(folder):
     patches = folder / "patches"
     (patches / "toy").mkdir(parents=True)
     (patches / "toy" / "project.toml").write_text(PROJECT)
@@ -119,7 +118,7 @@ def make_catalog(folder):
         stock = write_tree(folder / f"stock{minor}", stock_files(minor))
         edited = write_tree(folder / f"edited{minor}", edited_files(minor))
         maker().make(stock, edited, patches, "toy", f"v1.{minor}")
-    return load_catalog(patches)
+    return patches
 
 
 def snapshot(root):
@@ -188,11 +187,11 @@ def by_hand(root, patch, *flags):
     subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
 
 
-def refused(do, root, catalog, *words):
+def refused(do, root, *words):
     """Assert that nothing is changed and the error names `words`; returns the error's text."""
     before = snapshot(root)
     with pytest.raises(PatchError) as raised:
-        do(root, catalog)
+        do(root)
     for word in words:
         assert word in str(raised.value)
     assert snapshot(root) == before
