@@ -9,7 +9,7 @@ import ast
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def read_patch(description: str, text: bytes) -> Patch:
         ) from error
 
 
-def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
+def read_constants(file: Path, names: Collection[str]) -> dict[str, object]:
     """Return those of `names` that a Python file assigns a literal to, without running it.
 
     There are none if there is no such file, or if it is not Python.
@@ -159,13 +159,14 @@ def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return {}
-    wanted = set(names)
     found: dict[str, object] = {}
     for node in body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name) and target.id in wanted:
-                    found[target.id] = node.value.value
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value))
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value))
+            ) if name in names:
+                found[name] = value
     return found
 
 

@@ -24,6 +24,7 @@ from envpipe_megatron.patching.catalog import (
     Patch,
     PatchError,
     load_catalog,
+    patch_file,
     read_constants,
     read_patch,
     sha256,
@@ -56,8 +57,6 @@ class Checkout:
     Attributes:
         root: its folder, without symbolic links.
         patch: the patch that is in it, or else the one for its version.
-        recorded: the checkout has a record of a patch.
-        superseded: the patch is not the one that this package has for the version.
         forked: paths of the files that are neither the released nor the patched ones.
         foreign: why each file does not fit that does not.
         other: contents of the files with the patch in if it is out, and out if it is in; None for
@@ -66,12 +65,20 @@ class Checkout:
 
     root: Path
     patch: Patch
-    recorded: bool
-    superseded: bool
     state: State
     forked: set[str]
     foreign: dict[str, str]
     other: dict[str, bytes | None]
+
+    @property
+    def recorded(self) -> bool:
+        """The checkout has a record of a patch."""
+        return (self.root / RECORD_NAME).exists()
+
+    @property
+    def superseded(self) -> bool:
+        """The patch is not the one that this package has for the version."""
+        return patch_file(self.patch) is None
 
 
 def look_at(directory: Path, tag: str | None = None) -> Checkout:
@@ -85,27 +92,18 @@ def look_at(directory: Path, tag: str | None = None) -> Checkout:
     catalog = load_catalog()
     root = directory.resolve()
     recorded = _read_record(root / RECORD_NAME)
-
-    def seen(patch: Patch) -> Checkout:
-        superseded = patch.sha256 not in {known.sha256 for known in catalog}
-        return _compared(root, patch, recorded is not None, superseded)
-
     if recorded is not None:
-        held = seen(recorded)
+        held = _compared(root, recorded)
         # It may be out by other means. The version may have been edited: it decides only in doubt.
         is_changed = held.state is State.CHANGED_AFTER
         if held.state is State.PATCHED or (is_changed and recorded.recognition.fits(root)):
             return held
-    if tag is None:
-        chosen = [patch for patch in catalog if patch.recognition.fits(root)]
-    else:
-        chosen = [patch for patch in catalog if patch.tag == tag]
-    if tag is not None and not chosen:
-        raise PatchError("There is no patch for this tag", value=tag, remedy=_supported(catalog))
+    chosen = [p for p in catalog if (p.recognition.fits(root) if tag is None else p.tag == tag)]
     # Where several tags call themselves the same version, the files decide.
-    found = sorted(map(seen, chosen or catalog), key=lambda f: (len(f.foreign), len(f.forked)))
+    found = [_compared(root, patch) for patch in chosen or catalog]
+    found.sort(key=lambda found: (len(found.foreign), len(found.forked)))
     if not chosen:
-        raise _unknown(root, catalog, found)
+        raise _no_patch(root, tag, found)
     return found[0]
 
 
@@ -213,7 +211,7 @@ def git_apply(
     return after, reasons
 
 
-def _compared(root: Path, patch: Patch, recorded: bool, superseded: bool) -> Checkout:
+def _compared(root: Path, patch: Patch) -> Checkout:
     """Compare a checkout's files with a patch."""
     for path in patch.hashes:
         if (place := (root / path).resolve()) != root / path:
@@ -241,7 +239,7 @@ def _compared(root: Path, patch: Patch, recorded: bool, superseded: bool) -> Che
         foreign[path] = "missing" if content is None else f"changed: {reason}"
     forked = {path for path in files if sha256(files[path]) not in patch.hashes[path]}
     forked -= set(foreign)
-    return Checkout(root, patch, recorded, superseded, state, forked, foreign, other)
+    return Checkout(root, patch, state, forked, foreign, other)
 
 
 def _content(file: Path) -> bytes | None:
@@ -286,28 +284,23 @@ def _read_record(file: Path) -> Patch | None:
         ) from error
 
 
-def _supported(catalog: Sequence[Patch]) -> str:
-    names = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in catalog)
-    return f"Supported: {names or 'none, as this installation has no patches'}"
-
-
-def _unknown(root: Path, catalog: Sequence[Patch], by_fit: Sequence[Checkout]) -> PatchError:
-    """Return the error that says what version a checkout says it is; the nearest patch is first."""
+def _no_patch(root: Path, tag: str | None, nearest_first: Sequence[Checkout]) -> PatchError:
+    """Return the error that says what is supported, and what version a checkout says it is."""
+    patches = [found.patch for found in nearest_first]
+    names = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in patches)
+    remedy = f"Supported, the nearest first: {names or 'none, this installation has no patches'}"
+    if tag is not None:
+        return PatchError("There is no patch for this tag", value=tag, remedy=remedy)
     seen = []
-    for known in {patch.recognition.file: patch.recognition for patch in catalog}.values():
+    for known in {patch.recognition.file: patch.recognition for patch in patches}.values():
         if (root / known.file).is_file():
             found = read_constants(root / known.file, known.constants)
             version = ", ".join(f"{name} = {value!r}" for name, value in found.items())
             seen.append(f"its {known.file} " + (f"says {version}" if version else "is another"))
-    if not seen:
-        return PatchError(
-            "This is no checkout of a supported project",
-            value=str(root),
-            remedy=f"Give the root folder of the checkout. {_supported(catalog)}",
-        )
-    fork = f"For a fork of one of them, give its tag; the nearest is --tag {by_fit[0].patch.tag}"
-    return PatchError(
-        f"No patch is for this version ({'; '.join(seen)})",
-        value=str(root),
-        remedy=f"{_supported(catalog)}. {fork}",
-    )
+    if seen:
+        what = f"No patch is for this version ({'; '.join(seen)})"
+        remedy += ". For a fork of one of them, give its tag with --tag"
+    else:
+        what = "This is no checkout of a supported project"
+        remedy = f"Give the root folder of the checkout. {remedy}"
+    return PatchError(what, value=str(root), remedy=remedy)

@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import traceback
 from functools import cache
 from pathlib import Path
 
@@ -138,31 +137,26 @@ def contents(root):
     return {path: content for path, (_, content) in snapshot(root).items()}
 
 
-def in_child(do, *, as_nobody=False):
-    """Run `do` in a fork, and return what it returned, raised, or the signal that ended it."""
+def as_nobody(do):
+    """Do something in a fork without rights; return what it returned, or raise what it raised."""
     results, sent = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(results)
         try:
-            if as_nobody and os.getuid() == 0:
+            if os.getuid() == 0:
                 os.setgroups([])
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            answer = pickle.dumps(do())
+            answer = do()
         except BaseException as error:
-            traceback.print_exc()
-            answer = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-        os.write(sent, answer)
+            answer = error
+        os.write(sent, pickle.dumps(answer))
         os._exit(0)
     os.close(sent)
     with os.fdopen(results, "rb") as file:
-        said = file.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return -os.WTERMSIG(status)
-    answer = pickle.loads(said)
-    if isinstance(answer, Exception):
+        answer = pickle.load(file)
+    os.waitpid(child, 0)
+    if isinstance(answer, BaseException):
         raise answer
     return answer
 
