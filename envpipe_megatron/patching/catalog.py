@@ -38,7 +38,14 @@ class Recognition:
         path = root / self.file
         if self.sha256:
             return path.is_file() and sha256(path.read_bytes()) == self.sha256
-        return read_constants(path, self.constants) == self.constants
+        return self.constants_in(path) == self.constants
+
+    def constants_in(self, path: Path) -> dict[str, object]:
+        """Return those of the constants that a file has, if it is Python at all."""
+        try:
+            return read_constants(path, self.constants)
+        except (OSError, SyntaxError, ValueError):
+            return {}
 
 
 @dataclass(frozen=True)
@@ -151,16 +158,9 @@ def read_patch(description: str, text: bytes) -> Patch:
 
 
 def read_constants(file: Path, names: Collection[str]) -> dict[str, object]:
-    """Return those of `names` that a Python file assigns a literal to, without running it.
-
-    There are none if there is no such file, or if it is not Python.
-    """
-    try:
-        body = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return {}
+    """Return those of `names` that a Python file assigns a literal to, without running it."""
     found: dict[str, object] = {}
-    for node in body:
+    for node in ast.parse(file.read_bytes()).body:
         match node:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value))

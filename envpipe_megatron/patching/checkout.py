@@ -25,7 +25,6 @@ from envpipe_megatron.patching.catalog import (
     PatchError,
     load_catalog,
     patch_file,
-    read_constants,
     read_patch,
     sha256,
 )
@@ -294,7 +293,7 @@ def _no_patch(root: Path, tag: str | None, nearest_first: Sequence[Checkout]) ->
     seen = []
     for known in {patch.recognition.file: patch.recognition for patch in patches}.values():
         if (root / known.file).is_file():
-            found = read_constants(root / known.file, known.constants)
+            found = known.constants_in(root / known.file)
             version = ", ".join(f"{name} = {value!r}" for name, value in found.items())
             seen.append(f"its {known.file} " + (f"says {version}" if version else "is another"))
     if seen:

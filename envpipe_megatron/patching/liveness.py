@@ -63,7 +63,7 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
         probe = Path(__file__).with_name("probe.py")
         try:
             done = subprocess.run(
-                [sys.executable, "-B", str(probe), answers.name],
+                [sys.executable, "-P", "-B", str(probe), answers.name],
                 cwd=root,
                 input=request,
                 stdout=subprocess.PIPE,
