@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m envpipe_megatron.attach pretrain_gpt.py ... --envpipe
 
 The modules that the patch touches are patched as they are imported, in memory: by the patch that
-`change.apply_patch` would put in, at the same places. The checkout stays as it is, and the script
-finds its arguments, its folder in the path and `__main__` as without this module.
+`checkout.apply_patch` would put in, at the same places. The checkout stays as it is, and the script
+finds its arguments, its folder in the path and `__main__` as without this module. Where there is no
+git, by which EnvPipe patches, the script runs without EnvPipe.
 """
 
 from __future__ import annotations
@@ -22,23 +23,20 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.patching.catalog import Patch, PatchError, load_catalog
-from envpipe_megatron.patching.change import does_not_fit
-from envpipe_megatron.patching.checkout import Checkout, FileState, look_at
+from envpipe_megatron.patching.catalog import PatchError, load_catalog
+from envpipe_megatron.patching.checkout import Checkout, GitError, State, does_not_fit, look_at
 
 
-def attach(
-    directory: Path, catalog: Sequence[Patch] | None = None, tag: str | None = None
-) -> Checkout:
+def attach(directory: Path, tag: str | None = None) -> Checkout:
     """Let this process import the modules of a checkout as the patch makes them.
 
     Call it before any of them is imported. What is patched already stays as it is. The arguments
-    and errors are those of `change.apply_patch`; PatchError too if more than modules is changed.
+    and errors are those of `checkout.apply_patch`; PatchError too if more than modules is changed.
 
     Returns:
         The checkout, to which nothing is written.
     """
-    found = look_at(directory, catalog, tag)
+    found = look_at(directory, tag)
     if found.foreign:
         raise does_not_fit(found)
     sys.meta_path.insert(0, _PatchedModules(found))
@@ -65,11 +63,9 @@ class _PatchedModules(MetaPathFinder):
 
     def __init__(self, found: Checkout) -> None:
         self._loaders = {
-            _module_name(file.change.path): _Patched(
-                str(found.root / file.change.path), file.change.apply(file.content or b"")
-            )
-            for file in found.files
-            if file.state is FileState.STOCK
+            _module_name(path): _Patched(str(found.root / path), content or b"")
+            for path, content in found.other.items()
+            if found.state is State.STOCK
         }
 
     def find_spec(
@@ -115,6 +111,18 @@ def _module_name(path: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _without_ours(words: Sequence[str]) -> list[str]:
+    """Return a script's arguments without `--envpipe`, `--envpipe-...` and their values."""
+    kept = []
+    is_ours = False
+    for word in words:
+        if word.startswith("--"):
+            is_ours = word.startswith("--envpipe")
+        if not is_ours:
+            kept.append(word)
+    return kept
+
+
 def main() -> None:
     """Attach the hooks to what the script will import, and run it."""
     parser = argparse.ArgumentParser(
@@ -134,6 +142,9 @@ def main() -> None:
         checkout = _imported_checkout(options.script)
         where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
+    except GitError as error:
+        print(f"Warning: this job runs without EnvPipe. {error}", file=sys.stderr)
+        sys.argv[1:] = _without_ours(options.arguments)
     except EnvPipeError as error:
         sys.exit(f"Error: {error}{where}")
     # Before 3.13, Python itself shows lines of the files as they are stored.

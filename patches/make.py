@@ -28,12 +28,11 @@ from envpipe_megatron.patching.catalog import (
     DESCRIPTION_NAME,
     FORMAT,
     PATCH_NAME,
-    parse_patch,
-    places,
     read_constants,
     read_patch,
     sha256,
 )
+from envpipe_megatron.patching.checkout import git_apply
 
 HERE = Path(__file__).resolve().parent
 _PASSED_OVER_FOLDERS = {".git", "__pycache__"}
@@ -81,9 +80,11 @@ def make(stock: Path, edited: Path, patches: Path, project: str, tag: str) -> li
     if not changes:
         raise EnvPipeError("The trees are equal", value=str(edited))
     patch = b"".join(diff(change) for change in changes)
-    _prove(patch, changes)
     description = _description(settings, stock, project, tag, changes, patch)
-    read_patch(description, patch)
+    made = read_patch(description, patch)
+    before, after = {c.path: c.before for c in changes}, {c.path: c.after for c in changes}
+    if (git_apply(made, before), git_apply(made, after, "-R")) != ((after, {}), (before, {})):
+        raise EnvPipeError("A patch does not bring about its own edits", value=sorted(after))
     folder = patches / project / tag
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PATCH_NAME).write_bytes(patch)
@@ -118,6 +119,8 @@ def find_changes(stock: Path, edited: Path) -> Iterator[Change]:
             )
         if old is None and os.access(file, os.X_OK):
             raise EnvPipeError("A new file may not be executable", value=path)
+        if old is None and not (stock / path).parent.is_dir():
+            raise EnvPipeError("A new file may not need a new folder", value=path)
         yield Change(path, old, content)
 
 
@@ -214,8 +217,9 @@ def _hunks(before: list[bytes], after: list[bytes]) -> list[_Hunk]:
 
 
 def _once(lines: list[bytes], first: int, last: int) -> bool:
-    whole = (first, last) == (0, len(lines))
-    return whole or len(places(b"".join(lines), b"".join(lines[first:last]))) == 1
+    """Say whether lines are at one place only, for `git apply` takes the nearest of several."""
+    wanted = lines[first:last]
+    return sum(lines[at : at + last - first] == wanted for at in range(len(lines))) <= 1
 
 
 def _hunk_text(before: list[bytes], after: list[bytes], hunk: _Hunk) -> bytes:
@@ -237,13 +241,6 @@ def _hunk_text(before: list[bytes], after: list[bytes], hunk: _Hunk) -> bytes:
 def _marked(mark: bytes, line: bytes) -> bytes:
     end = b"" if line.endswith(b"\n") else b"\n\\ No newline at end of file\n"
     return mark + line + end
-
-
-def _prove(patch: bytes, changes: list[Change]) -> None:
-    for change, parsed in zip(changes, parse_patch(patch), strict=True):
-        before = change.before or b""
-        if (parsed.apply(before), parsed.revert(change.after)) != (change.after, before):
-            raise EnvPipeError("A patch does not bring about its own edit", value=change.path)
 
 
 def _description(

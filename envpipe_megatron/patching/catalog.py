@@ -1,7 +1,6 @@
-"""The patches that come with the package, how they know a version, and the diffs they hold.
+"""The patches that come with the package, what they are for, and how a version is known.
 
-A hunk goes where its old lines are, which must be one place of the file. The line numbers in a
-patch are for `git apply` and for messages. Descriptions are of format envpipe-patch/1.
+Descriptions are of format envpipe-patch/1.
 """
 
 from __future__ import annotations
@@ -10,20 +9,12 @@ import ast
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
-
-_FILE = re.compile(rb"(?m)^diff --git .*\n")
-_HEAD = re.compile(
-    rb"(new file mode 100644\n)?(?:index .*\n)?--- (?:a/.*|/dev/null)\n\+\+\+ b/(.*)\n"
-)
-_HUNK = re.compile(rb"(?m)^(?=@@ -)")
-_HUNK_START = re.compile(rb"@@ -(\d+)")
-_LINE = re.compile(rb"([ +-])(.*)\n(\\ No newline at end of file\n)?")
 
 FORMAT = "envpipe-patch/1"
 PATCH_NAME = "envpipe.patch"
@@ -32,91 +23,6 @@ DESCRIPTION_NAME = "patch.toml"
 
 class PatchError(EnvPipeError):
     """A patch can't be read, doesn't fit, or the checkout isn't in a state to take it."""
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """One changed place, from a line of the released file on, with its context in old and new."""
-
-    line: int
-    old: bytes
-    new: bytes
-
-
-@dataclass(frozen=True)
-class FilePatch:
-    """The change of one file; `path` is relative to the checkout, with forward slashes."""
-
-    path: str
-    is_new: bool
-    hunks: tuple[Hunk, ...]
-
-    def apply(self, before: bytes) -> bytes:
-        """Return the changed content; PatchError if a hunk's lines do not stand at one place."""
-        return self._exchanged(before, [(hunk.line, hunk.old, hunk.new) for hunk in self.hunks])
-
-    def revert(self, after: bytes) -> bytes:
-        """Return the content without the change, whatever else was edited; raises as `apply`."""
-        before = self._exchanged(after, [(hunk.line, hunk.new, hunk.old) for hunk in self.hunks])
-        if self.is_new and before:
-            raise PatchError("the patch makes this file, and it holds more")
-        return before
-
-    def _exchanged(self, content: bytes, hunks: list[tuple[int, bytes, bytes]]) -> bytes:
-        result, position = b"", 0
-        for line, old, new in hunks:
-            found = places(content, old)
-            if len(found) != 1 or found[0] < position:
-                what = "are not at one place" if found else "are missing"
-                raise PatchError(f"lines that the patch needs, near {line}, {what}")
-            result += content[position : found[0]] + new
-            position = found[0] + len(old)
-        return result + content[position:]
-
-
-def places(content: bytes, lines: bytes) -> list[int]:
-    """Return where whole lines stand in a file's content; no lines stand in an empty one only."""
-    if not lines:
-        return [] if content else [0]
-    end = b"" if lines.endswith(b"\n") else rb"\Z"
-    return [m.start() for m in re.finditer(rb"(?m)^(?=%s%s)" % (re.escape(lines), end), content)]
-
-
-def parse_patch(text: bytes) -> tuple[FilePatch, ...]:
-    """Read a patch; PatchError if it holds more than text changes and new files inside."""
-    before, *parts = _FILE.split(text)
-    if before or not parts:
-        raise PatchError("This is no patch for EnvPipe", value=before[:80])
-    return tuple(map(_file_patch, parts))
-
-
-def _check_inside(path: str) -> str:
-    """Return a path of a patch or record; PatchError unless it stays inside the checkout."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\\" in path or ".git" in parts:
-        raise PatchError("A path of a patch leads out of the checkout", value=path)
-    return path
-
-
-def _file_patch(text: bytes) -> FilePatch:
-    head, *hunks = _HUNK.split(text)
-    match = _HEAD.fullmatch(head)
-    if match is None or not hunks:
-        raise PatchError("A patch may only change text and make files", value=head)
-    return FilePatch(_check_inside(match[2].decode()), bool(match[1]), tuple(map(_hunk, hunks)))
-
-
-def _hunk(text: bytes) -> Hunk:
-    header, _, body = text.partition(b"\n")
-    start = _HUNK_START.match(header)
-    if start is None or _LINE.sub(b"", body):
-        raise PatchError("A hunk of a patch is damaged", value=header)
-    old = new = b""
-    for mark, line, no_newline in _LINE.findall(body):
-        line += b"" if no_newline else b"\n"
-        old += line if mark != b"+" else b""
-        new += line if mark != b"-" else b""
-    return Hunk(int(start[1]), old, new)
 
 
 @dataclass(frozen=True)
@@ -130,17 +36,15 @@ class Recognition:
     def fits(self, root: Path) -> bool:
         """Say whether the checkout in `root` is of this version."""
         path = root / self.file
-        if not path.is_file():
-            return False
         if self.sha256:
-            return sha256(path.read_bytes()) == self.sha256
+            return path.is_file() and sha256(path.read_bytes()) == self.sha256
         return self.constants_in(path) == self.constants
 
     def constants_in(self, path: Path) -> dict[str, object]:
-        """Which of the constants a file has, if it is Python at all."""
+        """Return those of the constants that a file has, if it is Python at all."""
         try:
             return read_constants(path, self.constants)
-        except (SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError):
             return {}
 
 
@@ -186,7 +90,6 @@ class Patch:
     commit: str
     sha256: str
     recognition: Recognition
-    files: tuple[FilePatch, ...]
     hashes: dict[str, tuple[str, str]]
     hooks: tuple[Hook, ...]
     description: str = field(repr=False)
@@ -227,60 +130,46 @@ def read_patch(description: str, text: bytes) -> Patch:
     """Build a patch from the texts of its two files; PatchError if they are not of one patch."""
     try:
         document = tomllib.loads(description)
-        if document["format"] != FORMAT:
-            raise PatchError(
-                "A patch's description is of an unknown format",
-                value=document["format"],
-                remedy="Use the version of envpipe that wrote it",
-            )
+        if (document["format"], document["patch_sha256"]) != (FORMAT, sha256(text)):
+            raise ValueError("it is of another format, or of another patch")
         hashes = {
             file["path"]: (file["sha256_before"], file["sha256_after"])
             for file in document.get("files", [])
         }
         hashes |= {file["path"]: ("", file["sha256"]) for file in document.get("new_files", [])}
-        recognition = Recognition(**document["recognition"])
-        _check_inside(recognition.file)
-        hooks = tuple(Hook(**table) for table in document["hooks"])
-        changes = parse_patch(text)
-        names = {key: str(document[key]) for key in ("project", "title", "tag", "commit")}
-        recorded = document["patch_sha256"]
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        raise PatchError(
-            f"A patch's description is damaged: {error}", remedy="Reinstall envpipe-megatron"
-        ) from error
-    same_files = {(change.path, change.is_new) for change in changes} == {
-        (path, not before) for path, (before, _) in hashes.items()
-    }
-    if recorded != sha256(text) or not same_files:
-        raise PatchError(
-            "A patch and its description do not belong together",
-            value=f"{names['project']}/{names['tag']}",
-            remedy="Reinstall envpipe-megatron, or make the patch again with patches/make.py",
+        if set(hashes) != set(re.findall(r"(?m)^\+\+\+ b/(.+)$", text.decode(errors="replace"))):
+            raise ValueError("it describes other files than the patch changes")
+        if outside := [path for path in hashes if path.startswith("/") or ".." in path.split("/")]:
+            raise ValueError(f"{outside[0]} leads out of the checkout")
+        return Patch(
+            **{key: str(document[key]) for key in ("project", "title", "tag", "commit")},
+            sha256=document["patch_sha256"],
+            recognition=Recognition(**document["recognition"]),
+            hashes=hashes,
+            hooks=tuple(Hook(**table) for table in document["hooks"]),
+            description=description,
+            text=text,
         )
-    return Patch(
-        **names,
-        sha256=recorded,
-        recognition=recognition,
-        files=changes,
-        hashes=hashes,
-        hooks=hooks,
-        description=description,
-        text=text,
-    )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PatchError(
+            f"A patch's description is damaged: {error}",
+            remedy="Reinstall envpipe-megatron, or make the patch again with patches/make.py",
+        ) from error
 
 
-def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
+def read_constants(file: Path, names: Collection[str]) -> dict[str, object]:
     """Return those of `names` that a Python file assigns a literal to, without running it."""
-    wanted = set(names)
     found: dict[str, object] = {}
     for node in ast.parse(file.read_bytes()).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name) and target.id in wanted:
-                    found[target.id] = node.value.value
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value))
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value))
+            ) if name in names:
+                found[name] = value
     return found
 
 
-def sha256(content: bytes) -> str:
-    """Return the hash that files are known by."""
-    return hashlib.sha256(content).hexdigest()
+def sha256(content: bytes | None) -> str:
+    """Return the hash that files are known by; empty for no file."""
+    return "" if content is None else hashlib.sha256(content).hexdigest()

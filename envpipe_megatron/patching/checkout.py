@@ -1,79 +1,52 @@
-"""How a checkout stands: its version, the patch in it, and what each touched file holds.
+"""Reads what a checkout holds of a patch, applies the patch, and takes it out.
 
-A file's own lines say whether the patch is in it. So a change that was stopped between two files,
-and a patch that `git apply` put in or took out, are known without further notes. The record keeps
-the patch itself, for a later version of this package that has another one.
+`git apply` says of each file whether the patch is in it, or fits, and makes its other content. It
+works on a copy: in a checkout it would leave half of a patch where a folder is closed, cut files
+off where the disk is full, and do nothing in a folder of another repository.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from envpipe_megatron import __version__
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import written_beside
 from envpipe_megatron.patching.catalog import (
-    FilePatch,
     Patch,
     PatchError,
     load_catalog,
+    patch_file,
     read_patch,
     sha256,
 )
 
+#: Keeps the patch in the checkout, for a version of this package that has another one.
 RECORD_NAME = ".envpipe-patch.json"
 _RECORD_FORMAT = "envpipe-patch-record/1"
 #: Lines of ours name it, also those of another version's patch.
 _OUR_NAME = b"envpipe"
 
 
-class FileState(StrEnum):
-    """State of a touched file."""
+class GitError(EnvPipeError):
+    """`git apply` can't be run on this machine."""
+
+
+class State(StrEnum):
+    """State of a checkout."""
 
     STOCK = "stock"
     PATCHED = "patched"
-    CHANGED = "changed"
-    MISSING = "missing"
-
-    @property
-    def is_known(self) -> bool:
-        """The patch is in, or can go in."""
-        return self in (FileState.STOCK, FileState.PATCHED)
-
-
-class TreeState(StrEnum):
-    """State of all touched files together."""
-
-    STOCK = "stock"
-    PATCHED = "patched"
-    HALF_PATCHED = "half-patched"
     CHANGED_AFTER = "changed-after"
     DIRTY = "dirty"
-
-
-@dataclass(frozen=True)
-class TouchedFile:
-    """A file of the checkout that the patch changes or makes.
-
-    Attributes:
-        content: None if there is no file.
-        released: it is the released file, or that one patched; in a fork it need not be.
-        problem: why the patch neither is in nor can go in; empty elsewhere.
-    """
-
-    change: FilePatch
-    content: bytes | None
-    state: FileState
-    released: bool
-    problem: str = ""
-
-    @property
-    def shown(self) -> str:
-        """The path, and what is wrong with it."""
-        reason = f": {self.problem}" if self.problem else ""
-        return f"{self.change.path} ({self.state}{reason})"
 
 
 @dataclass(frozen=True)
@@ -83,178 +56,250 @@ class Checkout:
     Attributes:
         root: its folder, without symbolic links.
         patch: the patch that is in it, or else the one for its version.
-        recorded: the checkout has a record of a patch.
-        superseded: the patch is not the one that this package has for the version.
+        forked: paths of the files that are neither the released nor the patched ones.
+        foreign: why each file does not fit that does not.
+        other: contents of the files with the patch in if it is out, and out if it is in; None for
+            no file.
     """
 
     root: Path
     patch: Patch
-    files: tuple[TouchedFile, ...]
-    recorded: bool
-    superseded: bool
+    state: State
+    forked: set[str]
+    foreign: dict[str, str]
+    other: dict[str, bytes | None]
 
     @property
-    def tree(self) -> TreeState:
-        """The state of the checkout."""
-        states = {file.state for file in self.files}
-        if all(state.is_known for state in states):
-            return TreeState(states.pop()) if len(states) == 1 else TreeState.HALF_PATCHED
-        ours = any(
-            file.state is FileState.PATCHED
-            or (not file.change.is_new and _OUR_NAME in (file.content or b""))
-            for file in self.files
-        )
-        return TreeState.CHANGED_AFTER if ours else TreeState.DIRTY
+    def recorded(self) -> bool:
+        """The checkout has a record of a patch."""
+        return (self.root / RECORD_NAME).exists()
 
     @property
-    def foreign(self) -> tuple[TouchedFile, ...]:
-        """The files that the patch neither is in nor can go in."""
-        return tuple(file for file in self.files if not file.state.is_known)
-
-    @property
-    def forked(self) -> tuple[str, ...]:
-        """Paths of the files that differ from the released ones, while the patch fits."""
-        return tuple(
-            file.change.path for file in self.files if file.state.is_known and not file.released
-        )
+    def superseded(self) -> bool:
+        """The patch is not the one that this package has for the version."""
+        return patch_file(self.patch) is None
 
 
-def look_at(
-    directory: Path, catalog: Sequence[Patch] | None = None, tag: str | None = None
-) -> Checkout:
-    """Read how a checkout stands; the arguments are those of `change.apply_patch`.
+def look_at(directory: Path, tag: str | None = None) -> Checkout:
+    """Read what a checkout holds; the arguments are those of `apply_patch`.
 
     Raises:
         PatchError: no patch is for this version; the record is damaged; a file is reached through
             a symbolic link, so that it belongs elsewhere.
+        GitError: there is no git.
     """
-    catalog = load_catalog() if catalog is None else catalog
+    catalog = load_catalog()
     root = directory.resolve()
-    record = _read_record(root / RECORD_NAME)
-
-    def seen(patch: Patch) -> Checkout:
-        known = patch.sha256 in {known.sha256 for known in catalog}
-        files = tuple(_touched(root, patch, change) for change in patch.files)
-        return Checkout(root, patch, files, record is not None, superseded=not known)
-
-    if record is not None and _holds(held := seen(record)):
-        return held
-    if tag is None:
-        chosen = [patch for patch in catalog if patch.recognition.fits(root)]
-        if not chosen:
-            raise _unknown(root, catalog)
-    else:
-        chosen = [patch for patch in catalog if patch.tag == tag]
-        if not chosen:
-            raise PatchError(
-                "There is no patch for this tag", value=tag, remedy=_supported(catalog)
-            )
+    recorded = _read_record(root / RECORD_NAME)
+    if recorded is not None:
+        held = _compared(root, recorded)
+        # It may be out by other means. The version may have been edited: it decides only in doubt.
+        is_changed = held.state is State.CHANGED_AFTER
+        if held.state is State.PATCHED or (is_changed and recorded.recognition.fits(root)):
+            return held
+    chosen = [p for p in catalog if (p.recognition.fits(root) if tag is None else p.tag == tag)]
     # Where several tags call themselves the same version, the files decide.
-    return min(map(seen, chosen), key=lambda found: (len(found.foreign), len(found.forked)))
+    found = [_compared(root, patch) for patch in chosen or catalog]
+    found.sort(key=lambda found: (len(found.foreign), len(found.forked)))
+    if not chosen:
+        raise _no_patch(root, tag, found)
+    return found[0]
+
+
+def apply_patch(directory: Path, tag: str | None = None) -> tuple[Checkout, tuple[str, ...]]:
+    """Bring a checkout from stock to patched.
+
+    Args:
+        directory: root of the checkout.
+        tag: take the patch of this tag, even if the checkout says it is of another version.
+
+    Returns:
+        The checkout before, and the paths of the files that were changed or made.
+
+    Raises:
+        PatchError: as `look_at`; the patch does not fit, or another version of it is in.
+        GitError: there is no git.
+        OSError: the checkout can't be written; it is then as it was, or changed in part.
+    """
+    found = look_at(directory, tag)
+    if found.superseded:
+        raise PatchError(
+            f"Another version of the patch for {found.patch.name} is in this checkout",
+            value=str(found.root),
+            remedy="Run `envpipe patch revert` first, then apply again",
+        )
+    if found.foreign:
+        raise does_not_fit(found)
+    if found.state is State.PATCHED:
+        return found, ()
+    _write(found.root, {RECORD_NAME: _record_of(found.patch), **found.other})
+    return found, tuple(found.other)
+
+
+def revert_patch(directory: Path) -> tuple[Checkout, tuple[str, ...]]:
+    """Take the patch's lines out of a checkout, and leave all else that was edited.
+
+    The patch is read from the record in the checkout if there is one, so that a checkout which
+    another version of this package patched can be reverted too. Returns and raises as
+    `apply_patch`; PatchError even if the patch's own lines were changed.
+    """
+    found = look_at(directory)
+    if found.state is State.CHANGED_AFTER:
+        raise does_not_fit(found)
+    contents = found.other if found.state is State.PATCHED else {}
+    if contents or found.recorded:
+        _write(found.root, {**contents, RECORD_NAME: None})
+    return found, tuple(contents)
+
+
+def does_not_fit(found: Checkout) -> PatchError:
+    """Return the error that names a checkout's foreign files, and what to do."""
+    back = f"ut the files of commit {found.patch.commit[:12]} back"
+    if found.state is State.CHANGED_AFTER:
+        what = "is in, and its own lines or files were changed"
+        remedy = (
+            f"Undo these changes, or p{back}. If another version of the patch was applied by hand, "
+            "`git apply -R` of that one takes it out"
+        )
+    else:
+        what = "does not fit"
+        remedy = f"P{back}, then apply again"
+        if new := [path for path in found.foreign if not found.patch.hashes[path][0]]:
+            remedy = f"Move {', '.join(new)} away. {remedy}"
+    if any("CRLF" in reason for reason in found.foreign.values()):
+        remedy += ". Git turned line ends into CRLF: set core.autocrlf to false and check out again"
+    files = [f"{path} ({reason})" for path, reason in found.foreign.items()]
+    return PatchError(f"The patch for {found.patch.name} {what}", value=files, remedy=remedy)
+
+
+def git_apply(
+    patch: Patch, files: dict[str, bytes | None], *flags: str
+) -> tuple[dict[str, bytes | None], dict[str, str]]:
+    """Return what `git apply` makes of files, and why each does not fit that does not.
+
+    None is no file, before and after. Neither settings nor a repository around it count. Raises
+    GitError if there is no git, or no room for copies of the files.
+    """
+    command = ["git", "apply", "--whitespace=nowarn", *flags]
+    command += [f"--include={path}" for path in files]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for path, content in files.items():
+                Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+                if content is not None:
+                    Path(folder, path).write_bytes(content)
+            settings = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+            settings |= {"HOME": folder, "XDG_CONFIG_HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"}
+            settings |= {"GIT_DIR": os.devnull, "GIT_ATTR_NOSYSTEM": "1", "LC_ALL": "C"}
+            done = subprocess.run(
+                command, input=patch.text, cwd=folder, env=settings, capture_output=True
+            )
+            after = {path: _content(Path(folder, path)) for path in files}
+    except OSError as error:
+        raise GitError(
+            f"EnvPipe patches by `git apply`, which cannot be run: {error}",
+            remedy="Install git, or run `envpipe patch apply` on a machine that has it",
+        ) from error
+    said = done.stderr.decode(errors="replace")
+    reasons: dict[str, str] = {}
+    for failed, path, reason in re.findall(r"(?m)^error: (patch failed: )?(.+?): ?(.+)$", said):
+        if path in files:
+            reasons.setdefault(path, f"no place for the lines near {reason}" if failed else reason)
+    if done.returncode and not reasons:
+        raise PatchError(f"`git apply` fails: {said.strip()}")
+    return after, reasons
+
+
+def _compared(root: Path, patch: Patch) -> Checkout:
+    """Compare a checkout's files with a patch."""
+    for path in patch.hashes:
+        if (place := (root / path).resolve()) != root / path:
+            raise PatchError(
+                f"{path} is reached through a symbolic link and belongs to another folder",
+                value=str(place),
+                remedy="Patch the checkout that the file lies in",
+            )
+    files = {path: _content(root / path) for path in patch.hashes}
+    state = State.PATCHED
+    other, reasons = git_apply(patch, files, "-R")
+    if reasons:
+        # Where the other files were put back, the new ones may have been left.
+        left = [path for path, ends in patch.hashes.items() if ends == ("", sha256(files[path]))]
+        other, put_in = git_apply(patch, files | dict.fromkeys(left))
+        if any(_OUR_NAME in (files[path] or b"") for path, (old, _) in patch.hashes.items() if old):
+            state = State.CHANGED_AFTER
+        else:
+            state, reasons = State.DIRTY if put_in else State.STOCK, put_in
+    foreign = {}
+    for path, reason in reasons.items():
+        content = files[path]
+        if content and sha256(content.replace(b"\r\n", b"\n")) in patch.hashes[path]:
+            reason = "every line ends in CRLF"
+        foreign[path] = "missing" if content is None else f"changed: {reason}"
+    forked = {path for path in files if sha256(files[path]) not in patch.hashes[path]}
+    forked -= set(foreign)
+    return Checkout(root, patch, state, forked, foreign, other)
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.exists() else None
+
+
+def _write(root: Path, contents: dict[str, bytes | None]) -> None:
+    """Put new contents in place when all are written, the last first; then remove what has none."""
+    with ExitStack() as drafts:
+        for path, content in contents.items():
+            place = root / path
+            if content is not None:
+                draft = drafts.enter_context(written_beside(place))
+                draft.write_bytes(content)
+                with suppress(FileNotFoundError, PermissionError):  # only root may give files away
+                    os.chown(draft, place.stat().st_uid, place.stat().st_gid)
+    for path, content in contents.items():
+        if content is None:
+            (root / path).unlink(missing_ok=True)
+
+
+def _record_of(patch: Patch) -> bytes:
+    text = patch.text.decode("utf-8", "surrogateescape")
+    record = {"format": _RECORD_FORMAT, "description": patch.description, "patch": text}
+    return json.dumps(record, indent=1).encode() + b"\n"
 
 
 def _read_record(file: Path) -> Patch | None:
     """Return the patch that a record holds, None without a record; PatchError if damaged."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
+    if not file.exists():
         return None
     try:
-        document = json.loads(content)
-        if document["format"] != _RECORD_FORMAT:
-            raise PatchError(
-                f"{file} is of an unknown format",
-                value=document["format"],
-                remedy="Use the version of envpipe that wrote it",
-            )
-        text = document["patch"].encode("utf-8", "surrogateescape")
-        return read_patch(document["description"], text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        record = json.loads(file.read_bytes())
+        if record["format"] != _RECORD_FORMAT:
+            raise ValueError(f"its format is {record['format']}")
+        text = record["patch"].encode("utf-8", "surrogateescape")
+        return read_patch(record["description"], text)
+    except (ValueError, KeyError, TypeError, AttributeError, PatchError) as error:
         raise PatchError(
-            f"{file} is damaged: {error}",
+            f"{file} is damaged, or of a newer version: {error}",
             remedy="Remove it; the patch is known by the checkout's files too",
         ) from error
 
 
-def record_of(patch: Patch) -> bytes:
-    """Return the content of a patch's record."""
-    document = {
-        "format": _RECORD_FORMAT,
-        "envpipe_megatron": __version__,
-        "project": patch.project,
-        "tag": patch.tag,
-        "patch_sha256": patch.sha256,
-        "files": [
-            {"path": path, "sha256_before": before or None, "sha256_after": after}
-            for path, (before, after) in patch.hashes.items()
-        ],
-        "description": patch.description,
-        "patch": patch.text.decode("utf-8", "surrogateescape"),
-    }
-    return json.dumps(document, indent=1).encode() + b"\n"
-
-
-def _holds(seen: Checkout) -> bool:
-    """Say whether a recorded patch is still in; it may have been taken out by other means.
-
-    The file with the version may have been edited, so it decides only in doubt.
-    """
-    is_in = any(f.state is FileState.PATCHED and not f.change.is_new for f in seen.files)
-    return is_in and (not seen.foreign or seen.patch.recognition.fits(seen.root))
-
-
-def _touched(root: Path, patch: Patch, change: FilePatch) -> TouchedFile:
-    file = root / change.path
-    if file.resolve() != file:
-        raise PatchError(
-            f"{change.path} is reached through a symbolic link and belongs to another folder",
-            value=str(file.resolve()),
-            remedy="Patch the checkout that the file lies in",
-        )
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        state = FileState.STOCK if change.is_new else FileState.MISSING
-        return TouchedFile(change, None, state, released=change.is_new)
-    hashes = patch.hashes[change.path]
-    released = sha256(content) in hashes
-    try:
-        change.revert(content)
-        return TouchedFile(change, content, FileState.PATCHED, released)
-    except PatchError:
-        pass
-    try:
-        change.apply(content)
-        if released or _OUR_NAME not in content:
-            return TouchedFile(change, content, FileState.STOCK, released)
-        problem = "it holds lines of EnvPipe that this patch does not make"
-    except PatchError as error:
-        problem = "in the way of a new file" if change.is_new else error.what
-    if sha256(content.replace(b"\r\n", b"\n")) in hashes:
-        problem = "every line ends in CRLF"
-    return TouchedFile(change, content, FileState.CHANGED, released, problem)
-
-
-def _supported(catalog: Sequence[Patch]) -> str:
-    names = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in catalog)
-    return f"Supported: {names or 'none, as this installation has no patches'}"
-
-
-def _unknown(root: Path, catalog: Sequence[Patch]) -> PatchError:
+def _no_patch(root: Path, tag: str | None, nearest_first: Sequence[Checkout]) -> PatchError:
+    """Return the error that says what is supported, and what version a checkout says it is."""
+    patches = [found.patch for found in nearest_first]
+    names = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in patches)
+    remedy = f"Supported, the nearest first: {names or 'none, this installation has no patches'}"
+    if tag is not None:
+        return PatchError("There is no patch for this tag", value=tag, remedy=remedy)
     seen = []
-    for known in {patch.recognition.file: patch.recognition for patch in catalog}.values():
+    for known in {patch.recognition.file: patch.recognition for patch in patches}.values():
         if (root / known.file).is_file():
             found = known.constants_in(root / known.file)
             version = ", ".join(f"{name} = {value!r}" for name, value in found.items())
             seen.append(f"its {known.file} " + (f"says {version}" if version else "is another"))
-    if not seen:
-        return PatchError(
-            "This is no checkout of a supported project",
-            value=str(root),
-            remedy=f"Give the root folder of the checkout. {_supported(catalog)}",
-        )
-    return PatchError(
-        f"No patch is for this version ({'; '.join(seen)})",
-        value=str(root),
-        remedy=f"{_supported(catalog)}. For a fork of one of them, give its tag with --tag",
-    )
+    if seen:
+        what = f"No patch is for this version ({'; '.join(seen)})"
+        remedy += ". For a fork of one of them, give its tag with --tag"
+    else:
+        what = "This is no checkout of a supported project"
+        remedy = f"Give the root folder of the checkout. {remedy}"
+    return PatchError(what, value=str(root), remedy=remedy)

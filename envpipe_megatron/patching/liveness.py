@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.patching.catalog import Hook
 
@@ -57,16 +58,14 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
 
     Nothing is written to the checkout, which messages call `name`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request, answers = Path(folder, "request.json"), Path(folder, "answers.json")
-        document = {"root": str(root.resolve()), "hooks": [asdict(hook) for hook in hooks]}
-        request.write_text(json.dumps(document))
+    request = json.dumps({"root": str(root.resolve()), "hooks": [asdict(hook) for hook in hooks]})
+    with tempfile.NamedTemporaryFile() as answers:
         probe = Path(__file__).with_name("probe.py")
         try:
             done = subprocess.run(
-                [sys.executable, "-B", str(probe), str(request), str(answers)],
+                [sys.executable, "-P", "-B", str(probe), answers.name],
                 cwd=root,
-                stdin=subprocess.DEVNULL,
+                input=request,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -74,14 +73,13 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-            how = f"Python ended with {_exit(done.returncode)}"
-            failure = f"{how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}"
+            code = done.returncode
+            how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            failure = f"Python ended with {how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}"
         except subprocess.TimeoutExpired:
             failure = f"importing took more than {_TIMEOUT_S} s"
-        if answers.exists():
-            found, missing, stood_in = json.loads(answers.read_text())
-        else:
-            found, missing, stood_in = [(Outcome.IMPORT_FAILED, failure)] * len(hooks), [], []
+        failed: Any = [[(Outcome.IMPORT_FAILED, failure)] * len(hooks), [], []]
+        found, missing, stood_in = json.loads(answers.read() or "null") or failed
     answered = []
     for hook, (outcome, detail) in zip(hooks, found, strict=True):
         package = hook.module.partition(".")[0]
@@ -121,7 +119,3 @@ def _newer_python(root: Path, name: str) -> str:
     if least is None or (wanted := (int(least[1]), int(least[2]))) <= sys.version_info[:2]:
         return ""
     return f": {name} needs Python {wanted[0]}.{wanted[1]} or newer, as its pyproject.toml says"
-
-
-def _exit(status: int) -> str:
-    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

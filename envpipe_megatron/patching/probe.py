@@ -1,7 +1,7 @@
 """Runs alone in a fresh interpreter: imports the patched modules and asks their hooks.
 
-It gets two file names: the request (JSON: root, hooks) and where the answers go. It imports nothing
-of EnvPipe, so that it sees what a training script sees which is started from the checkout.
+It reads the request (JSON: root, hooks), and gets the name of a file for the answers. It imports
+nothing of EnvPipe, so that it sees what a training script sees which is started from the checkout.
 """
 
 import builtins
@@ -23,17 +23,15 @@ _GPU_ONLY = ("triton",)
 
 def main() -> None:
     """Ask every hook of the request."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.load(sys.stdin)
     root = request["root"]
-    # In the place that a script's own folder has.
-    own = str(Path(__file__).parent)
-    sys.path[:] = [root, *(entry for entry in sys.path if entry != own)]
+    sys.path.insert(0, root)  # where a script's own folder is
     hooks = request["hooks"]
     stand_ins = StandIns({hook["module"].partition(".")[0] for hook in hooks})
     answers = [ask(hook, Path(root)) for hook in hooks]
     stood_in = sorted(stand_ins.imported)
     missing = missing_packages(hooks, stand_ins)
-    Path(sys.argv[2]).write_text(json.dumps([answers, missing, stood_in]))
+    Path(sys.argv[1]).write_text(json.dumps([answers, missing, stood_in]))
 
 
 class StandIns:

@@ -8,7 +8,7 @@ import pytest
 from checkouts import DEEPSPEED_VARIABLE
 from mds_runs import HERE, missing
 
-from envpipe_megatron.patching.change import apply_patch
+from envpipe_megatron.patching.checkout import apply_patch
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 from checkouts import VARIABLE, checkout_of, copy_checkout, folder_of_checkouts
 from lm_runs import missing_modules
 
-from envpipe_megatron.patching.change import apply_patch
+from envpipe_megatron.patching.checkout import apply_patch
 
 
 @pytest.fixture(scope="session")

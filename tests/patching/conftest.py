@@ -4,31 +4,38 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from patch_project import copy_tree, edited_files, make_catalog, stock_files, write_tree
+from patch_project import copy_tree, edited_files, make_patches, stock_files, write_tree
 
 import envpipe_megatron.patching.catalog
+from envpipe_megatron.patching.catalog import load_catalog
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory):
-    return tmp_path_factory.mktemp("project")
-
-
-@pytest.fixture(scope="session")
-def catalog(project):
-    return make_catalog(project)
-
-
-@pytest.fixture
-def patch_files(catalog, project, monkeypatch):
-    """The catalog as the one that is installed; returns the patch file of each tag."""
-    folder = project / "patches"
-    monkeypatch.setattr(envpipe_megatron.patching.catalog, "patches_folder", lambda: folder)
-    return {patch.tag: str(folder / "toy" / patch.tag / "envpipe.patch") for patch in catalog}
+def patches():
+    """The folder of the made-up project's patches, which every user may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield make_patches(Path(folder))
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def install(monkeypatch):
+    """Gives the package other patches than its own, and returns them."""
+
+    def install(folder):
+        monkeypatch.setattr(envpipe_megatron.patching.catalog, "patches_folder", lambda: folder)
+        return load_catalog()
+
+    return install
+
+
+@pytest.fixture
+def catalog(install, patches):
+    return install(patches)
+
+
+@pytest.fixture
+def checkout(tmp_path, catalog):
     """A stock checkout of v1.0."""
     return write_tree(tmp_path / "checkout", stock_files(0))
 
@@ -53,12 +60,12 @@ def copies(tmp_path):
 
 
 @pytest.fixture
-def newer_catalog(tmp_path, monkeypatch):
-    """A later release's patches for the same tags."""
+def newer(tmp_path, monkeypatch):
+    """The folder of a later release's patches for the same tags."""
     edited = edited_files
     monkeypatch.setattr(
         "patch_project.edited_files",
         lambda minor: edited(minor) | {"run.sh": stock_files(minor)["run.sh"]},
     )
     (tmp_path / "newer").mkdir()
-    return make_catalog(tmp_path / "newer")
+    return make_patches(tmp_path / "newer")

@@ -8,13 +8,12 @@ import shutil
 import stat
 import subprocess
 import sys
-import traceback
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.patching.catalog import PatchError, load_catalog
+from envpipe_megatron.patching.catalog import PatchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -84,11 +83,10 @@ def edited_files(minor):
         f"    if envpipe_hook:\n        chosen = envpipe_hook(chosen)\n    return chosen{end}",
     )
     files["toy/training/loop.py"] = LOOP.replace(
-        "import os\r\n", "import os\r\nfrom toy.new.parts import envpipe\r\n"
+        "import os\r\n", "import os\r\nfrom toy.training import envpipe\r\n"
     ).replace("    return", "    envpipe.hooks()\r\n    return")
     files["run.sh"] = files["run.sh"].replace("echo start", "echo started")
-    files["toy/new/parts/envpipe.py"] = "def hooks():\n    return None\n"
-    files["toy/new/parts/__init__.py"] = "# parts\n"
+    files["toy/training/envpipe.py"] = "def hooks():\n    return None\n"
     return files
 
 
@@ -111,7 +109,7 @@ def maker():
     return module
 
 
-def make_catalog(folder):
+def make_patches(folder):
     patches = folder / "patches"
     (patches / "toy").mkdir(parents=True)
     (patches / "toy" / "project.toml").write_text(PROJECT)
@@ -119,7 +117,7 @@ def make_catalog(folder):
         stock = write_tree(folder / f"stock{minor}", stock_files(minor))
         edited = write_tree(folder / f"edited{minor}", edited_files(minor))
         maker().make(stock, edited, patches, "toy", f"v1.{minor}")
-    return load_catalog(patches)
+    return patches
 
 
 def snapshot(root):
@@ -139,31 +137,26 @@ def contents(root):
     return {path: content for path, (_, content) in snapshot(root).items()}
 
 
-def in_child(do, *, as_nobody=False):
-    """Run `do` in a fork, and return what it returned, raised, or the signal that ended it."""
+def as_nobody(do):
+    """Do something in a fork without rights; return what it returned, or raise what it raised."""
     results, sent = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(results)
         try:
-            if as_nobody and os.getuid() == 0:
+            if os.getuid() == 0:
                 os.setgroups([])
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            answer = pickle.dumps(do())
+            answer = do()
         except BaseException as error:
-            traceback.print_exc()
-            answer = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-        os.write(sent, answer)
+            answer = error
+        os.write(sent, pickle.dumps(answer))
         os._exit(0)
     os.close(sent)
     with os.fdopen(results, "rb") as file:
-        said = file.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return -os.WTERMSIG(status)
-    answer = pickle.loads(said)
-    if isinstance(answer, Exception):
+        answer = pickle.load(file)
+    os.waitpid(child, 0)
+    if isinstance(answer, BaseException):
         raise answer
     return answer
 
@@ -188,11 +181,11 @@ def by_hand(root, patch, *flags):
     subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
 
 
-def refused(do, root, catalog, *words):
+def refused(do, root, *words):
     """Assert that nothing is changed and the error names `words`; returns the error's text."""
     before = snapshot(root)
     with pytest.raises(PatchError) as raised:
-        do(root, catalog)
+        do(root)
     for word in words:
         assert word in str(raised.value)
     assert snapshot(root) == before

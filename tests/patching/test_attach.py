@@ -11,7 +11,7 @@ from patch_project import (
     REPOSITORY,
     copy_tree,
     edited_files,
-    make_catalog,
+    make_patches,
     snapshot,
     stock_files,
     write_tree,
@@ -19,7 +19,7 @@ from patch_project import (
 
 from envpipe_megatron.attach import attach
 from envpipe_megatron.patching.catalog import PatchError
-from envpipe_megatron.patching.change import apply_patch
+from envpipe_megatron.patching.checkout import apply_patch
 
 SCRIPT = """\
 import json, sys
@@ -46,35 +46,29 @@ toy.schedules.get_func()
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    """Patches of modules alone, as those of Megatron-LM are, and where they lie."""
-
-    def edited(minor):
-        files = {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]}
-        del files["toy/new/parts/__init__.py"]
-        files["toy/training/envpipe.py"] = files.pop("toy/new/parts/envpipe.py")
-        loop = files["toy/training/loop.py"].replace("toy.new.parts", "toy.training")
-        return files | {"toy/training/loop.py": loop}
-
-    folder = tmp_path_factory.mktemp("project")
+    """The folder of patches of modules only, as those of Megatron-LM are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patch_project.edited_files", edited)
-        return make_catalog(folder), folder / "patches"
+        patch.setattr(
+            "patch_project.edited_files",
+            lambda minor: {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]},
+        )
+        return make_patches(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture
 def start(modules, tmp_path):
     """Runs a script in a Python whose package has these patches, attached or by itself."""
     catalog = "import pathlib, envpipe_megatron.patching.catalog as catalog\n"
-    patches = f"catalog.patches_folder = lambda: pathlib.Path({str(modules[1])!r})\n"
+    patches = f"catalog.patches_folder = lambda: pathlib.Path({str(modules)!r})\n"
     site = write_tree(tmp_path / "site", {"sitecustomize.py": catalog + patches})
 
-    def run(*words, attached=True, imports=()):
+    def run(*words, attached=True, imports=(), **variables):
         how = ["-m", "envpipe_megatron.attach"] if attached else []
         path = os.pathsep.join(map(str, (site, REPOSITORY, *imports)))
         return subprocess.run(
             [sys.executable, "-B", *how, *map(str, words)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -84,19 +78,18 @@ def start(modules, tmp_path):
 
 
 @pytest.fixture
-def checkout(checkout):
+def checkout(checkout, install, modules):
+    install(modules)
     files = {"train.py": SCRIPT, "fails.py": FAILS, "neighbour.py": "NAME = 'beside it'\n"}
     write_tree(checkout, files)
     compileall.compile_dir(checkout, quiet=1)
     return checkout
 
 
-def test_a_script_runs_as_in_a_patched_checkout_and_nothing_is_written(
-    start, modules, checkout, tmp_path
-):
+def test_a_script_runs_as_in_a_patched_checkout_and_nothing_is_written(start, checkout, tmp_path):
     words = ["--tag", "of its own", "--envpipe", "-h"]
     patched = copy_tree(checkout, tmp_path / "patched")
-    apply_patch(patched, modules[0])
+    apply_patch(patched)
     by_itself = start(patched / "train.py", *words, attached=False)
     seen = json.loads(by_itself.stdout)
     assert seen["chosen"] == "hooked"
@@ -129,26 +122,39 @@ def test_tracebacks_show_the_lines_that_ran(start, checkout):
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"toy/schedules.py": "mine\n"}, "toy/schedules.py (changed: lines that the patch"),
-        ({"toy/training/envpipe.py": "mine\n"}, "toy/training/envpipe.py (changed: in the way"),
+        ({"toy/schedules.py": "mine\n"}, "toy/schedules.py (changed: no place for the lines"),
+        ({"toy/training/envpipe.py": "mine\n"}, "toy/training/envpipe.py (changed: already exists"),
         ({"toy/version.py": "MAJOR = 9\n"}, "toy/version.py says MAJOR = 9"),
     ],
 )
-def test_what_apply_refuses_is_refused_alike(start, modules, checkout, files, named):
+def test_what_apply_refuses_is_refused_alike(start, checkout, files, named):
     write_tree(checkout, files)
     with pytest.raises(PatchError) as refused:
-        apply_patch(checkout, modules[0])
+        apply_patch(checkout)
     assert named in str(refused.value)
     said = start(checkout / "train.py")
     where = f"The script would import it from {checkout}"
     assert (said.returncode, said.stderr) == (1, f"Error: {refused.value}\n{where}\n")
 
 
-def test_more_than_modules_cannot_be_attached(checkout, catalog):
+def test_more_than_modules_cannot_be_attached(checkout, install, patches):
+    install(patches)
     finders = list(sys.meta_path)
     with pytest.raises(PatchError, match=r"more than Python modules.*run\.sh"):
-        attach(checkout, catalog)
+        attach(checkout)
     assert sys.meta_path == finders
+
+
+def test_without_git_the_job_runs_without_envpipe(start, checkout):
+    script = (
+        "import sys, toy.schedules\nprint(hasattr(toy.schedules, 'envpipe_hook'), sys.argv[1:])"
+    )
+    write_tree(checkout, {"train.py": script})
+    ours = ["--envpipe", "--envpipe-type", "optimal", "--envpipe-level=x"]
+    said = start(checkout / "train.py", "--lr", "-1", *ours, "--seed", "1", PATH="")
+    assert (said.returncode, said.stdout) == (0, "False ['--lr', '-1', '--seed', '1']\n")
+    assert said.stderr.startswith("Warning: this job runs without EnvPipe. EnvPipe patches by `git")
+    assert "Install git" in said.stderr
 
 
 def test_a_fork_takes_a_tag_and_no_checkout_is_told(start, checkout, tmp_path):

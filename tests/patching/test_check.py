@@ -5,10 +5,9 @@ from click.testing import CliRunner
 from patch_project import snapshot, stock_files, write_tree
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.patching import change, liveness
-from envpipe_megatron.patching import checkout as checkout_module
+from envpipe_megatron.patching import liveness
 from envpipe_megatron.patching.catalog import Hook
-from envpipe_megatron.patching.change import apply_patch
+from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
 SCHEDULES = Hook("toy.schedules", "envpipe_hook", returned_by="get_func")
@@ -16,25 +15,14 @@ LOOP = Hook("toy.training.loop", "envpipe", used_in=("train",))
 
 
 @pytest.fixture
-def patched(checkout, catalog):
-    apply_patch(checkout, catalog)
+def patched(checkout):
+    apply_patch(checkout)
     return checkout
 
 
 def asked(root, *hooks):
     (answer,) = ask_hooks(root, hooks)
     return answer.outcome, answer.detail
-
-
-def test_live_hooks_are_proven_and_nothing_is_written(patched):
-    before = snapshot(patched)
-    answers = ask_hooks(patched, [SCHEDULES, LOOP])
-    assert [answer.outcome for answer in answers] == [Outcome.LIVE] * 2
-    assert [answer.detail for answer in answers] == [
-        str(patched / "toy/schedules.py"),
-        str(patched / "toy/training/loop.py"),
-    ]
-    assert snapshot(patched) == before
 
 
 UNASKED = "envpipe_hook = None\ndef get_func():\n    return 1\n"
@@ -212,10 +200,7 @@ def test_the_probes_own_folder_is_not_on_the_path(patched):
 
 
 @pytest.fixture
-def run(monkeypatch, catalog):
-    for module in (change, checkout_module):
-        monkeypatch.setattr(module, "load_catalog", lambda: catalog)
-
+def run(catalog):
     def run(*arguments):
         return CliRunner().invoke(main, ["patch", *map(str, arguments)])
 
@@ -231,8 +216,10 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     assert "\n  run.sh\n" in said.output
     said = run("apply", checkout)
     assert (said.exit_code, "patched already" in said.output) == (0, True)
+    patched = snapshot(checkout)
     said = run("check", checkout)
     assert said.exit_code == 0, said.output
+    assert snapshot(checkout) == patched
     assert f"live: toy.schedules.envpipe_hook: {checkout}/toy/schedules.py" in said.output
     facts = json.loads(run("check", "--json", checkout).output)
     assert facts["format"] == "envpipe-patch-check/1"
@@ -265,11 +252,12 @@ def test_commands_to_run_next_can_be_pasted(run, checkout):
     assert f"envpipe patch check '{root}'\n" in run("apply", root).output
 
 
-def test_check_says_where_the_patch_file_lies(run, checkout, patch_files):
+def test_check_says_where_the_patch_file_lies(run, checkout, patches):
+    file = str(patches / "toy/v1.0/envpipe.patch")
     for command in ("apply", "revert"):
-        assert f": {patch_files['v1.0']}\n" in run("check", checkout).output
+        assert f": {file}\n" in run("check", checkout).output
         facts = json.loads(run("check", "--json", checkout).output)
-        assert facts["patch_file"] == patch_files["v1.0"]
+        assert facts["patch_file"] == file
         run(command, checkout)
 
 
@@ -292,29 +280,39 @@ def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patche
     assert "pip install no_such_thing; then check again" in said.output
 
 
-def test_check_names_what_was_changed_and_what_is_stopped(run, patched):
-    (patched / "run.sh").write_text("mine\n")
-    said = run("check", patched)
+def test_check_names_what_was_changed(run, checkout):
+    def states():
+        facts = json.loads(run("check", "--json", checkout).output)
+        return facts["state"], {file["path"]: file["state"] for file in facts["files"]}
+
+    assert set(states()[1].values()) == {"stock"}
+    (checkout / "run.sh").write_text("mine\n")
+    state, files = states()
+    assert (state, files.pop("run.sh"), set(files.values())) == ("dirty", "changed", {"stock"})
+    (checkout / "run.sh").write_text(stock_files(0)["run.sh"])
+    run("apply", checkout)
+    (checkout / "run.sh").write_text("mine\n")
+    (checkout / "toy/training/envpipe.py").unlink()
+    said = run("check", checkout)
     assert said.exit_code == 1
     assert "changed-after" in said.output
-    assert "  run.sh (changed: lines that the patch needs, near 1, are missing)" in said.output
-    facts = json.loads(run("check", "--json", patched).output)
-    assert (facts["state"], facts["live"]) == ("changed-after", False)
-    (patched / ".run.sh.envpipe-patch").touch()
-    assert "was stopped" in run("check", patched).output
-    run_sh = stock_files(0)["run.sh"]
-    (patched / "run.sh").write_text(run_sh)
-    assert "half-patched" in run("check", patched).output
-    assert "Completed the patch" in run("apply", patched).output
+    assert "  run.sh (changed: no place for the lines near 1)\n" in said.output
+    state, files = states()
+    assert (state, files.pop("run.sh")) == ("changed-after", "changed")
+    assert (files.pop("toy/training/envpipe.py"), set(files.values())) == ("missing", {"patched"})
 
 
-def test_errors_are_messages(run, tmp_path):
+def test_errors_are_messages(run, tmp_path, monkeypatch):
     for command in ("apply", "revert", "check"):
         said = run(command, tmp_path)
         assert said.exit_code == 1
         assert said.output.startswith("Error: This is no checkout of a supported project")
         assert "Toy v1.1" in said.output
     assert run("apply", tmp_path / "nowhere").exit_code == 2
+    monkeypatch.setenv("PATH", "")
+    said = run("apply", tmp_path)
+    assert said.exit_code == 1
+    assert "Install git, or run `envpipe patch apply` on a machine that has it" in said.output
 
 
 @pytest.mark.parametrize("command", [(), ("apply",), ("revert",), ("check",)])

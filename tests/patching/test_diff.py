@@ -11,7 +11,7 @@ from on_request import examples
 from patch_project import REPOSITORY, edited_files, maker, stock_files, write_tree
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.patching.catalog import PatchError, load_catalog, parse_patch, read_patch
+from envpipe_megatron.patching.catalog import PatchError, load_catalog, read_patch
 
 make = maker()
 # Few different lines, so that the same stretch stands in many places.
@@ -22,23 +22,6 @@ LINES = st.lists(st.sampled_from([b"a", b"b", b"", b"c\r", b"\xff\xfe"]), max_si
 def contents(draw):
     text = b"\n".join(draw(LINES))
     return text + b"\n" if draw(st.booleans()) else text
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(contents(), contents())
-def test_a_diff_applies_reverts_and_fits_at_one_place_only(before, after):
-    if before == after or not after:
-        return
-    text = make.diff(make.Change("dir/file.txt", before or None, after))
-    (patch,) = parse_patch(text)
-    assert patch.is_new == (not before)
-    assert patch.apply(before) == after
-    assert patch.revert(after) == before
-    # Lines of neither side, above and below, change nothing: a hunk needs no line number.
-    if before and before.endswith(b"\n") and after.endswith(b"\n"):
-        forked = b"fork\n" + before + b"fork\n"
-        assert patch.apply(forked) == b"fork\n" + after + b"fork\n"
-        assert patch.revert(patch.apply(forked)) == forked
 
 
 @settings(
@@ -61,62 +44,20 @@ def test_git_apply_makes_the_same_bytes(tmp_path, before, after):
         assert (file.read_bytes() if file.exists() else b"") == wanted
 
 
+def context(text):
+    """The lines of a diff's hunks that are on both sides."""
+    return [line[1:] for line in text.splitlines(keepends=True) if line.startswith(b" ")]
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_context_grows_only_where_a_hunk_would_fit_twice(number):
+    """For `git apply` takes the nearest of several places, which in a fork may be another."""
     alike = [b"x\n", b"y\n", b"z\n"] * number
     before = [b"head\n", *alike, b"tail\n"]
     after = [*before[:2], b"new\n", *before[2:]]
-    change = make.Change("f", b"".join(before), b"".join(after))
-    (patch,) = parse_patch(make.diff(change))
-    (hunk,) = patch.hunks
+    made = make.diff(make.Change("f", b"".join(before), b"".join(after)))
     # `x`, `y` around the new line are there `number` times; with `head` in front, once.
-    assert hunk.old.count(b"\n") == (2 if number == 1 else 4)
-
-
-def test_a_hunk_goes_where_its_lines_stand_once():
-    text = make.diff(make.Change("f", b"a\nb\nc\n", b"a\nB\nc\n"))
-    (patch,) = parse_patch(text)
-    assert patch.apply(b"own\na\nb\nc\nown") == b"own\na\nB\nc\nown"
-    for other in (b"a\nb\n", b"", b"a\nb\r\nc\n", b"a\nb\nc", b"-a\nb\nc\n", b"a\nb\n\nc\n"):
-        with pytest.raises(PatchError, match="near 1, are missing"):
-            patch.apply(other)
-    with pytest.raises(PatchError, match="near 1, are not at one place"):
-        patch.apply(b"a\nb\nc\na\nb\nc\n")
-
-
-def test_hunks_keep_their_order():
-    lines = [b"%d\n" % number for number in range(9)]
-    after = [*lines[:1], b"new\n", *lines[1:8], b"newer\n", lines[8]]
-    (patch,) = parse_patch(make.diff(make.Change("f", b"".join(lines), b"".join(after))))
-    turned = b"".join(lines[5:] + lines[:5])
-    with pytest.raises(PatchError, match="near 8, are not at one place"):
-        patch.apply(turned)
-
-
-HEAD = b"diff --git a/f b/f\n--- a/f\n+++ b/f\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (b"", "no patch"),
-        (b"rubbish\n" + HEAD, "no patch"),
-        (HEAD, "may only change text"),
-        (HEAD + b"@@ -1 +1 @@\n-a\n?b\n", "damaged"),
-        (HEAD + b"@@ -x @@\n", "damaged"),
-        (HEAD + b"@@ -1 +1 @@\n-a\n+b\nrubbish\n", "damaged"),
-        (HEAD.replace(b"b/f\n@", b"/dev/null\n@"), "may only change text"),
-        (b"diff --git a/f b/g\nrename from f\nrename to g\n", "may only change text"),
-        (b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n", "may only change text"),
-        (HEAD.replace(b"b/f\n---", b"b/f\nnew file mode 100755\n---"), "may only"),
-        (HEAD.replace(b"/f", b"/../f") + b"@@ -1 +1 @@\n-a\n+b\n", "leads out"),
-        (HEAD.replace(b"/f", b"//etc/f") + b"@@ -1 +1 @@\n-a\n+b\n", "leads out"),
-        (HEAD.replace(b"/f", b"/.git/f") + b"@@ -1 +1 @@\n-a\n+b\n", "leads out"),
-    ],
-)
-def test_what_a_patch_may_not_hold_is_refused(text, reason):
-    with pytest.raises(PatchError, match=reason):
-        parse_patch(text)
+    assert context(made) == [b"x\n", b"y\n"] if number == 1 else [b"head\n", *alike[:3]]
 
 
 @pytest.fixture
@@ -142,7 +83,7 @@ def test_the_script_writes_patch_and_description(tmp_path, trees):
     command += ["--output", str(folder.parent), "--tag"]
     done = subprocess.run([*command, "odd"], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "new     toy/new/parts/envpipe.py" in done.stdout
+    assert "new     toy/training/envpipe.py" in done.stdout
     (patch,) = load_catalog(folder.parent)
     assert (patch.project, patch.tag, patch.commit) == ("toy", "odd", "33")
     assert [hook.attribute for hook in patch.hooks] == ["a"]
@@ -171,6 +112,7 @@ def test_build_products_are_passed_over(trees):
         (lambda root: (root / "untouched.txt").write_bytes(b"\0"), "Only text"),
         (lambda root: (root / "untouched.txt").write_bytes(b""), "Only text"),
         (lambda root: (root / "link").symlink_to("untouched.txt"), "Only text"),
+        (lambda root: write_tree(root, {"new/file.py": "x"}), "new folder"),
         (lambda root: (root / "new.sh").write_text("x") and (root / "new.sh").chmod(0o755), "exec"),
     ],
 )
@@ -188,7 +130,6 @@ def test_a_description_belongs_to_its_patch(catalog):
         (patch.description.replace("loop.py", "pool.py"), patch.text),
         (patch.description.replace("envpipe-patch/1", "envpipe-patch/2"), patch.text),
         (patch.description.replace("[recognition]", "[recog]"), patch.text),
-        (patch.description.replace('"toy/version.py"', '"../../etc/passwd"'), patch.text),
         (patch.description[:-5], patch.text),
     ):
         with pytest.raises(PatchError):

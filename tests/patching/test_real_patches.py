@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import py_compile
+import re
 import shutil
 import subprocess
 import tomllib
@@ -20,8 +21,13 @@ from checkouts import (
 from patch_project import REPOSITORY, contents, maker, snapshot
 
 from envpipe_megatron.patching.catalog import load_catalog
-from envpipe_megatron.patching.change import apply_patch, revert_patch
-from envpipe_megatron.patching.checkout import TreeState, look_at
+from envpipe_megatron.patching.checkout import (
+    State,
+    apply_patch,
+    git_apply,
+    look_at,
+    revert_patch,
+)
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
 CATALOG = load_catalog()
@@ -88,17 +94,15 @@ def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, 
     stock = snapshot(checkout)
     by_hand = copies(checkout)
     subprocess.run(["git", "apply"], input=patch.text, cwd=by_hand, check=True)
-    assert look_at(by_hand, CATALOG).tree is TreeState.PATCHED
+    assert look_at(by_hand).state is State.PATCHED
 
-    outcome = apply_patch(checkout)
-    assert outcome.found.patch == patch
-    assert not outcome.found.forked
-    assert set(outcome.files) == {file.path for file in patch.files}
-    for file in patch.files:
-        assert (checkout / file.path).read_bytes() == (by_hand / file.path).read_bytes()
-        py_compile.compile(
-            str(checkout / file.path), cfile=str(tmp_path / "compiled.pyc"), doraise=True
-        )
+    found, files = apply_patch(checkout)
+    assert found.patch == patch
+    assert not found.forked
+    assert set(files) == set(patch.hashes)
+    for path in files:
+        assert (checkout / path).read_bytes() == (by_hand / path).read_bytes()
+        py_compile.compile(str(checkout / path), cfile=str(tmp_path / "compiled.pyc"), doraise=True)
     revert_patch(checkout)
     assert snapshot(checkout) == stock
     revert_patch(by_hand)
@@ -139,12 +143,12 @@ def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_p
 
 @each_patch
 def test_little_of_the_stock_text_is_in_the_patch(patch):
-    hunks = [hunk for file in patch.files for hunk in file.hunks]
-    assert hunks
-    for hunk in hunks:
-        old, new = hunk.old.splitlines(), hunk.new.splitlines()
-        assert len(set(old) - set(new)) <= 1  # hooks are added
-        assert len(old) <= 6
+    hunks = re.split(r"(?m)^@@ .*\n|^diff .*\n(?:.+\n)*?\+\+\+ .*\n", patch.text.decode())
+    marks = [re.findall(r"(?m)^[ +-]", hunk) for hunk in hunks if hunk]
+    assert marks
+    for hunk in marks:
+        assert hunk.count("-") <= 1  # hooks are added
+        assert len(hunk) - hunk.count("+") <= 6
 
 
 @pytest.fixture
@@ -152,9 +156,10 @@ def own_file(patch, monkeypatch):
     """Megatron's arguments of --envpipe as the patch adds them, for a command line."""
 
     def parse(*words):
-        (added,) = [file for file in patch.files if file.is_new]
+        (added,) = [path for path, (released, _) in patch.hashes.items() if not released]
+        files, _ = git_apply(patch, {added: None})
         found = {}
-        exec(added.apply(b""), found)
+        exec(files[added], found)
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
         parser = found["add_arguments"](argparse.ArgumentParser(allow_abbrev=False))
         return parser.parse_args(words), found["hooks"]

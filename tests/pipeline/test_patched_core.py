@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.patching.catalog import load_catalog
+from envpipe_megatron.patching.checkout import git_apply
 
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 
@@ -33,9 +34,10 @@ def patched_core(tmp_path: Path) -> Path:
         elif entry.name != "__pycache__":
             (core / entry.name).symlink_to(entry)
     (patch,) = (patch for patch in load_catalog() if patch.tag == "core_v0.16.1")
-    (change,) = (file for file in patch.files if file.path == SCHEDULES)
     target = root / SCHEDULES
-    target.write_bytes(change.apply(target.read_bytes()))
+    patched, reasons = git_apply(patch, {SCHEDULES: target.read_bytes()})
+    assert reasons == {}
+    target.write_bytes(patched[SCHEDULES])
     return root
 
 

@@ -13,8 +13,13 @@ from rich.console import Console
 
 from envpipe_megatron.console import say
 from envpipe_megatron.patching.catalog import patch_file
-from envpipe_megatron.patching.change import apply_patch, revert_patch, was_stopped
-from envpipe_megatron.patching.checkout import Checkout, TreeState, look_at
+from envpipe_megatron.patching.checkout import (
+    Checkout,
+    State,
+    apply_patch,
+    look_at,
+    revert_patch,
+)
 from envpipe_megatron.patching.liveness import Answer, Outcome, ask_hooks
 
 FORMAT = "envpipe-patch-check/1"
@@ -24,14 +29,10 @@ _CHECKOUT = click.argument(
 #: The patch is in, but a dependency of the framework is missing, so its hooks could not be asked.
 _NOT_PROVEN = 3
 _MEANING = {
-    TreeState.STOCK: "stock: the patch is not applied; run `envpipe patch apply {directory}`",
-    TreeState.PATCHED: "patched",
-    TreeState.HALF_PATCHED: (
-        "half-patched: some files are stock, others patched. "
-        "`envpipe patch apply {directory}` or `revert` completes it"
-    ),
-    TreeState.CHANGED_AFTER: "changed-after: the patch is in, and its own lines were changed",
-    TreeState.DIRTY: "dirty: not patched, and the patch does not fit",
+    State.STOCK: "stock: the patch is not applied; run `envpipe patch apply {directory}`",
+    State.PATCHED: "patched",
+    State.CHANGED_AFTER: "changed-after: the patch is in, and its own lines were changed",
+    State.DIRTY: "dirty: not patched, and the patch does not fit",
 }
 _WORDS = {
     Outcome.LIVE: "live",
@@ -59,25 +60,23 @@ def apply(directory: Path, tag: str | None) -> None:
     """Apply the patch for the checkout's version.
 
     DIR is the root of the checkout, a git clone or an unpacked archive; it may be a fork. Each of
-    the patch's hooks goes where the lines around it stand; nothing is changed where one has no such
-    place, or several. What was done is written to DIR/.envpipe-patch.json. It needs no git; `git
-    apply` with the patch file gives the same bytes. Applying twice is no error: the second time
-    does nothing, exits 0.
+    the patch's hooks goes where `git apply` finds the lines around it; nothing is changed where one
+    has no such place. The patch is kept in DIR/.envpipe-patch.json, for `revert`. It needs git;
+    `git apply` with the patch file gives the same bytes. Applying twice is no error: the second
+    time does nothing, exits 0.
 
     Example:
 
       envpipe patch apply ~/Megatron-LM
     """
-    outcome = apply_patch(directory, tag=tag)
+    found, files = apply_patch(directory, tag=tag)
     console = Console()
-    name = outcome.found.patch.name
-    if not outcome.files:
-        say(console, f"{directory} is patched already ({name}). Nothing was done.")
+    if not files:
+        say(console, f"{directory} is patched already ({found.patch.name}). Nothing was done.")
         return
-    completed = outcome.found.tree is TreeState.HALF_PATCHED
-    say(console, f"{'Completed the patch for' if completed else 'Patched'} {name} in {directory}:")
-    _list(console, outcome.files)
-    _list_forked(console, outcome.found)
+    say(console, f"Patched {found.patch.name} in {directory}:")
+    _list(console, files)
+    _list_forked(console, found)
     say(console, f"Now prove that it is live: envpipe patch check {shlex.quote(str(directory))}")
 
 
@@ -87,21 +86,20 @@ def revert(directory: Path) -> None:
     """Take the patch's lines out again; a stock checkout has its released bytes then.
 
     What else was edited stays. Refused when the patch's own lines were changed. Works too on what
-    `git apply` patched, on what another version of envpipe patched, and on what was stopped
-    halfway. A checkout without the patch is no error: nothing is done, exits 0.
+    `git apply` or another version of envpipe patched. A checkout without the patch is no error:
+    nothing is done, exits 0.
 
     Example:
 
       envpipe patch revert ~/Megatron-LM
     """
-    outcome = revert_patch(directory)
+    found, files = revert_patch(directory)
     console = Console()
-    name = outcome.found.patch.name
-    if not outcome.files:
-        say(console, f"{directory} is not patched ({name}). Nothing was done.")
+    if not files:
+        say(console, f"{directory} is not patched ({found.patch.name}). Nothing was done.")
         return
-    say(console, f"Took the patch for {name} out of {directory}:")
-    _list(console, outcome.files)
+    say(console, f"Took the patch for {found.patch.name} out of {directory}:")
+    _list(console, files)
 
 
 @patch.command()
@@ -124,7 +122,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
       envpipe patch check ~/Megatron-LM
     """
     found = look_at(directory)
-    patched = found.tree in (TreeState.PATCHED, TreeState.CHANGED_AFTER)
+    patched = found.state in (State.PATCHED, State.CHANGED_AFTER)
     answers = ask_hooks(directory, found.patch.hooks, found.patch.tag) if patched else ()
     if as_json:
         click.echo(json.dumps(_facts(found, answers), indent=1))
@@ -135,7 +133,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
 
 def _exit_status(found: Checkout, answers: tuple[Answer, ...]) -> int:
     outcomes = {answer.outcome for answer in answers}
-    if found.tree is not TreeState.PATCHED or outcomes - {Outcome.LIVE, Outcome.DEPENDENCY}:
+    if found.state is not State.PATCHED or outcomes - {Outcome.LIVE, Outcome.DEPENDENCY}:
         return 1
     return _NOT_PROVEN if Outcome.DEPENDENCY in outcomes else 0
 
@@ -148,15 +146,15 @@ def _list(console: Console, lines: Iterable[str]) -> None:
 def _list_forked(console: Console, found: Checkout) -> None:
     if found.forked:
         say(console, "These differ from the released ones, and the patch fits them:")
-        _list(console, found.forked)
+        _list(console, sorted(found.forked))
 
 
 def _report(
     console: Console, directory: Path, found: Checkout, answers: tuple[Answer, ...]
 ) -> None:
-    meaning = _MEANING[found.tree].format(directory=shlex.quote(str(directory)))
+    meaning = _MEANING[found.state].format(directory=shlex.quote(str(directory)))
     say(console, f"{directory}: {found.patch.name}, {meaning}")
-    _list(console, (file.shown for file in found.foreign))
+    _list(console, (f"{path} ({reason})" for path, reason in found.foreign.items()))
     _list_forked(console, found)
     if file := patch_file(found.patch):
         say(console, f"The patch, for `git apply` too: {file}")
@@ -165,12 +163,6 @@ def _report(
             console,
             "The patch in it is another than the one of this version of envpipe. "
             "`envpipe patch revert` and `apply` bring it up to date.",
-        )
-    if was_stopped(found):
-        say(
-            console,
-            "A change of it is going on, or was stopped. "
-            "`envpipe patch apply` or `revert` completes it.",
         )
     shown = {""}
     for answer in answers:
@@ -190,6 +182,7 @@ def _stood_in(answers: tuple[Answer, ...]) -> list[str]:
 
 def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
     patch = found.patch
+    fitting = "stock" if found.state in (State.STOCK, State.DIRTY) else "patched"
     return {
         "format": FORMAT,
         "project": patch.project,
@@ -197,13 +190,16 @@ def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
         "commit": patch.commit,
         "patch_sha256": patch.sha256,
         "patch_file": None if (file := patch_file(patch)) is None else str(file),
-        "state": found.tree,
+        "state": found.state,
         "recorded": found.recorded,
-        "interrupted": was_stopped(found),
         "superseded": found.superseded,
         "files": [
-            {"path": file.change.path, "state": file.state, "released": file.released}
-            for file in found.files
+            {
+                "path": path,
+                "state": found.foreign.get(path, fitting).partition(":")[0],
+                "released": path not in found.forked | found.foreign.keys(),
+            }
+            for path in patch.hashes
         ],
         "hooks": [
             {
