@@ -179,11 +179,11 @@ class OrderSearch:
         meet the deadline, the whole batch is searched. LinearProgramError as of `search`.
         """
         judged: list[Judged] = []
-        many = self._own.num_units > _MANY_UNITS
+        only_best = self._own.num_units > _MANY_UNITS
         for rank, candidate in enumerate(candidates):
             extra = candidate.extra_forwards
             by_rule = extra == self._by_rule
-            if not judged if many else rank < ROUNDED or not any(extra) or by_rule:
+            if not judged or (not only_best and (rank < ROUNDED or not any(extra) or by_rule)):
                 optimizer, energy_j = self.optimizer(extra), candidate.relaxed_energy_j
                 with suppress(LinearProgramError):  # too late by all units
                     if self._by_shorter:

@@ -20,6 +20,7 @@ from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
+from envpipe_megatron.policies.orders import extra_forwards
 from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch
 from envpipe_megatron.policies.orders.judged import best_plan
 from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
@@ -316,3 +317,15 @@ def test_orders_in_time_only_by_a_shorter_batch_have_the_whole_batch_searched(
     judged = search.judge(candidates)
     assert judged
     assert all(order.optimizer.fastest_s <= factor * own_s for order in judged)
+
+
+def test_of_very_many_units_only_the_best_order_is_planned(monkeypatch):
+    profile, conditions = uniform_profile(3, CURVE), Conditions((30.0,) * 3)
+    own_s = all_maximum_s(builders.one_f_one_b(3, 60), profile, conditions)
+    search = OrderSearch(profile, 60, conditions, own_s)
+    candidates = search.search(order_limits(3, 60))
+    several = search.judge(candidates)
+    monkeypatch.setattr(extra_forwards, "_MANY_UNITS", 359)
+    [best] = search.judge(candidates)
+    assert len(several) > 1
+    assert best.relaxed_energy_j == several[0].relaxed_energy_j
