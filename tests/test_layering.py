@@ -27,7 +27,7 @@ def test_contracts_of_import_linter():
 def test_core_gpu_and_commands_start_without_torch():
     program = """
 import sys, importlib, pathlib, envpipe_megatron
-outside = ("runtime", "integrations", "quickstart", "prove", "launch")
+outside = ("runtime", "integrations", "trials", "launch")
 root = pathlib.Path(envpipe_megatron.__file__).parent
 for path in sorted(root.rglob("*.py")):
     parts = path.relative_to(root).with_suffix("").parts
@@ -35,7 +35,7 @@ for path in sorted(root.rglob("*.py")):
         name = ".".join(("envpipe_megatron", *parts))
         importlib.import_module(name)
         print(name)
-importlib.import_module("envpipe_megatron.prove.run")  # and with it all but the ranks' part
+importlib.import_module("envpipe_megatron.trials.proof")  # and with it all but the ranks' part
 heavy = {"torch", "megatron", "deepspeed", "transformers"} & set(sys.modules)
 if sys.modules["pynvml"].nvmlLib is not None:
     heavy.add("libnvidia-ml.so.1")

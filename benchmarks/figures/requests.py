@@ -19,7 +19,7 @@ from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Outcome
 from benchmarks.figures.unit_times import EmulatedTime, emulated_time, write_scaled_preset
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.quickstart.ranks import rank_environment, running_ranks
+from envpipe_megatron.trials.ranks import rank_environment, running_ranks
 
 #: Counted up when the same request gives another result: what was run before is run again.
 _EDITION = 2

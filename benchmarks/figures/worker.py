@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,6 @@ from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.quickstart import ranks
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -50,15 +48,11 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.trials.ranks import emit, report_to_command
 
 _TIMEOUT = timedelta(seconds=120)
 #: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.
 _PROFILE_WINDOW_S = 0.5
-
-
-def emit(event: str, **fields: Any) -> None:
-    """Report an event to the command."""
-    ranks.emit(Path(sys.argv[1]), event, **fields)
 
 
 class TrainingWork:
@@ -307,8 +301,7 @@ class Run:
 
 def main() -> None:
     """Run as one rank under torchrun."""
-    ranks.leave_on_sigterm()
-    emit("rank", pid=os.getpid())
+    report_to_command()
     batch: Batch = pickle.loads(Path(sys.argv[1]).read_bytes())
     torch.set_num_threads(1)
     # Its convolutions take milliseconds to begin.

@@ -38,11 +38,11 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.quickstart.model import forward_step
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.trials.model import forward_step
 
 VOCABULARY = 32000
 

@@ -30,13 +30,14 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 
       envpipe quickstart --text my_book.txt
     """
-    from envpipe_megatron.quickstart.run import run_quickstart
-    from envpipe_megatron.quickstart.settings import Settings
     from envpipe_megatron.report.report import PAGE_FILE
+    from envpipe_megatron.trials.quickstart import Quickstart
+    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.settings import Settings
 
     console = Console()
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
-    run_quickstart(settings, console)
+    run_trial(Quickstart(settings), console)
     report_on(output, output / "report")
     command = (
         f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
@@ -79,14 +80,10 @@ def prove(
 
       envpipe prove --gpu a100-sxm --rounds 2 --iterations 3
     """
-    from envpipe_megatron.prove.run import run_prove
-    from envpipe_megatron.prove.settings import (
-        ProveSettings,
-        emulated_machine,
-        gpt_for_gpus,
-        real_machine,
-    )
-    from envpipe_megatron.quickstart.settings import Settings
+    from envpipe_megatron.trials.machine import emulated_machine, gpt_for_gpus, real_machine
+    from envpipe_megatron.trials.proof import Proof
+    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.settings import Settings
 
     folder, source = str(output.resolve()), str(text.resolve())
     checks = [asdict(check) for check in all_checks()]
@@ -96,5 +93,5 @@ def prove(
     else:
         machine = real_machine(dry_run=dry_run)
         job = gpt_for_gpus(folder, source, len(machine.gpu_names))
-    settings = ProveSettings(job, preset is not None, dry_run, rounds, iterations)
-    run_prove(settings, machine, checks, Console())
+    settings = job.as_proof(rounds, iterations, dry_run=dry_run)
+    run_trial(Proof(settings, machine, checks), Console())

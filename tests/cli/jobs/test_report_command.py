@@ -19,7 +19,7 @@ from envpipe_megatron.cli import main
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.quickstart import run
+from envpipe_megatron.trials import run
 
 # One worker makes what they share.
 pytestmark = pytest.mark.xdist_group("report")
@@ -226,12 +226,13 @@ def test_a_report_on_a_full_disk_leaves_nothing_that_is_cut_short(tmp_path, num_
 def test_a_quickstart_ends_with_the_path_of_its_page_which_a_report_overwrites(
     tmp_path, monkeypatch
 ):
-    def run_quickstart(settings, _):
-        write_run(Path(settings.output_dir))
-        write_profile(Path(settings.output_dir, "profile.csv"))
-        Path(settings.output_dir, "timeline.jsonl").unlink()  # fewer pictures, drawn sooner
+    def run_trial(results, _):
+        output = results.settings.output
+        write_run(output)
+        write_profile(output / "profile.csv")
+        (output / "timeline.jsonl").unlink()  # fewer pictures, drawn sooner
 
-    monkeypatch.setattr(run, "run_quickstart", run_quickstart)
+    monkeypatch.setattr(run, "run_trial", run_trial)
     (tmp_path / "out").mkdir()
     python = tmp_path / "an environment" / "python"
     python.parent.mkdir()

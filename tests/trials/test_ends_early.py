@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 from energy_lines import json_lines
 from on_request import on_request
-from quickstart_helpers import (
+from rich.console import Console
+from trials_helpers import (
     is_training,
     locks_mhz,
     processes_of,
     short_settings,
     wait_until,
 )
-from rich.console import Console
 
-from envpipe_megatron.quickstart import ranks as quickstart_ranks
-from envpipe_megatron.quickstart.run import run_quickstart
-from envpipe_megatron.quickstart.settings import QuickstartError
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.trials import ranks as trial_ranks
+from envpipe_megatron.trials.quickstart import Quickstart
+from envpipe_megatron.trials.run import run_trial
 
 pytestmark = [
     pytest.mark.xdist_group("quickstart"),
@@ -53,10 +54,10 @@ SHORT_QUICKSTART = """
 import sys
 from pathlib import Path
 from envpipe_megatron.cli import main
-from envpipe_megatron.quickstart import run
-from envpipe_megatron.quickstart.settings import Settings
-whole = run.run_quickstart
-run.run_quickstart = lambda _, console: whole(Settings.read(Path(sys.argv[1])), console)
+from envpipe_megatron.trials import quickstart
+from envpipe_megatron.trials.settings import Settings
+whole = quickstart.Quickstart
+quickstart.Quickstart = lambda _: whole(Settings.read(Path(sys.argv[1])))
 main(["quickstart"])
 """
 
@@ -109,8 +110,8 @@ def test_a_rank_that_is_killed(tmp_path):
 
     killer = threading.Thread(target=kill_a_rank)
     killer.start()
-    with (tmp_path / "screen").open("w") as screen, pytest.raises(QuickstartError) as caught:
-        run_quickstart(settings, Console(file=screen))
+    with (tmp_path / "screen").open("w") as screen, pytest.raises(EnvPipeError) as caught:
+        run_trial(Quickstart(settings), Console(file=screen))
     killer.join()
     assert "clocks are reset" in str(caught.value)
     assert str(output / "log.txt") in str(caught.value)
@@ -121,12 +122,14 @@ def test_a_rank_that_is_killed(tmp_path):
 
 
 STUBBORN = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if len(sys.argv) == 1:  # torchrun; the rank gets a session of its own, as under torchrun
     subprocess.Popen([sys.executable, __file__, "rank"], start_new_session=True)
 else:
-    print(os.getpid(), flush=True)
+    for event in ("rank", "up"):
+        told = json.dumps({"event": event, "pid": os.getpid()})
+        print("@envpipe", told, flush=True)
 time.sleep(600)
 """
 
@@ -134,20 +137,19 @@ time.sleep(600)
 @pytest.mark.usefixtures("signals_at_default")
 @pytest.mark.parametrize("impatient", [True, False], ids=["second Ctrl-C", "grace is over"])
 def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impatient):
-    monkeypatch.setattr(quickstart_ranks, "GRACE_S", 60.0 if impatient else 0.2)
+    monkeypatch.setattr(trial_ranks, "GRACE_S", 60.0 if impatient else 0.2)
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
+    command = [sys.executable, str(script)]
+    monkeypatch.setattr(trial_ranks, "torchrun_command", lambda *_: command)
     pids = []
     starts = time.monotonic()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
 
     def interrupted():
-        command = [sys.executable, str(script)]
-        with (
-            (tmp_path / "log").open("w") as log,
-            quickstart_ranks.started_ranks(command, dict(os.environ), log, tmp_path, pids) as ranks,
-        ):
-            pids.append(int(ranks.stdout.readline()))
+        log = tmp_path / "log"
+        with trial_ranks.running_ranks(1, [], os.environ, log, tmp_path) as events:
+            pids.append(next(events)["pid"])
             if impatient:
                 timer.start()
             raise KeyboardInterrupt
@@ -172,7 +174,7 @@ def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
     before = signal.getsignal(number)
 
     def told_to_end():
-        with quickstart_ranks.ended_like_ctrl_c(number):
+        with trial_ranks.ended_like_ctrl_c():
             os.kill(os.getpid(), number)
             time.sleep(5)
 
@@ -184,7 +186,7 @@ def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with quickstart_ranks.ended_like_ctrl_c(signal.SIGHUP):
+        with trial_ranks.ended_like_ctrl_c():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

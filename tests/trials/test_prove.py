@@ -14,26 +14,22 @@ from click.testing import CliRunner
 from memory_folder import memory_folder
 from on_request import asked_for
 from presets import write_changed_preset
-from quickstart_helpers import locks_mhz, processes_of, short_settings, write_text
 from rich.console import Console
+from rich.progress import Progress
+from trials_helpers import locks_mhz, processes_of, short_settings
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control, devices
 from envpipe_megatron.gpu.backends.nvml_library import NvmlError
 from envpipe_megatron.gpu.devices import GpuActivity
-from envpipe_megatron.prove import run as prove_run
-from envpipe_megatron.prove import settings as prove_settings
-from envpipe_megatron.prove.run import run_prove
-from envpipe_megatron.prove.settings import (
-    ARMS,
-    ProveSettings,
-    emulated_machine,
-    newcomers,
-    real_machine,
-)
+from envpipe_megatron.trials import machine as trial_machine
+from envpipe_megatron.trials import run as trial_run
+from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
+from envpipe_megatron.trials.proof import Proof
+from envpipe_megatron.trials.run import run_trial
+from envpipe_megatron.trials.settings import ARMS
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -68,8 +64,8 @@ def finished():
         job = short_settings(folder, num_stages=2, preset=preset, **small)
         screen = io.StringIO()
         machine = emulated_machine(job.preset, 2, dry_run=False)
-        settings = ProveSettings(job, True, False, ROUNDS, iterations=3)
-        run_prove(settings, machine, CHECKS, Console(file=screen, width=400))
+        settings = job.as_proof(ROUNDS, 3, dry_run=False)
+        run_trial(Proof(settings, machine, CHECKS), Console(file=screen, width=400))
         yield Finished(folder / "out", screen.getvalue())
 
 
@@ -180,8 +176,8 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     monkeypatch.setattr(control, "has_sys_admin", lambda: True)
     monkeypatch.setattr(control, "in_user_namespace", lambda: False)
-    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
-    monkeypatch.setattr(prove_run, "_train", lambda *arguments: None)
+    monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
     monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.trials"], "all_checks", list)
     fake_nvml.use_here()
@@ -225,7 +221,7 @@ def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
 
 def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
     cores = os.cpu_count()
-    monkeypatch.setattr(prove_settings.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
+    monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (cores + 0.5, 0, 0))
     assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
 
 
@@ -253,25 +249,6 @@ def test_one_gpu_is_no_pipeline(node, monkeypatch, tmp_path):
     assert "--gpu a100-sxm" in message
 
 
-def test_a_folder_with_other_files_is_left_untouched(node, tmp_path):
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
-    message = refused("--text", write_text(tmp_path / "text.txt", 110_000), "--output", output)
-    assert str(output) in message
-    assert [path.name for path in output.iterdir()] == ["notes.txt"]
-
-
-def test_ranks_that_tell_nothing_are_no_success(node, tmp_path):
-    output = tmp_path / "out"
-    short = "--text", write_text(tmp_path / "text.txt", 110_000), "--output", output
-    assert "without reporting all turns" in refused(*short)
-    assert json.loads((output / "claims.json").read_text())["complete"] is False
-    assert "not complete" in (output / "summary.md").read_text()
-    # Its own folder is used again.
-    assert "without reporting all turns" in refused(*short)
-
-
 def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     job = short_settings(tmp_path, num_stages=2, num_layers=2)
     step = {"time_s": 1.0, "energy_j": 9.0, "iterations": 3}
@@ -281,21 +258,24 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     }  # fmt: skip
 
     def train(proof, console):
-        proof.take({
+        proof.begin(Progress(console=console))
+        proof.turns.append({
             "event": "turn", "arm": "stock", "round": 0, "step": step, "losses": [[1.0]],
             "stages": [stage], "failure": "",
         })  # fmt: skip
+        proof.take(proof.turns[-1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prove_run, "_train", train)
+    monkeypatch.setattr(trial_run, "_train", train)
     quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
     # The rank, and another one that came later.
-    monkeypatch.setattr(prove_settings, "read_processes", lambda uid: (11, 4711))
+    monkeypatch.setattr(trial_machine, "read_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
-        run_prove(
-            ProveSettings(job, True, True, 1, 3), machine, CHECKS, Console(file=screen, width=400)
+        run_trial(
+            Proof(job.as_proof(1, 3, dry_run=True), machine, CHECKS),
+            Console(file=screen, width=400),
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()
     output = tmp_path / "out"
@@ -305,29 +285,6 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     assert not (output / "text.bin").exists()
 
 
-def test_arms_that_train_differently_are_no_success(tmp_path, monkeypatch):
-    job = short_settings(tmp_path, num_stages=2, num_layers=2)
-    clocks = {"error": None, "followed": None, "changes": 0}
-    sampled = {"throttle_reasons": []}
-    stage = {
-        "clocks": clocks, "temperature_c": [None, None], "weights_sha256": "a", "sampled": sampled,
-    }  # fmt: skip
-
-    def train(proof, console):
-        for number, arm in enumerate(ARMS):
-            proof.take({
-                "event": "turn", "arm": arm.name, "round": 0, "step": None,
-                "losses": [[float(number)]], "stages": [stage], "failure": "",
-            })  # fmt: skip
-
-    monkeypatch.setattr(prove_run, "_train", train)
-    machine = emulated_machine(job.preset, 2, dry_run=False)
-    with pytest.raises(EnvPipeError, match="trained differently"):
-        run_prove(
-            ProveSettings(job, True, False, 1, 3), machine, CHECKS, Console(file=io.StringIO())
-        )
-
-
 def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch):
     def fails(*_):
         raise NvmlError("The GPU is lost")
@@ -335,11 +292,3 @@ def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch)
     machine = real_machine(dry_run=True)
     monkeypatch.setattr(devices, "call_gpu", fails)
     assert newcomers(machine) == []
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, monkeypatch, dry_run):
-    monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
-    settings = ProveSettings(short_settings(tmp_path), False, dry_run, 1, 3)
-    environment = prove_run._environment(settings, tmp_path)
-    assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from presets import write_changed_preset
 
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
-from envpipe_megatron.quickstart.settings import Settings
+from envpipe_megatron.trials.settings import Settings
 
 
 def write_text(path, size=20_000):

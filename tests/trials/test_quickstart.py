@@ -7,12 +7,13 @@ import json
 import pytest
 from energy_lines import json_lines
 from memory_folder import memory_folder
-from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console
+from trials_helpers import locks_mhz, processes_of, short_settings
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.quickstart.run import _FILES, _FOLDERS, run_quickstart
+from envpipe_megatron.trials.quickstart import Quickstart
+from envpipe_megatron.trials.run import run_trial
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -37,7 +38,7 @@ def finished():
     with memory_folder() as folder:
         settings = short_settings(folder, num_stages=STAGES, num_layers=STAGES)
         screen = io.StringIO()
-        run_quickstart(settings, Console(file=screen, width=100))
+        run_trial(Quickstart(settings), Console(file=screen, width=100))
         yield Run(settings, folder / "out", screen.getvalue())
 
 
@@ -50,7 +51,10 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
 
 
 def test_another_run_may_clear_all_of_them(finished):
-    assert {path.name for path in finished.output.iterdir()} <= {*_FILES, *_FOLDERS}
+    assert {path.name for path in finished.output.iterdir()} <= {
+        *Quickstart.files,
+        *Quickstart.folders,
+    }
 
 
 def test_training_was_the_same_to_the_last_bit(finished):

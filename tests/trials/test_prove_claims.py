@@ -10,11 +10,12 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.prove.claims import claims_of, difference
-from envpipe_megatron.prove.results import line_to_paste
-from envpipe_megatron.prove.settings import ARMS, Machine, constant_plan, order_of_round
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import Section
+from envpipe_megatron.trials.claims import claims_of, difference
+from envpipe_megatron.trials.machine import Machine
+from envpipe_megatron.trials.proof import line_to_paste
+from envpipe_megatron.trials.settings import constant_plan
 
 #: Time and energy of each arm over those of stock in the same round.
 RATIOS = {
@@ -161,11 +162,6 @@ def test_sentences_of_a_table_are_broken_into_lines_and_figures_are_not():
     page = tables_page("A page", (), (section,), "prove")
     assert page.count('<td data-name="claim" class="words">') == 2
     assert page.count('<th class="words">claim</th>') == page.count('class="words"') - 2 == 1
-
-
-def test_every_other_round_goes_backwards():
-    assert order_of_round(0) == ARMS
-    assert order_of_round(1) == ARMS[::-1]
 
 
 TIMES_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}

@@ -17,11 +17,10 @@ import pytest
 from fake_nvml.fake_nvml import FakeNvml
 from fake_nvml.models import MODELS, FakeModel
 from on_request import asked_for, on_request
-from quickstart_helpers import write_text
+from trials_helpers import write_text
 
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.prove.settings import ProveSettings
-from envpipe_megatron.quickstart.settings import Settings
+from envpipe_megatron.trials.settings import Settings
 
 pytestmark = [
     pytest.mark.xdist_group("quickstart"),
@@ -81,11 +80,11 @@ class Proofs:
         """Start a proof; its output folder."""
         output = self.folder / "out"
         job = Settings(
-            str(output), str(write_text(self.folder / "text.txt")), num_stages=2, num_layers=2,
-            hidden_size=32, sequence_length=16, num_microbatches=4,
+            str(output), str(write_text(self.folder / "text.txt")), None, num_stages=2,
+            num_layers=2, hidden_size=32, sequence_length=16, num_microbatches=4,
         )  # fmt: skip
         settings = self.folder / "settings.json"
-        ProveSettings(job, False, dry_run, rounds=1, iterations=2).write(settings)
+        job.as_proof(1, 2, dry_run=dry_run).write(settings)
         self.pid_file.write_text("")
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.folder / "socket"))

@@ -1,21 +1,26 @@
-"""What a quickstart checks, reads and keeps, without training."""
+"""What a quickstart and a proof check, read and keep, without training."""
 
 import importlib.util
 import io
-import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
-from quickstart_helpers import short_settings, write_text
 from rich.console import Console
+from rich.progress import Progress
+from trials_helpers import short_settings, write_text
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.quickstart import run as quickstart_run
-from envpipe_megatron.quickstart.run import Progressed, run_quickstart
-from envpipe_megatron.quickstart.settings import QuickstartError, Settings, load_text
+from envpipe_megatron.trials import run as trial_run
+from envpipe_megatron.trials.machine import emulated_machine
+from envpipe_megatron.trials.proof import Proof
+from envpipe_megatron.trials.quickstart import Quickstart
+from envpipe_megatron.trials.run import run_trial
+from envpipe_megatron.trials.settings import ARMS, RUNS, Settings, load_text
 
 
 @pytest.fixture
@@ -23,16 +28,21 @@ def never_starts(monkeypatch):
     def train(*arguments):
         raise AssertionError("training has begun")
 
-    monkeypatch.setattr(quickstart_run, "_train", train)
+    monkeypatch.setattr(trial_run, "_train", train)
 
 
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(settings):
+def proof(settings):
+    machine = emulated_machine(settings.preset, settings.num_stages, dry_run=False)
+    return Proof(settings.as_proof(1, 3, dry_run=False), machine, [])
+
+
+def refused(settings, kind=Quickstart):
     with pytest.raises(EnvPipeError) as caught:
-        run_quickstart(settings, Console(file=io.StringIO()))
+        run_trial(kind(settings), Console(file=io.StringIO()))
     return str(caught.value)
 
 
@@ -53,18 +63,23 @@ class TestRefused:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
-        "names",
-        [["notes.txt"], ["settings.json", "notes.txt"], ["profile.csv"], ["emulated/mine.txt"]],
-        ids="+".join,
+        ("kind", "names"),
+        [
+            (Quickstart, ["notes.txt"]),
+            (Quickstart, ["settings.json", "notes.txt"]),
+            (Quickstart, ["profile.csv"]),
+            (Quickstart, ["emulated/mine.txt"]),
+            (proof, ["settings.json"]),
+        ],
     )
-    def test_a_folder_with_other_files_is_left_untouched(self, tmp_path, names):
+    def test_a_folder_with_other_files_is_left_untouched(self, tmp_path, kind, names):
         settings = short_settings(tmp_path)
         for name in names:
             path = tmp_path / "out" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("mine")
         before = contents(tmp_path / "out")
-        message = refused(settings)
+        message = refused(settings, kind)
         assert str(tmp_path / "out") in message
         assert "--output" in message
         assert contents(tmp_path / "out") == before
@@ -75,7 +90,7 @@ class TestRefused:
             importlib.util, "find_spec", lambda name: None if name == "megatron" else found(name)
         )
         message = refused(short_settings(tmp_path))
-        assert "needs megatron-core, which is not installed" in message
+        assert "A quickstart needs megatron-core, which is not installed" in message
         assert "pip install" in message
         assert not (tmp_path / "out").exists()
 
@@ -104,49 +119,46 @@ def test_the_folder_of_an_earlier_quickstart_is_used_again(tmp_path, monkeypatch
         (out / name).write_text("old")
     seen = []
 
-    def train(settings, output, progressed, console):
-        seen.extend(sorted(path.name for path in output.iterdir()))
+    def train(results, console):
+        seen.extend(sorted(path.name for path in out.iterdir()))
         assert settings.text_copy.read_bytes() == Path(settings.text).read_bytes()
-        raise QuickstartError("stop here")
+        raise EnvPipeError("stop here")
 
-    monkeypatch.setattr(quickstart_run, "_train", train)
+    monkeypatch.setattr(trial_run, "_train", train)
     assert refused(settings) == "stop here"
     assert seen == ["settings.json", "text.bin"]
     assert Settings.read(out / "settings.json") == settings
 
 
-RESULT = {
-    "stages": [
-        {
-            "metered": {"warm-up": {"energy_j": 1.0}, "steady": {"energy_j": 100.0 + stage}},
-            "executed": ["F0", "B0"], "clock_changes": 1,
-        }
-        for stage in range(4)
-    ],
-    "iterations": [
-        {"phase": "warm-up", "iteration_time_s": 9.0, "wall_time_s": 9.0},
-        {"phase": "steady", "iteration_time_s": 0.5, "wall_time_s": 0.6},
-        {"phase": "steady", "iteration_time_s": 0.5, "wall_time_s": 0.6},
-    ],
-    "losses": [5.0, 4.0, 3.0], "schedule": "1f1b",
-    "notes": [],
-}  # fmt: skip
+def turn(arm, **changes):
+    stage = {
+        "metered": {"warm-up": {"energy_j": 1.0}, "steady": {"energy_j": 100.0}},
+        "clocks": {"error": None, "followed": None, "changes": 1}, "executed": ["F0", "B0"],
+        "temperature_c": [None, None], "sampled": {"throttle_reasons": []}, "weights_sha256": "a",
+    }  # fmt: skip
+    return {
+        "event": "turn", "arm": arm.name, "round": 0, "step": None, "stages": [stage] * 4,
+        "iteration_times_s": [0.5, 0.5], "wall_times_s": [0.6, 0.6],
+        "losses": [[5.0], [4.0], [3.0]], "schedule": "1f1b", "notes": [], "failure": "", **changes,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["nothing", "an iteration", "the baseline"])
-@pytest.mark.parametrize("end", [KeyboardInterrupt, QuickstartError("lost"), OSError("disk full")])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, EnvPipeError("lost"), OSError("disk full")])
 def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told):
-    def train(settings, output, progressed: Progressed, console):
+    def train(results, console):
+        results.begin(Progress(console=console))
         if told:
-            progressed.iterations["baseline"] = [{"loss": 5.0}]
+            event = {"event": "iteration", "arm": "baseline", "phase": "steady", "loss": 5.0}
+            results.take(event)
         if told == 2:
-            progressed.results["baseline"] = RESULT
+            results.turns.append(turn(RUNS[0]))
         raise end
 
-    monkeypatch.setattr(quickstart_run, "_train", train)
+    monkeypatch.setattr(trial_run, "_train", train)
     screen = io.StringIO()
     with pytest.raises(end if isinstance(end, type) else type(end)):
-        run_quickstart(short_settings(tmp_path), Console(file=screen))
+        run_trial(Quickstart(short_settings(tmp_path)), Console(file=screen))
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["complete"] is False
     assert summary["losses"] == ({"baseline": [5.0]} if told else {})
@@ -154,28 +166,51 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
     assert len(rows) == 1 + (told == 2)
     if told == 2:
         baseline = summary["runs"]["baseline"]
-        assert baseline["energy_j"] == 406
-        assert baseline["energy_per_iteration_j"] == 203
+        assert baseline["energy_j"] == 400
+        assert baseline["energy_per_iteration_j"] == 200
         assert baseline["iteration_time_s"] == 0.5
-        assert baseline["average_power_w"] == 406
-    assert ("Interrupted" in screen.getvalue()) == (end is KeyboardInterrupt)
+        assert baseline["average_power_w"] == 400
+    assert ("Interrupted: clocks are reset" in screen.getvalue()) == (end is KeyboardInterrupt)
+    assert not (tmp_path / "out" / "text.bin").exists()
 
 
-def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart_run, "_train", lambda *arguments: None)
-    message = refused(short_settings(tmp_path))
-    assert "without reporting their results" in message
+@pytest.mark.parametrize("kind", [Quickstart, proof])
+def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
+    message = refused(short_settings(tmp_path), kind)
+    assert "without reporting all turns" in message
     assert str(tmp_path / "out" / "log.txt") in message
+    # Its own folder is used again.
+    assert "without reporting all turns" in refused(short_settings(tmp_path), kind)
 
 
-@pytest.mark.parametrize("different", ["losses_bit_equal", "weights_bit_equal"])
-def test_a_changed_result_is_no_success(tmp_path, monkeypatch, different):
-    summary = {"complete": True, "losses_bit_equal": True, "weights_bit_equal": True}
-    monkeypatch.setattr(quickstart_run, "_train", lambda *arguments: None)
-    monkeypatch.setattr(
-        quickstart_run, "write_results", lambda *arguments: {**summary, different: False}
-    )
-    assert "changed the result of training" in refused(short_settings(tmp_path))
+@pytest.mark.parametrize("different", ["losses", "stages"])
+@pytest.mark.parametrize(("kind", "arms"), [(Quickstart, RUNS), (proof, ARMS)])
+def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, different):
+    def train(results, console):
+        results.turns += map(turn, arms)
+        other = results.turns[-1]
+        if different == "losses":
+            other["losses"] = [[5.0], [4.0], [np.nextafter(3.0, 4.0)]]
+        else:
+            other["stages"] = [*other["stages"][:3], {**other["stages"][3], "weights_sha256": "b"}]
+
+    monkeypatch.setattr(trial_run, "_train", train)
+    monkeypatch.setattr(Quickstart, "write", lambda self: None)
+    monkeypatch.setattr(Quickstart, "show", lambda self, console: None)
+    assert "changed the result of training" in refused(short_settings(tmp_path), kind)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, monkeypatch, dry_run):
+    def running_ranks(num_ranks, program, environment, log_path, emulated):
+        assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)
+        raise EnvPipeError("stop here")
+
+    monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
+    monkeypatch.setattr(trial_run, "running_ranks", running_ranks)
+    settings = replace(short_settings(tmp_path), dry_run=dry_run)
+    assert refused(settings) == "stop here"
 
 
 class TestText:
@@ -211,32 +246,8 @@ class TestText:
 
         monkeypatch.setattr(Path, "read_bytes", read_bytes)
         assert load_text(tmp_path, 1) == b"b.txt"
-        with pytest.raises(QuickstartError, match=r"a\.txt: Permission denied"):
+        with pytest.raises(EnvPipeError, match=r"a\.txt: Permission denied"):
             load_text(tmp_path / "a.txt", 1)
-
-
-@pytest.mark.xdist_group("megatron")
-def test_microbatches_depend_on_the_iteration_alone(tmp_path):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("megatron.core")
-    from envpipe_megatron.quickstart.model import microbatches
-
-    settings = short_settings(tmp_path)
-    text = Path(settings.text).read_bytes()
-
-    def iteration(number):
-        return list(microbatches(settings, text, number))
-
-    first = iteration(0)
-    assert len(first) == 6
-    assert all(m.shape == (2, 33) and m.dtype == torch.int64 for m in first)
-    for rows in first:
-        assert all(bytes(row.tolist()) in text for row in rows)
-    torch.manual_seed(99)  # whatever a rank has drawn before
-    iteration(1)
-    assert all(torch.equal(a, b) for a, b in zip(first, iteration(0), strict=True))
-    distinct = [*first, *iteration(1), *iteration(2)]
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(distinct, 2))
 
 
 def test_the_last_stage_is_slower_by_its_output_layer():
@@ -250,6 +261,11 @@ def test_settings_survive_their_file(tmp_path):
     settings = short_settings(tmp_path)
     settings.write(tmp_path / "settings.json")
     assert Settings.read(tmp_path / "settings.json") == settings
-    assert settings.minibatch_size == 12
-    assert settings.baseline_iterations == 4
     assert settings.text_copy == tmp_path / "out" / "text.bin"
+
+
+def test_every_other_round_of_a_proof_goes_backwards():
+    settings = Settings("out", "text")
+    assert settings.turns == [(0, arm) for arm in RUNS]
+    two_rounds = settings.as_proof(2, 3, dry_run=False).turns
+    assert two_rounds == [(0, arm) for arm in ARMS] + [(1, arm) for arm in ARMS[::-1]]

@@ -45,17 +45,19 @@ def run_command(path: Path) -> None:
     """As `envpipe prove` on GPUs of the fake library, of which there are two."""
     from rich.console import Console
 
-    from envpipe_megatron.prove import run
-    from envpipe_megatron.prove.settings import Machine, ProveSettings
-    from envpipe_megatron.quickstart import ranks
+    from envpipe_megatron.trials import ranks
+    from envpipe_megatron.trials.machine import Machine
+    from envpipe_megatron.trials.proof import Proof
+    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.settings import Settings
 
     ranks.torchrun_command = lambda count, program: [
         sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],
     ]  # fmt: skip
-    settings = ProveSettings.read(path)
+    settings = Settings.read(path)
     missing = "the right of a test" if settings.dry_run else ""
     machine = Machine(False, ("fake",) * NUM_RANKS, (), 0.0, missing, {})
-    run.run_prove(settings, machine, [], Console(file=io.StringIO()))
+    run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
 
 
 def run_rank(path: Path) -> None:
@@ -67,12 +69,12 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.gpu import control
     from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
-    from envpipe_megatron.prove import worker
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
     from envpipe_megatron.runtime.profiling import wait_power
     from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+    from envpipe_megatron.trials import worker
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_nvml_gpus()[collectives.stage].uid
@@ -83,7 +85,7 @@ def run_rank(path: Path) -> None:
     control.has_sys_admin = lambda: True
     control.in_user_namespace = lambda: False
     worker.open_device = open_device
-    worker.CudaKernelTimer = HostKernelTimer
+    latency.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1
     latency.LONGEST_S = 0.05
     wait_power._HOLD_S = 0.3
@@ -95,8 +97,8 @@ def run_rank(path: Path) -> None:
 
 def main() -> None:
     """Serve until the test closes its end of the standard input."""
-    import envpipe_megatron.prove.run
-    import envpipe_megatron.prove.worker  # noqa: F401
+    import envpipe_megatron.trials.proof
+    import envpipe_megatron.trials.worker  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end unseen
     server = socket.socket(socket.AF_UNIX)

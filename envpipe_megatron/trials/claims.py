@@ -12,41 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.core.plan import NORMAL_95
-from envpipe_megatron.prove.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 from envpipe_megatron.runtime.energy.steps import RunningMean
+from envpipe_megatron.trials.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 
 #: An arm that is slower by less is as fast.
 FAST_PERCENT = 1.0
 
 Turns = Sequence[Mapping[str, Any]]
 
-#: Claims on two arms: name, arm, the other, what differs, whether it has to be small, in words.
-_COMPARED = (
-    (
-        "relock_slowdown", RELOCK, STOCK, "slowdown", True,
+#: Claims on two arms: by name, the arm, the other, and in words. What differs is in the name.
+_COMPARED = {
+    "relock_slowdown": (
+        RELOCK, STOCK,
         f"calls that lock the same clock at every unit cost less than {FAST_PERCENT:g} % of time",
     ),
-    *(
-        row
-        for arm in (ENVELOPE, OPTIMAL)
-        for row in (
-            (f"{arm.name}_saving", arm, STOCK, "saving", False, f"{arm.name} takes less energy"),
-            (
-                f"{arm.name}_slowdown", arm, STOCK, "slowdown", True,
-                f"{arm.name} is less than {FAST_PERCENT:g} % slower",
-            ),
-        )
-    ),
-    ("constant_saving", CONSTANT, STOCK, "saving", False, "the constant clock takes less energy"),
-    (
-        "constant_slowdown", CONSTANT, STOCK, "slowdown", False,
-        "the constant clock is slower than stock",
-    ),
-    (
-        "constant_slower_than_optimal", CONSTANT, OPTIMAL, "slowdown", False,
+    "envelope_saving": (ENVELOPE, STOCK, "envelope takes less energy"),
+    "envelope_slowdown": (ENVELOPE, STOCK, f"envelope is less than {FAST_PERCENT:g} % slower"),
+    "optimal_saving": (OPTIMAL, STOCK, "optimal takes less energy"),
+    "optimal_slowdown": (OPTIMAL, STOCK, f"optimal is less than {FAST_PERCENT:g} % slower"),
+    "constant_saving": (CONSTANT, STOCK, "the constant clock takes less energy"),
+    "constant_slowdown": (CONSTANT, STOCK, "the constant clock is slower than stock"),
+    "constant_slower_than_optimal": (
+        CONSTANT, OPTIMAL,
         "the constant clock, which should take about as much energy, is slower than optimal",
     ),
-)  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ class Claim:
 def difference(
     turns: Turns, arm: str, other: str, which: str
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Mean `saving` or `slowdown` of an arm against another, in percent, and its interval.
+    """Return mean `saving` or `slowdown` of an arm against another, in percent, and its interval.
 
     Nothing is known of arms without a common round, and no interval of a single one.
     """
@@ -103,10 +93,10 @@ def difference(
 def claims_of(
     turns: Turns, latency: Sequence[Mapping[str, Any]] | None, *, missing: str, emulated: bool
 ) -> list[Claim]:
-    """All claims, from the turns so far.
+    """Return all claims, from the turns so far.
 
     Args:
-        turns: as ranks told them.
+        turns: as ranks report them.
         latency: of each GPU, as `measure_latency` gives it; None if it was not measured.
         missing: why no clock was changed; empty if clocks were.
         emulated: whether GPUs follow a model.
@@ -115,7 +105,8 @@ def claims_of(
     unchanged = "not shown: clocks were not changed" if missing else ""
     claims = [_latency_claim(latency, unchanged, mark), *_equal_claims(turns, mark)]
     compared = () if missing else turns  # what differs at equal clocks is chance
-    for name, arm, other, which, small, says in _COMPARED:
+    for name, (arm, other, says) in _COMPARED.items():
+        which = "saving" if name.endswith("saving") else "slowdown"
         value, interval = difference(compared, arm.name, other.name, which)
         failed = _failure(turns, arm.name) or _failure(turns, other.name)
         why, holds = unchanged, None
@@ -124,7 +115,8 @@ def claims_of(
         elif interval is None:
             why = why or f"not shown: it takes two metered rounds of {arm.name} and {other.name}"
         elif not why:
-            holds = interval[1] < FAST_PERCENT if small else interval[0] > 0
+            fast = which == "slowdown" and arm is not CONSTANT
+            holds = interval[1] < FAST_PERCENT if fast else interval[0] > 0
         claims.append(Claim(name, value, interval, "%", holds, why or mark + says))
     return claims
 
@@ -148,19 +140,27 @@ def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, unchanged: str, 
     return Claim(name, max(settled_s), None, unit, True, mark + text)
 
 
-def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
-    """Claim that all turns trained alike: losses of the same step, and weights at the end."""
+def equality(turns: Turns) -> tuple[int, bool, bool]:
+    """Compare turns: steps that all made, and if their losses and final weights have equal bits."""
     losses = [turn["losses"] for turn in turns]
     weights = [[stage["weights_sha256"] for stage in turn["stages"]] for turn in turns]
-    whole = len({turn["arm"] for turn in turns}) == len(ARMS)
-    steps = min(map(len, losses)) if whole else None
-    claims = []
-    for name, what, values in (
-        ("losses_equal", "losses of every microbatch", [one[:steps] for one in losses]),
-        ("weights_equal", "weights behind the last step", weights),
-    ):
-        says = f"{mark}{what}, of all {len(turns)} turns, are equal to the last bit"
-        holds = all(value == values[0] for value in values) if whole else None
-        says = says if whole else "not shown: some arms have not trained"
-        claims.append(Claim(name, steps, None, "steps", holds, says))
-    return claims
+    steps = min(map(len, losses))
+    same_losses = all(one[:steps] == losses[0][:steps] for one in losses)
+    return steps, same_losses, all(one == weights[0] for one in weights)
+
+
+def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
+    """Claim that all turns trained alike: losses of the same step, and weights at the end."""
+    compared = {
+        "losses_equal": "losses of every microbatch",
+        "weights_equal": "weights behind the last step",
+    }
+    if len({turn["arm"] for turn in turns}) < len(ARMS):
+        says = "not shown: some arms have not trained"
+        return [Claim(name, None, None, "steps", None, says) for name in compared]
+    steps, *equal = equality(turns)
+    says = f"of all {len(turns)} turns, are equal to the last bit"
+    return [
+        Claim(name, steps, None, "steps", holds, f"{mark}{what}, {says}")
+        for (name, what), holds in zip(compared.items(), equal, strict=True)
+    ]

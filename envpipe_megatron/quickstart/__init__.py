@@ -1,1 +1,0 @@
-"""`envpipe quickstart`: a small GPT trained with and without EnvPipe, on this machine."""

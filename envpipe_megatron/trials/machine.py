@@ -1,0 +1,127 @@
+"""The machine of a proof: its GPUs must be quiet, and their clocks controllable. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pynvml
+
+from envpipe_megatron import __version__
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.backends.nvml_library import call_library
+from envpipe_megatron.gpu.control import choose_control
+from envpipe_megatron.gpu.devices import GpuActivity, read_activity, read_processes, visible_gpus
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.trials.settings import Settings
+
+_PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
+
+
+def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:
+    """Return a GPT whose units last longer than clocks settle: tens of ms on a large GPU."""
+    return Settings(
+        output_dir,
+        text,
+        preset=None,
+        num_stages=num_stages,
+        num_layers=4 * num_stages,
+        hidden_size=4096,
+        num_attention_heads=32,
+        sequence_length=1024,
+        microbatch_size=4,
+        num_microbatches=4 * num_stages,
+        learning_rate=1e-4,
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that is measured on.
+
+    Args:
+        emulated: whether GPUs follow a model.
+        gpu_names: one for each pipeline rank.
+        activity: of each real GPU, before anything ran.
+        load: of the host, as the mean number of processes that would run; None if it is no matter.
+        missing: why no clock is changed; empty if clocks are.
+        versions: of all that figures rest on.
+    """
+
+    emulated: bool
+    gpu_names: tuple[str, ...]
+    activity: tuple[GpuActivity, ...]
+    load: float | None
+    missing: str
+    versions: dict[str, str]
+
+
+_DRY_RUN = "a dry run was asked for"
+
+
+def emulated_machine(preset: str, num_stages: int, *, dry_run: bool) -> Machine:
+    """Return a machine of emulated GPUs, whose time does not depend on how busy the host is.
+
+    Raises GpuError if there is no such preset.
+    """
+    name = f"{load_preset(preset).gpu} (emulated)"
+    missing = _DRY_RUN if dry_run else ""
+    return Machine(True, (name,) * num_stages, (), None, missing, _versions())
+
+
+def real_machine(*, dry_run: bool) -> Machine:
+    """Look at this machine's GPUs, as CUDA shows them to this process.
+
+    Raises EnvPipeError: fewer than two GPUs, no right to change their clocks and no dry run, or the
+    machine is not quiet. GpuError: NVML cannot be read.
+    """
+    chosen = choose_control("auto", read_site())
+    missing = "" if chosen.backend else f"{chosen.why}. {' '.join(chosen.remedies)}".strip()
+    if missing and not dry_run:
+        raise EnvPipeError(
+            f"Clocks may not be changed here: {chosen.why}",
+            remedy=" ".join(
+                [*chosen.remedies, "Or add --dry-run, which reads all and changes no clock."]
+            ),
+        )
+    devices = visible_gpus().devices
+    if len(devices) < 2:
+        raise EnvPipeError(
+            "A pipeline needs two GPUs or more; CUDA shows fewer to this process",
+            value=len(devices),
+            remedy="Give it more, or try --gpu a100-sxm, which emulates them.",
+        )
+    activity = tuple(read_activity(device.uid) for device in devices)
+    unrest = [text for one in activity for text in one.unrest()]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load >= cores:
+        unrest.append(f"the host's load is {load:.1f}, on {cores} cores")
+    if unrest:
+        raise EnvPipeError(
+            "The machine is not quiet, so what is measured would not be EnvPipe's",
+            value=unrest,
+            remedy="End what runs there, or wait until it has ended; a GPU that is held back while "
+            "idle needs cooling, or another power limit.",
+        )
+    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
+    return Machine(
+        False,
+        tuple(one.name for one in activity),
+        activity,
+        load,
+        missing or (_DRY_RUN if dry_run else ""),
+        {**_versions(), "driver": driver},
+    )
+
+
+def newcomers(machine: Machine) -> list[str]:
+    """Return, in words, which real GPUs have other processes than the one rank of the proof."""
+    now = {before.index: len(read_processes(before.uid)) for before in machine.activity}
+    return [f"{count} processes on GPU {index}" for index, count in now.items() if count > 1]
+
+
+def _versions() -> dict[str, str]:
+    installed = {package: found for package in _PACKAGES if (found := version_of(package))}
+    return {"envpipe-megatron": __version__, **installed}

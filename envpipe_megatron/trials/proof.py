@@ -1,0 +1,259 @@
+"""Results of a proof: page and files of what ranks reported, after each turn, complete or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from envpipe_megatron import __version__
+from envpipe_megatron.console import say
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.summary import Section, to_markdown
+from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE
+from envpipe_megatron.trials.claims import Claim, Turns, claims_of, difference
+from envpipe_megatron.trials.machine import Machine, newcomers
+from envpipe_megatron.trials.run import Event, Results
+from envpipe_megatron.trials.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, STOCK, Settings
+
+CLAIMS_FORMAT = "envpipe-claims/1"
+
+
+class Proof(Results):
+    """A proof under way.
+
+    Args:
+        machine: as `machine.real_machine` or `emulated_machine` found it to be fit for it.
+        checks: doctor's, as JSON, for the page.
+    """
+
+    who = "proof"
+    files = (
+        "prove.json", "text.bin", "log.txt", "machine.json", "versions.json", "latency.json",
+        "turns.jsonl", "claims.json", "summary.md", "index.html",
+    )  # fmt: skip
+    folders = ("emulated", "profile", "plans", "arms")
+
+    def __init__(
+        self, settings: Settings, machine: Machine, checks: Sequence[Mapping[str, Any]]
+    ) -> None:
+        gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
+        unchanged = f"\nNo clock is changed: {machine.missing}" if machine.missing else ""
+        super().__init__(
+            settings,
+            f"Training a GPT on {gpus}: {settings.rounds} rounds of {len(ARMS)} arms{unchanged}",
+            {"turns": len(settings.turns)},
+        )
+        self._machine, self._checks = machine, checks
+        self._latency: list[dict[str, Any]] | None = None
+        #: Of the ranks' own.
+        self._versions: dict[str, str] = {}
+        self._claims: list[Claim] = []
+
+    def take(self, event: Event) -> None:
+        """Note what a rank reported, and write it down; show what it says."""
+        match event["event"]:
+            case "say":
+                text = event["text"]
+                self.progress.console.print(text, highlight=False, markup=False, style="dim")
+            case "versions":
+                self._versions = {"torch": event["torch"], "CUDA": event["cuda"]}
+            case "latency":
+                self._latency = event["gpus"]
+                self.put("latency.json", self._latency)
+            case "turn":
+                event["newcomers"] = newcomers(self._machine)
+                with (self.settings.output / "turns.jsonl").open("a") as file:
+                    file.write(json.dumps(event) + "\n")
+                self.write()
+                self.progress.update(self.bars["turns"], advance=1)
+
+    def write(self) -> None:
+        """Write claims and page, as far as they are known."""
+        machine, output = self._machine, self.settings.output
+        self._claims = claims_of(
+            self.turns, self._latency, missing=machine.missing, emulated=machine.emulated
+        )
+        line = line_to_paste(self._claims, machine, self.turns)
+        title = "EnvPipe: a proof" + (" (emulated)" if machine.emulated else "")
+        if not self.complete:
+            title += ", not complete"
+        marks = (line, f"No clock was changed: {machine.missing}") if machine.missing else (line,)
+        document = {
+            "format": CLAIMS_FORMAT,
+            "complete": self.complete,
+            "emulated": machine.emulated,
+            "clocks_changed": not machine.missing,
+            "line": line,
+            "claims": [asdict(claim) for claim in self._claims],
+        }
+        self.put("claims.json", document)
+        self.put("machine.json", {**asdict(machine), "doctor": list(self._checks)})
+        self.put("versions.json", {**machine.versions, **self._versions})
+        sections = self._sections(line)
+        replace_files(
+            {
+                output / "summary.md": [to_markdown(title, sections, "prove")],
+                output / "index.html": [tables_page(title, marks, sections, "prove")],
+            }
+        )
+
+    def show(self, console: Console) -> None:
+        """Show the line to paste, and where the page is."""
+        say(console, line_to_paste(self._claims, self._machine, self.turns))
+        page = self.settings.output / "index.html"
+        say(console, f"The page is {page}, the claims are in claims.json beside it.")
+
+    def _sections(self, line: str) -> list[Section]:
+        """Return all tables, those that are empty left out."""
+        machine, (profile, plans) = self._machine, self._measured()
+        gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
+        facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
+        answers = tuple(
+            (check["name"], "yes" if check["ok"] else "no", check["evidence"])
+            for check in self._checks
+        )
+        known = [
+            Section("To paste", lines=(line,)),
+            _claims(self._claims),
+            _arms(() if machine.missing else self.turns, plans),
+            _turns(self.turns, len(machine.gpu_names)),
+            _latency(self._latency or ()),
+            *(() if profile is None else (_units(profile), _waits(profile))),
+            Section("Machine", ("", ""), facts),
+            Section("Doctor", ("", "", "what was seen"), answers),
+        ]
+        return [section for section in known if section.rows or section.lines]
+
+    def _measured(self) -> tuple[Profile | None, dict[str, Plan]]:
+        """Return the profile, and the arms' plans from it, as far as they are there."""
+        output = self.settings.output
+        files = {arm.name: output / "plans" / f"{arm.name}.json" for arm in ARMS}
+        try:
+            profile = read_profile(output / "profile" / PROFILE_FILE)
+            there = {name: path for name, path in files.items() if path.exists()}
+            return profile, {name: read_plan(path, profile) for name, path in there.items()}
+        except (EnvPipeError, OSError):  # not yet, or a rank was ended while it wrote
+            return None, {}
+
+
+def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> str:
+    """Return the proof in one line."""
+    marks = ["emulated"] if machine.emulated else []
+    if machine.missing:
+        marks.append("clocks were not changed")
+    shown = {claim.name: claim for claim in claims}
+    parts = []
+    if not machine.missing:
+        for arm in (OPTIMAL, ENVELOPE, CONSTANT):
+            saving, slowdown = (shown[f"{arm.name}_{of}"].shown for of in ("saving", "slowdown"))
+            parts.append(f"{arm.name} saves {saving} at {slowdown} more time")
+        parts.append(f"relock costs {shown['relock_slowdown'].shown} time")
+    equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
+    holds = shown["losses_equal"].holds
+    parts.append("losses not compared" if holds is None else equal[holds])
+    rounds = len({turn["round"] for turn in turns})
+    mark = f"[{', '.join(marks)}] " if marks else ""
+    gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
+    plural = "" if rounds == 1 else "s"
+    return f"{mark}envpipe prove {__version__}, {gpus}, {rounds} round{plural}: {'; '.join(parts)}"
+
+
+def _claims(claims: Sequence[Claim]) -> Section:
+    answers = {True: "yes", False: "NO", None: "not shown"}
+    rows = ((c.name, c.shown, answers[c.holds], c.says) for c in claims)
+    return Section("Claims", ("", "value, 95 % interval", "holds", "what is claimed"), tuple(rows))
+
+
+def _arms(turns: Turns, plans: Mapping[str, Plan]) -> Section:
+    rows = []
+    for arm in ARMS:
+        cells, told, clocks = [arm.name], dict[str, str](), ""
+        if plan := plans.get(arm.name):
+            base = plan.baseline.cost
+            told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
+            told["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
+            ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max())
+            clocks = " to ".join(dict.fromkeys(f"{mhz:.0f}" for mhz in ends))
+        for which in ("saving", "slowdown"):
+            value, interval = difference(turns, arm.name, STOCK.name, which)
+            cells += [Claim("", value, interval, "%", None, "").shown, told.get(which, "")]
+        rows.append((*cells, clocks, arm.says))
+    header = ("", "saving", "predicted", "slowdown", "predicted", "planned MHz", "what it does")
+    text = f"Against {STOCK.name}, by rounds; +- is the 95 % interval."
+    return Section("Arms", header, tuple(rows), (text,))
+
+
+def _turns(turns: Turns, num_gpus: int) -> Section:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for turn in turns:
+            step, stages = turn["step"] or {}, turn["stages"]
+            energy_j = step.get("energy_j")
+            seen = [c for s in stages for c in s["temperature_c"] if c is not None]
+            followed = [stage["clocks"]["followed"] or {} for stage in stages]
+            looks = [stage["sampled"]["throttle_reasons"] for stage in stages]
+            looks += [one.get("throttle_reasons", ()) for one in followed]
+            reasons = dict.fromkeys(reason for look in looks for reason in look)
+            errors = [turn["failure"], *(stage["clocks"]["error"] for stage in stages)]
+            errors += [one.get("warning") for one in followed] + turn.get("newcomers", [])
+            yield (
+                f"{turn['round']} {turn['arm']}",
+                str(step.get("iterations", "")),
+                f"{step['time_s']:.4f}" if step else "",
+                f"{num_gpus * energy_j:.1f}" if energy_j is not None else "not known",
+                f"{min(seen)} to {max(seen)}" if seen else "",
+                ", ".join(reasons) or "nothing",
+                str(sum(stage["clocks"]["changes"] for stage in stages)),
+                "; ".join(filter(None, errors)),
+            )
+
+    header = (
+        "round, arm", "iterations", "time (s)", "energy of all GPUs (J)", "temperature (C)",
+        "held back by", "clock calls", "notes",
+    )  # fmt: skip
+    return Section("Turns, in their order", header, tuple(rows()))
+
+
+def _latency(latency: Sequence[Mapping[str, Any]]) -> Section:
+    def median_ms(values: Mapping[str, Any]) -> str:
+        return f"{1e3 * values['median']:.2f}" if values["count"] else "not seen"
+
+    names = ("call_s", "settling_s", "shown_s")
+    rows = tuple(
+        (str(rank), f"{row['from_mhz']} -> {row['to_mhz']}", *(median_ms(row[n]) for n in names))
+        for rank, gpu in enumerate(latency)
+        for row in gpu["changes"]
+    )
+    header = ("GPU of rank", "MHz", "call (ms)", "kernels follow (ms)", "driver shows (ms)")
+    return Section("Latency of a change of clock, median", header, rows)
+
+
+def _units(profile: Profile) -> Section:
+    rows = tuple(
+        (
+            str(stage), kind.name.lower(), str(row.frequency_mhz),
+            f"{1e3 * row.time_s:.2f}", f"{row.energy_j:.2f}",
+            "" if row.energy_uncertainty_j is None else f"{row.energy_uncertainty_j:.2f}",
+        )
+        for stage, of_stage in enumerate(profile.rows)
+        for kind, of_kind in of_stage.items()
+        for row in of_kind
+    )  # fmt: skip
+    header = ("stage", "unit", "MHz", "time (ms)", "energy (J)", "uncertainty (J)")
+    return Section("Time and energy of units over clocks", header, rows)
+
+
+def _waits(profile: Profile) -> Section:
+    rows = tuple(
+        (str(stage), str(clock), f"{power_w:.1f}")
+        for stage, curve in enumerate(profile.sidecar.wait_power_w or ())
+        for clock, power_w in curve.items()
+    )
+    return Section("Waiting power over clocks", ("stage", "MHz", "power (W)"), rows)

@@ -1,0 +1,153 @@
+"""Runs a quickstart or a proof: starts the ranks, and keeps what they report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from envpipe_megatron.console import say
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import clear_own_folder, replace_files
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.trials.claims import equality
+from envpipe_megatron.trials.ranks import rank_environment, running_ranks
+from envpipe_megatron.trials.settings import Settings, load_text
+
+Event = dict[str, Any]
+
+
+class Results(ABC):
+    """What ranks reported so far; a subclass shows it and writes it down.
+
+    Attributes:
+        who: the command's work, in a word.
+        files: all that it leaves in its folder; the first, its settings, mark it as its own.
+        folders: that may be beside them.
+        introduction: says what is trained.
+        progress: of all turns.
+        bars: its tasks by name.
+        turns: reports of those that have ended, in their order.
+    """
+
+    who: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    folders: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, settings: Settings, introduction: str, totals: Mapping[str, int | None]
+    ) -> None:
+        self.settings, self.introduction, self._totals = settings, introduction, totals
+        self.turns: list[Event] = []
+
+    @property
+    def complete(self) -> bool:
+        """True if all turns came to their end."""
+        return len(self.turns) == len(self.settings.turns)
+
+    def begin(self, progress: Progress) -> None:
+        """Show bars of progress; the time of the first one runs from now on."""
+        self.progress = progress
+        self.bars = {
+            name: progress.add_task(f"{name:9}", start=not number, total=total, note="")
+            for number, (name, total) in enumerate(self._totals.items())
+        }
+
+    @abstractmethod
+    def take(self, event: Event) -> None:
+        """Note and show what a rank reported; a turn is in `turns` already."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write files of what is known, complete or not."""
+
+    @abstractmethod
+    def show(self, console: Console) -> None:
+        """Show the result of all turns, as it was written."""
+
+    def put(self, name: str, data: object) -> None:
+        """Write a JSON file."""
+        replace_files({self.settings.output / name: [json.dumps(data, indent=1), "\n"]})
+
+
+def run_trial(results: Results, console: Console) -> None:
+    """Train all turns, and leave what they show in the output folder.
+
+    Raises EnvPipeError for an unknown preset, too little text, a package missing, a folder with
+    other files, a rank that failed, turns that are missing, or arms that trained differently;
+    KeyboardInterrupt on Ctrl-C, SIGTERM or a closed terminal. Clocks are reset, and what was
+    measured until then is kept.
+    """
+    settings, output = results.settings, results.settings.output
+    if settings.preset is not None:
+        load_preset(settings.preset)
+    content = load_text(Path(settings.text), 100 * settings.sequence_length)
+    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
+        if importlib.util.find_spec(module) is None:
+            raise EnvPipeError(
+                f"A {results.who} needs {package}, which is not installed",
+                remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
+            )
+    clear_own_folder(output, results.files, results.folders, results.who)
+    settings.write(output / results.files[0])
+    # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
+    settings.text_copy.write_bytes(content)
+    say(console, results.introduction)
+    try:
+        _train(results, console)
+    except KeyboardInterrupt:
+        say(console, f"Interrupted: clocks are reset, what was measured is in {output}.")
+        raise
+    finally:
+        settings.text_copy.unlink(missing_ok=True)
+        results.write()
+    if not results.complete:
+        raise EnvPipeError(
+            "The ranks ended without reporting all turns",
+            remedy=f"Look for the reason in {output / 'log.txt'}.",
+        )
+    results.show(console)
+    if not all(equality(results.turns)[1:]):
+        raise EnvPipeError(
+            "EnvPipe changed the result of training, which it must never do",
+            remedy=f"Please report this with the files in {output}.",
+        )
+
+
+def _train(results: Results, console: Console) -> None:
+    settings, emulated = results.settings, results.settings.output / "emulated"
+    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / results.files[0]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with (
+        Progress(*columns, console=console) as progress,
+        running_ranks(
+            settings.num_stages,
+            ["--module", worker, str(settings_file)],
+            # A dry run forbids its ranks what it must not do, whatever goes wrong.
+            {**rank_environment(emulated), **({FORBID_VARIABLE: "1"} if settings.dry_run else {})},
+            settings.output / "log.txt",
+            emulated,
+        ) as events,
+    ):
+        results.begin(progress)
+        try:
+            for event in events:
+                if event["event"] == "turn":
+                    results.turns.append(event)
+                results.take(event)
+        except KeyboardInterrupt:
+            progress.console.print("Interrupted: stopping the ranks (again: kill them)")
+            raise

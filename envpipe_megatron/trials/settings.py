@@ -1,0 +1,191 @@
+"""Settings of a small training, the arms that train it, and its text. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the same model on the same data.
+
+    Args:
+        says: what it does, for people.
+        policy: as `PlanRequest` takes it, with `schedule`.
+        relock: as `SessionConfig` takes it.
+        changes_clock: without, the GPU is opened for reading only.
+    """
+
+    name: str
+    says: str
+    policy: str = "baseline"
+    schedule: str = "1f1b"
+    relock: bool = False
+    changes_clock: bool = True
+
+
+BASELINE = Arm("baseline", "1F1B at the highest clock")
+ENVPIPE = Arm("envpipe", "order and clocks in a closed loop", policy="optimal", schedule="auto")
+#: Of a quickstart.
+RUNS = (BASELINE, ENVPIPE)
+
+STOCK = Arm(
+    "stock", "the framework's order, 1F1B, and no call that sets a clock", changes_clock=False
+)
+RELOCK = Arm(
+    "relock",
+    "as stock, with the highest clock locked again at every unit: what the calls alone cost",
+    relock=True,
+)
+CONSTANT = Arm(
+    "constant",
+    "1F1B at the one lower clock that should take as much energy as optimal: what any operator "
+    "could do",
+    policy="uniform",
+)
+ENVELOPE = Arm(
+    "envelope",
+    "EnvPipe's own: type envelope, scheduling ours, reconfigure default",
+    policy="envelope",
+    schedule="ours",
+)
+OPTIMAL = Arm("optimal", "order and clocks planned together", policy="optimal", schedule="auto")
+#: Of a proof, in the order of a round. No power profile of the vendor: EnvPipe never changes one.
+ARMS = (STOCK, RELOCK, CONSTANT, ENVELOPE, OPTIMAL)
+
+
+def constant_plan(optimal: Plan) -> Plan:
+    """Return the framework's own order at one clock, whose energy is nearest to that of a plan.
+
+    Among the clocks that all stages were profiled at, below the highest and down to that of least
+    energy: a lower one would be slower and take more.
+    """
+    base = optimal.baseline
+    stages = range(base.schedule.num_stages)
+    *clocks, _ = sorted(set.intersection(*(set(base.profile.clocks_mhz(s)) for s in stages)))
+    plans = [
+        replace(base, policy="uniform", frequency_mhz=np.full_like(base.frequency_mhz, clock))
+        for clock in clocks
+    ]
+    least = min(range(len(plans)), key=lambda at: plans[at].cost.energy_j)
+    wanted_j = optimal.cost.energy_j
+    # The highest first: of clocks that are as near, the faster one is the harder rival.
+    return min(reversed(plans[least:]), key=lambda plan: abs(plan.cost.energy_j - wanted_j))
+
+
+#: Bytes.
+VOCABULARY = 256
+_SUFFIXES, _MOST_BYTES = (".py", ".txt", ".md", ".rst"), 20_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A quickstart or a proof. Handed from the command to its ranks as a JSON file.
+
+    Args:
+        text: a file or folder to train on.
+        preset: preset of the emulated GPUs; None for this machine's own.
+        forward_time_s: emulated time at the maximum clock of a forward of the first stage; a
+            backward takes twice as long.
+        warmup_iterations: of each turn, in 1F1B at the highest clock.
+        settle_iterations: steady ones behind these, in which clocks settle; not measured.
+        steady_iterations: measured ones of each turn; None for as many as last `worker.TURN_S`.
+        proof: whether it is one: its arms start from a profile, which is measured first.
+        rounds: of all arms.
+        dry_run: whether no clock is changed.
+    """
+
+    output_dir: str
+    text: str
+    preset: str | None = "a100-sxm"
+    num_stages: int = 4
+    num_layers: int = 8
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    sequence_length: int = 64
+    microbatch_size: int = 2
+    num_microbatches: int = 8
+    learning_rate: float = 3e-3
+    forward_time_s: float = 0.030
+    warmup_iterations: int = 3
+    settle_iterations: int = 0
+    steady_iterations: int | None = 20
+    proof: bool = False
+    rounds: int = 1
+    dry_run: bool = False
+
+    @property
+    def output(self) -> Path:
+        """Folder that all is left in."""
+        return Path(self.output_dir)
+
+    @property
+    def text_copy(self) -> Path:
+        """The text that every rank reads, while the job runs."""
+        return self.output / "text.bin"
+
+    @property
+    def turns(self) -> list[tuple[int, Arm]]:
+        """Round, from 0, and arm: every other round goes backwards, so that a drift cancels."""
+        arms = ARMS if self.proof else RUNS
+        return [(n, arm) for n in range(self.rounds) for arm in (arms, arms[::-1])[n % 2]]
+
+    @property
+    def forward_times_s(self) -> list[float]:
+        """For each stage, the emulated time of a forward at the maximum clock.
+
+        In proportion to the floating-point operations of the model's layers and output layer
+        (Narayanan et al., SC'21, appendix), so that the last stage is as much slower as it is.
+        """
+        layers = self.num_layers // self.num_stages
+        width, length = self.hidden_size, self.sequence_length
+        stage = layers * (24 * width**2 + 4 * width * length)
+        output_layer = 2 * width * VOCABULARY
+        work = [stage] * (self.num_stages - 1) + [stage + output_layer]
+        return [self.forward_time_s * operations / stage for operations in work]
+
+    def as_proof(self, rounds: int, iterations: int | None, *, dry_run: bool) -> Settings:
+        """Return a proof with this model, of so many measured iterations a turn."""
+        return replace(
+            self, proof=True, rounds=rounds, dry_run=dry_run, warmup_iterations=2,
+            settle_iterations=2, steady_iterations=iterations,
+        )  # fmt: skip
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file."""
+        replace_files({path: [json.dumps(asdict(self), indent=1), "\n"]})
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """Read the JSON file."""
+        return cls(**json.loads(path.read_text()))
+
+
+def load_text(path: Path, least_bytes: int) -> bytes:
+    """Return the bytes of a file, or of all text files below a folder by name; refuse too few."""
+    parts: list[bytes] = []
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        wanted = file == path or file.suffix in _SUFFIXES
+        if not (wanted and file.is_file()) or sum(map(len, parts)) > _MOST_BYTES:
+            continue
+        try:
+            parts.append(file.read_bytes())
+        except OSError as error:
+            if file == path:
+                raise EnvPipeError(f"Cannot read {path}: {error.strerror}") from error
+            continue  # one unreadable file of many
+    text = b"\n".join(parts)
+    if len(text) < least_bytes:
+        raise EnvPipeError(
+            f"Too little text to train on in {path}: {len(text)} bytes",
+            remedy=f"Give a file, or a folder of text or Python files, of {least_bytes} bytes.",
+        )
+    return text
