@@ -93,11 +93,18 @@ def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int)
 
 
 def unbeaten(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that no other beats in both time and cost, by rising time and falling cost."""
+    """Those that no other beats in both time and cost, by rising time and falling cost.
+
+    Times that only rounding tells apart are the same: joules over such a difference are prices of
+    1e14 W, in which a bound loses its digits.
+    """
     kept: list[Choice] = []
     for choice in sorted(choices):
-        if not kept or choice[1] < kept[-1][1]:
-            kept.append(choice)
+        if kept and choice[1] >= kept[-1][1]:
+            continue
+        if kept and choice[0] <= kept[-1][0] * (1 + RELATIVE_TOLERANCE):
+            kept.pop()
+        kept.append(choice)
     return kept
 
 

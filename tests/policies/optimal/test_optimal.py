@@ -110,6 +110,22 @@ def test_by_hand_bound_and_plan_of_one_forward_and_one_backward():
     assert plan.gap_percent == pytest.approx(4.0, rel=1e-5)
 
 
+def test_times_that_only_rounding_tells_apart_leave_the_bound_its_digits():
+    """As a page of dry runs measures them: each unit takes as long at every clock."""
+    rng = random.Random(0)
+    rows = {
+        (stage, kind): {
+            mhz: (time_s * (1 + rng.choice((-3, 0, 2)) * 1e-14), time_s * rng.uniform(469, 473))
+            for mhz in (1410, 990, 570)
+        }
+        for stage in range(4)
+        for kind, time_s in ((F, 0.03), (B, 0.06))
+    }
+    own, profile, conditions = builders.one_f_one_b(4, 8), profile_of(rows), Conditions((80.0,) * 4)
+    plan = Optimizer(own, profile, conditions).plan(all_maximum_s(own, profile, conditions))
+    assert plan.energy_lower_bound_j == pytest.approx(plan.cost.energy_j, rel=1e-6)
+
+
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_later_deadline_never_costs_energy(seed):
