@@ -197,15 +197,6 @@ def test_too_little_memory_for_the_own_order_is_said_alone(error):
     assert "memory: Of a test" in rank.said
 
 
-def test_chunks_and_orders_that_are_kept_warm_up_as_they_will_run():
-    chunks = PlanRequest(MICROBATCHES, "interleaved", num_chunks=2)
-    warmup, _ = Rank(SessionConfig(chunks)).run(1)[0]
-    assert warmup.schedule.stages == builders.interleaved(STAGES, MICROBATCHES, 2).stages
-    kept = builders.gpipe(STAGES, MICROBATCHES)
-    warmup, _ = Rank(SessionConfig(chunks), own_order=kept).run(1)[0]
-    assert warmup.schedule is kept
-
-
 GPIPE = builders.gpipe(STAGES, MICROBATCHES)
 FILES = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
 
