@@ -152,6 +152,17 @@ def test_nothing_seen_and_each_look_told():
     assert not watch._thread.is_alive()
 
 
+@pytest.mark.parametrize(("passed_s", "judged"), [(0.5, 1), (0.4375, 0)])
+def test_a_change_settles_for_so_long(monkeypatch, passed_s, judged):
+    gpu = FakeGpu()
+    gpu.lock_frequency(1200)
+    watch = ClockWatch(gpu, lambda: 8.0, settling_s=0.5, period_s=NEVER_S)
+    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: 8.0 + passed_s))
+    watch.sample()
+    assert watch.summary()["judged"] == judged
+    watch.close()
+
+
 def test_what_is_not_judged(watched):
     gpu = watched.gpu
     gpu.observed_mhz = 1100
@@ -174,6 +185,19 @@ def test_what_is_not_judged(watched):
     gpu.error, gpu.throttle_reasons = None, ()
     watched.look(1)
     assert watched.watch.summary()["judged"] == 1
+
+
+def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
+    watched.gpu.lock_frequency(1000)
+    state = watched.gpu.clock_state
+
+    def change_meanwhile():
+        watched.last_change_s = time.monotonic()
+        return state()
+
+    monkeypatch.setattr(watched.gpu, "clock_state", change_meanwhile)
+    watched.look()
+    assert watched.watch.summary()["not_judged"] == {"unsettled": 1}
 
 
 def test_learns_of_changes_from_the_controller():

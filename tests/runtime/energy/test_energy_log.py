@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -270,6 +272,33 @@ def test_a_counter_that_goes_back_costs_one_window(logged, caplog):
 
 
 # A disk that fails ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
+    """It takes no byte for a while, which is said once; what was metered meanwhile is written."""
+    path, tried = tmp_path / "log", threading.Semaphore(0)
+    logged, full = Logged(path), threading.Event()
+
+    def append(line: dict[str, Any]) -> None:
+        tried.release()
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append_line(path, line)
+
+    logged.log._append = append
+    full.set()
+    for iteration in range(10):
+        logged.step("steady", iteration, iteration, 1.0)
+    assert all(tried.acquire(timeout=20) for _ in range(3))
+    assert not path.exists()
+    full.clear()
+    for iteration in range(10, 20):
+        logged.step("steady", iteration, iteration, 1.0)
+    logged.log.close()
+    assert iterations(logged.lines()) == list(range(20))
+    assert sum(line["energy_j"] for line in logged.lines()) == pytest.approx(2000)
+    assert caplog.text.count(f"{path} could not be written, and is tried again") == 1
+    logged.meter.close()
 
 
 # A job of weeks --------------------------------------------------------------------------------

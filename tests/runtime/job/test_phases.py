@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.job.planning import Adopted
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
-from envpipe_megatron.runtime.profiling.profiler import ProfilerError
+from envpipe_megatron.runtime.profiling.profiler import ProfilerError, ProfilerSettings
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4
@@ -197,6 +197,15 @@ def test_too_little_memory_for_the_own_order_is_said_alone(error):
     assert "memory: Of a test" in rank.said
 
 
+def test_chunks_and_orders_that_are_kept_warm_up_as_they_will_run():
+    chunks = PlanRequest(MICROBATCHES, "interleaved", num_chunks=2)
+    warmup, _ = Rank(SessionConfig(chunks)).run(1)[0]
+    assert warmup.schedule.stages == builders.interleaved(STAGES, MICROBATCHES, 2).stages
+    kept = builders.gpipe(STAGES, MICROBATCHES)
+    warmup, _ = Rank(SessionConfig(chunks), own_order=kept).run(1)[0]
+    assert warmup.schedule is kept
+
+
 GPIPE = builders.gpipe(STAGES, MICROBATCHES)
 FILES = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
 
@@ -354,7 +363,7 @@ def finish(going: Any) -> Any:
 @pytest.fixture
 def measuring(monkeypatch) -> Any:
     """What surrounds the units, by hand; and a profiler that returns what it was given."""
-    parts = SimpleNamespace(calls=[])
+    parts = SimpleNamespace(calls=[], waits=[])
 
     def wait_power(*arguments: Any) -> float:
         parts.calls.append(arguments)
@@ -365,14 +374,56 @@ def measuring(monkeypatch) -> Any:
             parts.profiler = arguments
 
         def run(self, known: Sidecar) -> Any:
+            parts.known = known
             return replace(profile_of(), sidecar=known)
             yield
 
+    def hop(*arguments: Any) -> float:
+        parts.hop = arguments
+        return 0.25
+
     monkeypatch.setattr(phases, "measure_wait_power", wait_power)
     monkeypatch.setattr(phases, "OnlineProfiler", Profiler)
-    monkeypatch.setattr(phases, "measure_p2p_latency_s", lambda *arguments: 0.25)
+    monkeypatch.setattr(phases, "measure_p2p_latency_s", hop)
     monkeypatch.setattr(phases, "wait_clocks", lambda clocks: sorted(clocks)[::2])
     return parts
+
+
+@pytest.mark.parametrize("is_planner", [True, False])
+@pytest.mark.usefixtures("written_at_once")
+def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, is_planner):
+    settings = ProfilerSettings(2, 3, 4)
+    config = SessionConfig(
+        ENVELOPE,
+        facts=Sidecar(tensor_parallel=1, sequence_length=77),
+        profiler=settings,
+        output_dir=tmp_path,
+    )
+    # The other replica's hop takes thrice as long, that of the next stage nothing.
+    rank: Any = Rank(
+        config,
+        replica=lambda own: 3 * own if isinstance(own, float) else own,
+        other=lambda own: 0.0 if isinstance(own, float) else own,
+        memory=Measured(),
+        is_planner=is_planner,
+    )
+    schedule = replace(builders.one_f_one_b(STAGES, MICROBATCHES))
+    profile = finish(phases._profile(rank, schedule))
+    assert measuring.known == Sidecar(
+        gpu="NVIDIA of a test", tensor_parallel=1, sequence_length=77, p2p_latency_s=(0.5,)
+    )
+    assert measuring.hop == (0, STAGES, CHANNEL, SPECS, "executor")
+    order, clocks, stage, clock, meter, waits, collectives, wanted, say = measuring.profiler
+    assert (order, clocks, stage) == (schedule, (1410, 1200, 1005), 0)
+    assert (clock, meter, collectives) == (rank.clock, "meter", rank.collectives)
+    assert (wanted, say) == (settings, rank.say)
+    assert waits.power_w == {1410: 141.0, 1005: 100.5}
+    around = (0, STAGES, CHANNEL, SPECS, "executor", rank.clock, "meter")
+    assert measuring.calls == [(1410, *around), (1005, *around)]
+    assert rank.said == [f"profile: waiting power at {clock} MHz" for clock in (1410, 1005)]
+    assert profile.sidecar.free_bytes == (100.0, 200.0)
+    assert rank.memory.calls == [("learn", "1f1b")]
+    assert (tmp_path / "profile.csv").exists() is is_planner
 
 
 def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):

@@ -18,6 +18,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.integrations.framework_units import Followed
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -447,6 +448,22 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     assert [call[0] for call in world.taken()].count("energy.add") == 1
 
 
+def fails() -> Any:
+    raise ChannelError("of a test")
+
+
+def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
+    world.orders = [order(Phase.STEADY, 1410)] * 2
+    session = world.session()
+    session.begin_step()
+    run(session)
+    world.executor._gives["end_iteration"] = fails
+    with pytest.raises(ChannelError, match="of a test"):
+        session.end_step()
+    with pytest.raises(SessionError, match="An earlier iteration failed"):
+        run(session)
+
+
 def test_a_session_ends_with_what_its_phases_raise(world):
     world.orders = [order(Phase.WARMUP, 1410), ValueError("of a test")]
     session = world.session()
@@ -617,6 +634,15 @@ def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path):
     with pytest.raises(MemoryUnknownError):
         _prepare(given, None, reads_files=True)
     _prepare(replace(given, plan_file=Path("plan.json")), None, reads_files=True)
+
+
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
+def test_without_control_the_frameworks_order_is_asked_for(chunks, schedule):
+    request = PlanRequest(6, "interleaved" if chunks > 1 else "envpipe", num_chunks=chunks)
+    files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
+    config = SessionConfig(request, warmup_iterations=7, **files)  # type: ignore[arg-type]
+    wanted = PlanRequest(6, schedule, num_chunks=chunks)
+    assert config.without_control() == SessionConfig(wanted, warmup_iterations=7)
 
 
 @pytest.mark.parametrize(("reconfigure", "least"), [("default", 1), ("greedy", 2)])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fake_memory import SPECS, FakeJob, Sizes, run_units
+from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders import builders
@@ -19,15 +19,17 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.problem import order_limits
-from envpipe_megatron.policies.request import BY_MEMORY
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
     CudaMemory,
+    MemoryUnknownError,
     StageMemory,
     bytes_by_chunk,
+    check_memory_is_known,
     device_memory,
     in_flight_limit,
     knows_memory,
@@ -273,6 +275,19 @@ def test_memory_is_ready_before_an_order_begins():
     assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
 
 
+def test_an_order_without_memory_ends_the_job_on_all_ranks():
+    job = FakeJob(2, 8, lambda rank: Sizes(), replicas=2, capacity=10**6)
+    job.learn()
+    job.devices[2].capacity = job.devices[2].allocated + 10_000  # another job came, say
+
+    def run(stage, work, memory):
+        with pytest.raises(MemoryFullError, match=r"Stages 0 have no memory .*got 8, 8"):
+            memory.predict(builders.gpipe(2, 8))
+        return True
+
+    assert job.everywhere(run) == [True] * 4
+
+
 def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
@@ -349,6 +364,22 @@ def test_free_beside_one_microbatch_is_the_room_and_the_others():
     )
     assert knows_memory(sidecar)
     assert not knows_memory(replace(sidecar, free_bytes=None))
+
+
+def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
+    """A number needs nobody."""
+    path = tmp_path / "profile.csv"
+    by_memory = PlanRequest(8, "envpipe", max_in_flight=BY_MEMORY)
+    for free_bytes in (None, (350.0, 50.0)):
+        profile(2, Sidecar(activation_bytes=(1.0, 1.0), free_bytes=free_bytes)).write(path)
+        check_memory_is_known(replace(by_memory, max_in_flight=3), path, None)
+        check_memory_is_known(by_memory, path, FakeMemory(1))
+        check_memory_is_known(by_memory, None, FakeMemory(1))
+        unknown = [None, tmp_path / "no.csv", *[path] * (free_bytes is None)]
+        for file in unknown:
+            with pytest.raises(MemoryUnknownError, match="no CUDA device's is measured"):
+                check_memory_is_known(by_memory, file, None)
+    check_memory_is_known(by_memory, path, None)
 
 
 @pytest.mark.parametrize(
