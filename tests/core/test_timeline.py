@@ -121,17 +121,6 @@ def test_is_envelope():
     assert not is_envelope(schedule, Timeline(schedule, slow_inside).critical_path())
 
 
-def test_bubble_of_1f1b_is_the_textbooks():
-    """(p - 1) forwards and backwards of waiting on every stage (Narayanan et al., SC'21)."""
-    p, m, forward, backward = 4, 8, 1.0, 2.0
-    schedule = builders.one_f_one_b(p, m)
-    duration = np.where(schedule.is_backward, backward, forward)
-    assert Timeline(schedule, duration).iteration_time_s == (m + p - 1) * (forward + backward)
-    interleaved = builders.interleaved(p, m, 2)
-    duration = np.where(interleaved.is_backward, backward, forward) / 2
-    assert Timeline(interleaved, duration).iteration_time_s == (m + (p - 1) / 2) * 3
-
-
 @pytest.mark.parametrize("duration", [np.ones((2, 3)), np.ones((3, 4)), np.ones(8), [[1.0] * 4]])
 def test_wrong_shapes_are_refused(duration):
     with pytest.raises(EnvPipeError, match="is 2 x 4"):

@@ -46,15 +46,6 @@ def test_level_order_may_depend_on_a_check() -> None:
     assert decide(asking(), LIMITS).to_check == ()
 
 
-def test_below_level_order_nothing_is_checked() -> None:
-    both = asking("experts", "graphs")
-    assert decide(both, LIMITS).to_check == ()
-    assert str(decide(both, LIMITS)) == "level units; against order: graphs (captured)"
-    found = decide(asking("experts"), LIMITS, Level.UNITS)
-    assert found.to_check == ()
-    assert str(found) == "level units; no more was asked for"
-
-
 def test_without_checks_what_wants_one_stands_against_level_order() -> None:
     found = decide(asking("experts", "graphs"), LIMITS, checks=False)
     assert (found.level, found.to_check) == (Level.UNITS, ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import multiprocessing
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
@@ -12,6 +15,8 @@ import threading
 import weakref
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +27,7 @@ from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 from envpipe_megatron.runtime.channel.flag_page import (
     PUT,
     TOLD,
@@ -31,6 +37,7 @@ from envpipe_megatron.runtime.channel.flag_page import (
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
 ORDER, ORDER_OF_TWO = builders.one_f_one_b(4, 6), builders.one_f_one_b(2, 6)
+FORK = multiprocessing.get_context("fork")
 FORWARD, UNIT = unit(Kind.FORWARD, 0), unit(Kind.BACKWARD, 0)
 
 
@@ -209,35 +216,35 @@ def test_a_loss_that_the_host_finds_keeps_its_short_time(monkeypatch):
     assert watched.expected == []
 
 
-HELD_IN_A_LAUNCH = """
-import ctypes, datetime, threading
-from envpipe_megatron.runtime.channel import puts
-from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
-puts.GRACE_S, puts._LOOKS_EVERY_S = 0.8, 0.015
-device, looks = CudaDevice.__new__(CudaDevice), threading.Semaphore(0)
-class Carrier:
-    waits = True
-    def trouble(self, now_s): looks.release()
-    def say_it_waits(self): ...
-side = puts.PutSide(device, datetime.timedelta(seconds=0.2), 1)
-side.carriers = [Carrier()]
-device.bind_thread = lambda: None
-side.watch()
-for _ in range(100): looks.acquire()
-print("alive", flush=True)
-ctypes.PyDLL(None).pause()  # keeps Python's lock
-"""
-
-
-def test_a_process_that_is_held_with_pythons_lock_is_ended():
-    """As by a launch into a queue that is full; it lives as long as its thread can look."""
-    held = subprocess.run(
-        [sys.executable, "-c", HELD_IN_A_LAUNCH], capture_output=True, text=True, timeout=60
+def be_held_in_a_launch(errors: Path) -> None:
+    """Look for a while, and then keep Python's lock; say so where the test reads it."""
+    puts.GRACE_S, puts._LOOKS_EVERY_S = 0.8, 0.015
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    device, looks = CudaDevice.__new__(CudaDevice), threading.Semaphore(0)
+    device.bind_thread = lambda: None  # type: ignore[method-assign]
+    carrier = SimpleNamespace(
+        waits=True, trouble=lambda now_s: looks.release(), say_it_waits=lambda: None
     )
-    assert held.returncode == 1
-    assert held.stdout == "alive\n"
-    assert "Timeout" in held.stderr
-    assert 'File "<string>"' in held.stderr  # where it was held
+    side = puts.PutSide(device, timedelta(seconds=0.2), 1)
+    side.carriers = [carrier]  # type: ignore[list-item]
+    side.watch()
+    for _ in range(100):
+        looks.acquire()
+    os.write(2, b"alive\n")
+    ctypes.PyDLL(None).pause()  # keeps Python's lock
+
+
+def test_a_process_that_is_held_with_pythons_lock_is_ended(tmp_path):
+    """As by a launch into a queue that is full; it lives as long as its thread can look."""
+    held = FORK.Process(target=be_held_in_a_launch, args=(tmp_path / "errors",))
+    held.start()
+    held.join(60)
+    held.kill()
+    assert held.exitcode == 1
+    alive, timed_out, *stack = (tmp_path / "errors").read_text().splitlines()
+    assert alive == "alive"
+    assert "Timeout" in timed_out
+    assert any("be_held_in_a_launch" in line for line in stack)  # where it was held
 
 
 FORKS = """
@@ -314,15 +321,11 @@ def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
     assert watched.told.wait(20)  # which ends the thread
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from envpipe_megatron.runtime.channel.flag_page import PUT, FlagPage
-page = FlagPage(Path(sys.argv[1]), 1)
-page.own(PUT).set(2**32 + 7)
-print("open", flush=True)
-sys.stdin.read()
-"""
+def say_put(path: Path, is_open: Any) -> None:
+    page = FlagPage(path, 1)
+    page.own(PUT).set(2**32 + 7)
+    is_open.set()
+    signal.pause()
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
@@ -350,19 +353,20 @@ def test_a_page_shows_what_another_process_says_and_whether_it_lives():
     try:
         page = FlagPage(path, 0)
         assert not page.other_lives()
-        command = [sys.executable, "-c", CHILD, str(path)]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "open\n"
+        is_open = FORK.Event()
+        child = FORK.Process(target=say_put, args=(path, is_open))
+        child.start()
+        try:
+            assert is_open.wait(20)
             assert (page.other_lives(), page.other_lives()) == (True, True)
             with pytest.raises(OSError, match="temporarily unavailable"):
                 FlagPage(path, 1)
             assert page.others(PUT).value == 7
             assert page.own(PUT).value == page.own(TOLD).value == 0
+        finally:
             child.kill()
-            child.wait()
-            assert not page.other_lives()
+            child.join()
+        assert not page.other_lives()
         word = page.others(PUT)
         assert [word.has(value) for value in (6, 7, 8, 2**32 + 7, 2**32 + 8)] == [
             True, True, False, True, False

@@ -225,7 +225,8 @@ def test_an_idle_gpu_is_known_by_nvmls_word():
     assert IDLE in THROTTLE_REASONS.values()
 
 
-def test_a_driver_that_hangs_does_not_keep_the_watch_open():
+def test_a_driver_that_hangs_does_not_keep_the_watch_open(monkeypatch):
+    monkeypatch.setattr(clock_watch, "_JOIN_S", 0.05)
     hanging, come_back = threading.Event(), threading.Event()
 
     class Hanging(FakeGpu):

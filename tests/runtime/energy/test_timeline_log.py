@@ -12,7 +12,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.formats.energy import Phase, append_line
-from envpipe_megatron.formats.timeline import TIMELINE_FORMAT, is_recorded, read_timelines
+from envpipe_megatron.formats.timeline import is_recorded, read_timelines
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime import writer
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
@@ -161,11 +161,3 @@ def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, 
         "The files of this rank are not complete: their disk does not answer",
         *lost,
     ]
-
-
-def test_without_a_folder_nothing_is_kept():
-    log = TimelineLog(None, LABELS)
-    add(log, Phase.WARMUP, 0)
-    log.add_clock(0.5, ClockState(1200, 1185))
-    assert not log._writer.num_waiting(TIMELINE_FORMAT)
-    log.close()

@@ -19,6 +19,7 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock import completion
+from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -50,7 +51,8 @@ def run_of(
 
 
 @pytest.fixture
-def controlled() -> Iterator[Callable[[Any], ClockController]]:
+def controlled(monkeypatch) -> Iterator[Callable[[Any], ClockController]]:
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.2)  # some wait for units that never end
     made: list[ClockController] = []
 
     def make(gpu: Any) -> ClockController:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 
 WARMUP = 3  # of `step_ranks.config`
 #: More steps than a profile takes.
-PROFILE = 24
+PROFILE = 14
 FILES = {2: "plan-m2.json", 3: "plan-m3.json", 4: "plan.json"}
 
 
@@ -161,7 +161,7 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
 
 def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
     """Its probes may be apart, so what one size has learnt is not lost to another."""
-    counts = [4, 2] * 24
+    counts = [4, 2] * 16
     ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
     for told in ranks:
         for count in (2, 4):

@@ -25,7 +25,7 @@ LOOP = {"closed_loop": True}
 
 
 def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(three_ranks, tmp_path):
-    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 40, {}, LOOP)
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 24, {}, LOOP)
     phases = [phase for phase, _ in ranks[0]["steps"]]
     assert list(dict.fromkeys(phases)) == ["warm-up", "profile", "reconfigure", "steady"]
     profile = read_profile(tmp_path / "output" / "profile.csv")

@@ -20,6 +20,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
 from envpipe_megatron.gpu.guard.hold import hold_gpu
@@ -59,6 +60,8 @@ def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_pa
         assert clock["backend"] == ("none" if rank == reader else "emulated")
         assert requested is None
         assert energy_j > 0
+    ran = read_timelines([tmp_path / "timeline.jsonl"]).iterations
+    assert {of.frequency_mhz for of in ran} == {None}, "no clock is said that nobody set"
 
 
 def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,25 +298,6 @@ def test_one_rank_alone_talks(world):
     assert world.said == []
 
 
-def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
-    world.orders = [order(Phase.WARMUP, 1410)]
-    session = world.session()
-    going = session.open_iteration(SCHEDULE, SPECS)
-    assert ("executor.begin_iteration", SCHEDULE, 0) in world.calls
-    assert ("channel.begin_step", SCHEDULE, SPECS) not in world.calls
-    assert world.job.own_order is SCHEDULE
-    assert world.job.num_microbatches == 2
-    with pytest.raises(SessionError, match="An earlier iteration failed"):
-        session.open_iteration(SCHEDULE, SPECS)
-    for _ in UNITS:
-        session.end_step()
-        assert session.iterations.last_record is None
-        going.begin_unit()
-        going.end_unit()
-    session.end_step()
-    assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
-
-
 def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
     """Nobody waits for the device before; whatever follows finds them read."""
     world.orders = [order(Phase.STEADY, 1410)] * 5
@@ -532,7 +512,7 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
 
-def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
+def test_once_clocks_are_not_controlled_any_more_none_is_told(world):
     world.orders = [order(Phase.WARMUP, 1410)] * 2
     session = world.session()
     run(session)
@@ -540,21 +520,6 @@ def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
     run(session)
     told = [call[-1] for call in world.taken() if call[0] == "timeline.add"]
     assert told == [[1410, 1005, 1200, 1005], None]
-    world.gpu.read_only = True
-    request = PlanRequest(2, "envpipe", "envelope", num_chunks=1)
-    world.orders = [order(Phase.WARMUP, 1410)]
-    session = world.session(SessionConfig(request, fingerprint={"hidden": 64}))
-    assert session.state.notes == (
-        "A GPU is opened for reading only: the framework's order at baseline clocks",
-    )
-    world.clock.error = None
-    world.taken()
-    run(session)
-    session.pause()
-    calls = world.taken()
-    assert requests(calls) == []
-    assert [call[-1] for call in calls if call[0] == "timeline.add"] == [None]
-    assert world.job.config.request == PlanRequest(2, "1f1b", "baseline")
 
 
 LABELS = {
@@ -632,15 +597,6 @@ def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     world.calls.clear()
     session.close()
     assert world.calls == [("rank clock.close",)]
-
-
-def test_a_forked_child_closes_nothing(world):
-    session = world.session()
-    world.calls.clear()
-    child = os.getpid() + 1
-    world.monkeypatch.setattr(os, "getpid", lambda: child)
-    session.close()
-    assert world.calls == []
 
 
 @pytest.mark.parametrize("fails", ["make_executor", "EnergyMeter", "RankClock"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from envpipe_megatron.control.window import tail_times_s
@@ -65,27 +64,21 @@ def test_of_one_iteration_nothing_is_known():
     assert ends_s.size == gaps_s.size == 0
 
 
-def test_the_wait_for_the_slowest_stage_is_no_tail():
-    """Stages that synchronise: what the slowest takes until the next iteration is the tail."""
-    end_s = np.array([[1.0], [0.9], [0.7]])
-    period_s = 1.25
-    tails_s = tail_times_s(end_s, period_s - end_s)
-    assert tails_s == pytest.approx([0.25] * 3)
-    assert (end_s[:, 0] + tails_s).max() == pytest.approx(period_s)
-
-
-def test_a_stage_that_does_not_wait_has_its_gap_as_tail():
-    tails_s = tail_times_s([[1.0], [0.9], [0.5]], [[0.25], [0.35], [0.1]])
-    assert tails_s == pytest.approx([0.25, 0.25, 0.1])
-
-
-def test_an_odd_iteration_does_not_move_the_median():
-    end_s = np.array([[1.0, 1.0, 3.0, 1.0, 1.0], [0.8, 0.8, 0.8, 0.8, 0.8]])
-    gap_s = np.array([[0.2, 0.21, 0.2, 0.19, 5.0], [0.4, 0.41, 2.4, 0.39, 5.2]])
-    assert tail_times_s(end_s, gap_s) == pytest.approx([0.2, 0.2])
-
-
-def test_rounding_makes_no_tail_below_zero():
-    tails_s = tail_times_s([[1.0], [0.9]], [[-1e-12], [0.1 - 1e-12]])
-    assert tails_s == pytest.approx([0.0, 0.0], abs=1e-9)
-    assert (tails_s >= 0).all()
+@pytest.mark.parametrize(
+    ("end_s", "gap_s", "tails_s"),
+    [
+        # What the slowest takes until the next iteration is the tail, and no wait for it.
+        ([[1.0], [0.9], [0.7]], [[0.25], [0.35], [0.55]], [0.25] * 3),
+        ([[1.0], [0.9], [0.5]], [[0.25], [0.35], [0.1]], [0.25, 0.25, 0.1]),  # it does not wait
+        (
+            [[1.0, 1.0, 3.0, 1.0, 1.0], [0.8, 0.8, 0.8, 0.8, 0.8]],
+            [[0.2, 0.21, 0.2, 0.19, 5.0], [0.4, 0.41, 2.4, 0.39, 5.2]],
+            [0.2, 0.2],  # the medians: odd iterations do not move them
+        ),
+        ([[1.0], [0.9]], [[-1e-12], [0.1 - 1e-12]], [0.0, 0.0]),  # rounding
+    ],
+)
+def test_a_tail_is_what_a_stage_takes_behind_its_last_unit(end_s, gap_s, tails_s):
+    found_s = tail_times_s(end_s, gap_s)
+    assert found_s == pytest.approx(tails_s, abs=1e-9)
+    assert (found_s >= 0).all()
