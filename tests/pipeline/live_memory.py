@@ -78,5 +78,5 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
         live,
     ):
         training.train(rank, job, ours, root)
-    found: tuple[StageMemory, ...] | None = sessions[0].memory if sessions else None
+    found: tuple[StageMemory, ...] | None = sessions[0].memory.stages if sessions else None
     return found
