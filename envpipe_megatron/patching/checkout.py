@@ -178,7 +178,7 @@ def git_apply(
     """Return what `git apply` makes of files, and why each does not fit that does not.
 
     None is no file, before and after. Neither settings nor a repository around it count. Raises
-    GitError if there is no git, or no room for copies of the files.
+    GitError if there is no git that runs, or no room for copies of the files.
     """
     command = ["git", "apply", "--whitespace=nowarn", *flags]
     command += [f"--include={path}" for path in files]
@@ -196,18 +196,22 @@ def git_apply(
             )
             after = {path: _content(Path(folder, path)) for path in files}
     except OSError as error:
-        raise GitError(
-            f"EnvPipe patches by `git apply`, which cannot be run: {error}",
-            remedy="Install git, or run `envpipe patch apply` on a machine that has it",
-        ) from error
+        raise _cannot_run(error) from error
     said = done.stderr.decode(errors="replace")
     reasons: dict[str, str] = {}
     for failed, path, reason in re.findall(r"(?m)^error: (patch failed: )?(.+?): ?(.+)$", said):
         if path in files:
             reasons.setdefault(path, f"no place for the lines near {reason}" if failed else reason)
-    if done.returncode and not reasons:
-        raise PatchError(f"`git apply` fails: {said.strip()}")
+    if done.returncode and not reasons:  # a library that git needs is missing, say
+        raise _cannot_run(said.strip() or f"status {done.returncode}")
     return after, reasons
+
+
+def _cannot_run(why: object) -> GitError:
+    return GitError(
+        f"EnvPipe patches by `git apply`, which cannot be run: {why}",
+        remedy="Install git, or run `envpipe patch apply` on a machine that has it",
+    )
 
 
 def _compared(root: Path, patch: Patch) -> Checkout:

@@ -116,10 +116,15 @@ def test_settings_of_git_change_nothing(checkout, tmp_path, monkeypatch):
     assert snapshot(checkout) == before
 
 
-@pytest.mark.parametrize("lacking", ["PATH", "TMPDIR"])
-def test_without_git_nothing_is_done_and_it_is_said(checkout, monkeypatch, lacking):
+@pytest.mark.parametrize("lacking", ["PATH", "library", "TMPDIR"])
+def test_without_git_nothing_is_done_and_it_is_said(checkout, tmp_path, monkeypatch, lacking):
     if lacking == "PATH":
         monkeypatch.setenv("PATH", str(checkout))
+    elif lacking == "library":
+        said = "git: error while loading shared libraries: libpcre2-8.so.0"
+        script = f"#!/bin/sh\necho '{said}' >&2\nexit 127\n"
+        (write_tree(tmp_path / "bin", {"git": script}) / "git").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     else:
         monkeypatch.setattr("tempfile.tempdir", str(checkout / "none"))
     before = snapshot(checkout)
