@@ -146,7 +146,9 @@ def revert_patch(directory: Path) -> tuple[Checkout, tuple[str, ...]]:
     found = look_at(directory)
     if found.state is State.CHANGED_AFTER:
         raise does_not_fit(found)
-    contents = found.other if found.state is State.PATCHED else {}
+    contents = found.other
+    if found.state is not State.PATCHED:
+        contents = dict.fromkeys(_new_files_left(found.root, found.patch))
     if contents or found.recorded:
         _write(found.root, {**contents, RECORD_NAME: None})
     return found, tuple(contents)
@@ -227,9 +229,8 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     state = State.PATCHED
     other, reasons = git_apply(patch, files, "-R")
     if reasons:
-        # Where the other files were put back, the new ones may have been left.
-        left = [path for path, ends in patch.hashes.items() if ends == ("", sha256(files[path]))]
-        other, put_in = git_apply(patch, files | dict.fromkeys(left))
+        left = dict.fromkeys(_new_files_left(root, patch))
+        other, put_in = git_apply(patch, files | left)
         if any(_OUR_NAME in (files[path] or b"") for path, (old, _) in patch.hashes.items() if old):
             state = State.CHANGED_AFTER
         else:
@@ -243,6 +244,12 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     forked = {path for path in files if sha256(files[path]) not in patch.hashes[path]}
     forked -= set(foreign)
     return Checkout(root, patch, state, forked, foreign, other)
+
+
+def _new_files_left(root: Path, patch: Patch) -> list[str]:
+    """Return the patch's new files that are there: they may be, where the others were put back."""
+    ends = patch.hashes.items()
+    return [path for path, end in ends if end == ("", sha256(_content(root / path)))]
 
 
 def _content(file: Path) -> bytes | None:

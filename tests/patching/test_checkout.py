@@ -173,6 +173,26 @@ def test_what_a_stop_leaves_is_named_and_put_back(checkout, monkeypatch):
     assert snapshot(checkout) == patched
 
 
+def test_reverting_takes_away_new_files_that_were_left(checkout, monkeypatch):
+    """By a revert that was stopped, or by `git checkout`, which puts back only what it knows."""
+    before = snapshot(checkout)
+    apply_patch(checkout)
+    unlink = Path.unlink
+
+    def stop(path, **missing):
+        if path.name == "envpipe.py":
+            raise KeyboardInterrupt
+        unlink(path, **missing)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Path, "unlink", stop)
+        with pytest.raises(KeyboardInterrupt):
+            revert_patch(checkout)
+    assert look_at(checkout).state is State.STOCK
+    assert revert_patch(checkout)[1] == ("toy/training/envpipe.py",)
+    assert snapshot(checkout) == before
+
+
 # --- forks and own edits -------------------------------------------------------------------------
 
 
