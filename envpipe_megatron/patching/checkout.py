@@ -146,7 +146,9 @@ def revert_patch(directory: Path) -> tuple[Checkout, tuple[str, ...]]:
     found = look_at(directory)
     if found.state is State.CHANGED_AFTER:
         raise does_not_fit(found)
-    contents = found.other if found.state is State.PATCHED else {}
+    contents = found.other
+    if found.state is not State.PATCHED:
+        contents = dict.fromkeys(_new_files_left(found.root, found.patch))
     if contents or found.recorded:
         _write(found.root, {**contents, RECORD_NAME: None})
     return found, tuple(contents)
@@ -178,7 +180,7 @@ def git_apply(
     """Return what `git apply` makes of files, and why each does not fit that does not.
 
     None is no file, before and after. Neither settings nor a repository around it count. Raises
-    GitError if there is no git, or no room for copies of the files.
+    GitError if there is no git that runs, or no room for copies of the files.
     """
     command = ["git", "apply", "--whitespace=nowarn", *flags]
     command += [f"--include={path}" for path in files]
@@ -196,18 +198,22 @@ def git_apply(
             )
             after = {path: _content(Path(folder, path)) for path in files}
     except OSError as error:
-        raise GitError(
-            f"EnvPipe patches by `git apply`, which cannot be run: {error}",
-            remedy="Install git, or run `envpipe patch apply` on a machine that has it",
-        ) from error
+        raise _cannot_run(error) from error
     said = done.stderr.decode(errors="replace")
     reasons: dict[str, str] = {}
     for failed, path, reason in re.findall(r"(?m)^error: (patch failed: )?(.+?): ?(.+)$", said):
         if path in files:
             reasons.setdefault(path, f"no place for the lines near {reason}" if failed else reason)
-    if done.returncode and not reasons:
-        raise PatchError(f"`git apply` fails: {said.strip()}")
+    if done.returncode and not reasons:  # a library that git needs is missing, say
+        raise _cannot_run(said.strip() or f"status {done.returncode}")
     return after, reasons
+
+
+def _cannot_run(why: object) -> GitError:
+    return GitError(
+        f"EnvPipe patches by `git apply`, which cannot be run: {why}",
+        remedy="Install git, or run `envpipe patch apply` on a machine that has it",
+    )
 
 
 def _compared(root: Path, patch: Patch) -> Checkout:
@@ -223,9 +229,8 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     state = State.PATCHED
     other, reasons = git_apply(patch, files, "-R")
     if reasons:
-        # Where the other files were put back, the new ones may have been left.
-        left = [path for path, ends in patch.hashes.items() if ends == ("", sha256(files[path]))]
-        other, put_in = git_apply(patch, files | dict.fromkeys(left))
+        left = dict.fromkeys(_new_files_left(root, patch))
+        other, put_in = git_apply(patch, files | left)
         if any(_OUR_NAME in (files[path] or b"") for path, (old, _) in patch.hashes.items() if old):
             state = State.CHANGED_AFTER
         else:
@@ -239,6 +244,12 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     forked = {path for path in files if sha256(files[path]) not in patch.hashes[path]}
     forked -= set(foreign)
     return Checkout(root, patch, state, forked, foreign, other)
+
+
+def _new_files_left(root: Path, patch: Patch) -> list[str]:
+    """Return the patch's new files that are there: they may be, where the others were put back."""
+    ends = patch.hashes.items()
+    return [path for path, end in ends if end == ("", sha256(_content(root / path)))]
 
 
 def _content(file: Path) -> bytes | None:

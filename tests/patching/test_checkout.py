@@ -116,10 +116,15 @@ def test_settings_of_git_change_nothing(checkout, tmp_path, monkeypatch):
     assert snapshot(checkout) == before
 
 
-@pytest.mark.parametrize("lacking", ["PATH", "TMPDIR"])
-def test_without_git_nothing_is_done_and_it_is_said(checkout, monkeypatch, lacking):
+@pytest.mark.parametrize("lacking", ["PATH", "library", "TMPDIR"])
+def test_without_git_nothing_is_done_and_it_is_said(checkout, tmp_path, monkeypatch, lacking):
     if lacking == "PATH":
         monkeypatch.setenv("PATH", str(checkout))
+    elif lacking == "library":
+        said = "git: error while loading shared libraries: libpcre2-8.so.0"
+        script = f"#!/bin/sh\necho '{said}' >&2\nexit 127\n"
+        (write_tree(tmp_path / "bin", {"git": script}) / "git").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     else:
         monkeypatch.setattr("tempfile.tempdir", str(checkout / "none"))
     before = snapshot(checkout)
@@ -166,6 +171,26 @@ def test_what_a_stop_leaves_is_named_and_put_back(checkout, monkeypatch):
     write_tree(checkout, stock_files(0))
     assert apply_patch(checkout)[1]
     assert snapshot(checkout) == patched
+
+
+def test_reverting_takes_away_new_files_that_were_left(checkout, monkeypatch):
+    """By a revert that was stopped, or by `git checkout`, which puts back only what it knows."""
+    before = snapshot(checkout)
+    apply_patch(checkout)
+    unlink = Path.unlink
+
+    def stop(path, **missing):
+        if path.name == "envpipe.py":
+            raise KeyboardInterrupt
+        unlink(path, **missing)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Path, "unlink", stop)
+        with pytest.raises(KeyboardInterrupt):
+            revert_patch(checkout)
+    assert look_at(checkout).state is State.STOCK
+    assert revert_patch(checkout)[1] == ("toy/training/envpipe.py",)
+    assert snapshot(checkout) == before
 
 
 # --- forks and own edits -------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The output folder of a job: its files for people, and `job.json`, by which another start goes on.
 
-Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node. The
-planning rank alone writes profile, plan, and `job.json` (see `job_file`), the only one that is read
-back. A folder that cannot be read or written ends no training, nor holds it up: once a job has
+Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node.
+Only the planning rank writes profile, plan, and `job.json` (see `job_file`), the only one that is
+read back. A folder that cannot be read or written ends no training, nor holds it up: once a job has
 begun, all is written by the rank's `Writer`.
 """
 
@@ -13,7 +13,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -62,7 +62,8 @@ _NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_e
 class JobFolder:
     """The files of a job, and what an earlier start left among them; no path, no files.
 
-    Where another live job writes to the path, this one has `<path>.2` or the next that is free. A
+    Where another live job writes to the path, this one has `<path>.2` or the next that is free, and
+    no files where that cannot be made: it would put the other job's aside, or write over them. A
     lock that an earlier start of this job left on a node that died is waited for, then passed over.
     """
 
@@ -71,15 +72,18 @@ class JobFolder:
         self._lock: IO[str] | None = None
         #: Where they are.
         self.path: Path | None = None
-        if path is not None:
-            left = _OWN_LOCK_LOOKS
-            while left and self.path is None:
-                left -= 1  # an exchange a look: ranks that wait for longer give the planning one up
-                self.path = collectives.agreed(partial(self._take, path, left))
+        left = _OWN_LOCK_LOOKS
+        waits = path is not None
+        while path is not None and waits:
+            left -= 1  # an exchange a look: ranks that wait for longer give the planning one up
+            self.path, waits = collectives.agreed(partial(self._take, path, left))
         #: What the bill says of them.
         self.notes: tuple[str, ...] = ()
-        if self.path and self.path != path:
-            self.notes = (f"Another job writes to {path}: files of this one are in {self.path}",)
+        if self.path != path:
+            where = (
+                f"files of this one are in {self.path}" if self.path else "this one leaves no files"
+            )
+            self.notes = (f"Another job writes to {path}: {where}",)
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +124,7 @@ class JobFolder:
         )
 
     def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
-        """A job's labels with a `run` that is this start's alone.
+        """Return a job's labels with a `run` that no other start has.
 
         After a restart, iterations since the last checkpoint run once more, and are billed twice.
         """
@@ -197,10 +201,11 @@ class JobFolder:
             path = self.path / name
             self.writer.put(name, lambda: self._make_way() and write(path))
 
-    def _take(self, path: Path, left: int) -> Path | None:
-        """The first folder that no live job writes to; the path where that cannot be known.
+    def _take(self, path: Path, left: int) -> tuple[Path | None, bool]:
+        """Return the first folder that no live job writes to; the path where that is not known.
 
-        None while a lock is waited for, as long as there are looks `left`.
+        None where another live job has the path and no other folder can be made. With it, whether a
+        lock is waited for, as long as there are looks `left`.
         """
         own, number = path, 1
         while True:
@@ -211,27 +216,29 @@ class JobFolder:
             except BlockingIOError:
                 number += 1
                 own = path.with_name(f"{path.name}.{number}")
-            except OSError:
-                return path
+            except OSError as error:
+                if number == 1:
+                    return path, False
+                logger.warning(
+                    "Another job writes to %s: this one leaves no files: %s", path, error
+                )
+                return None, False
         if own != path and self._lock is not None:
             logger.warning("Another job writes to %s: this one writes to %s", path, own)
-        return None if self._lock is None else own
+        return own, self._lock is None
 
     def _look(self, path: Path, config: SessionConfig, keys: JobKeys) -> tuple[StoredJob, str]:
         """Return what was found, and when this start began; on the planning rank."""
-        plans = [each for each in path.glob("plan*.json") if _PLAN.fullmatch(each.name)]
-        found, why, old = StoredJob(keys), "", plans
+        found, why, starts_over = StoredJob(keys), "", False
         try:
             found = read_job(path / JOB_FILE, keys, config.profile_file)
         except Exception as error:  # a kept file may fail in any way, and the job must start
-            why, profile = f"The job starts over: {error}", path / PROFILE_FILE
-            # The job file comes last: as long as it is there, the others pass for no new job's.
-            old = [profile, sidecar_path(profile), *plans, path / JOB_FILE]
+            why, starts_over = f"The job starts over: {error}", True
         if found.changed:
             left = ", ".join(found.phases_done) or "nothing"
             why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
         if why:
-            self._make_way = cache(partial(_set_aside, old, config, why))
+            self._make_way = cache(partial(_set_aside, path, config, why, starts_over=starts_over))
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._job = replace(found, starts=(*found.starts, started))
         if found.starts or not config.may_be_lowered:
@@ -303,13 +310,18 @@ def _sha256(path: Path | None) -> object:
     return path and _if_known(lambda: hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def _set_aside(files: Sequence[Path], config: SessionConfig, reason: str) -> bool:
-    """Rename files but those that the user gave, so that others may have their names.
+def _set_aside(folder: Path, config: SessionConfig, reason: str, *, starts_over: bool) -> bool:
+    """Rename a job's files but those that the user gave, so that others may have their names.
 
-    False if that failed.
+    False if that failed; OSError if the folder cannot be looked at.
     """
-    profile = config.profile_file
-    given = {config.plan_file, profile, profile and sidecar_path(profile)}
+    files = [each for each in folder.glob("plan*.json") if _PLAN.fullmatch(each.name)]
+    if starts_over:
+        profile = folder / PROFILE_FILE
+        # The job file comes last: as long as it is there, the others pass for no new job's.
+        files = [profile, sidecar_path(profile), *files, folder / JOB_FILE]
+    profile_file = config.profile_file
+    given = {config.plan_file, profile_file, profile_file and sidecar_path(profile_file)}
     files = [path for path in files if path not in given]
     number = 1
     while any(_aside(path, number).exists() for path in files):

@@ -35,8 +35,8 @@ def known_profile(
 ) -> Profile | None:
     """The profile of another batch, the user's, or an earlier start's; else None.
 
-    An earlier start's is forgotten where the warm-up contradicts it; of the user's, that is said
-    alone. Every rank calls it, with the warm-up's records.
+    An earlier start's is forgotten where the warm-up contradicts it; the user's is used all the
+    same, and the log says so. Every rank calls it, with the warm-up's records.
 
     Raises GoesOnError on all ranks if the user's cannot be read, or is of another number of stages.
     """

@@ -210,6 +210,25 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     assert (whole / "profile.old1.csv").exists()
 
 
+def test_a_folder_that_cannot_be_looked_at_ends_no_training(whole, monkeypatch, caplog):
+    """As one below a folder that this user may not pass through, or of a stale NFS handle."""
+    before = files(whole)
+
+    def refuse(path: Path, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as closed:
+        for name in ("exists", "glob"):
+            closed.setattr(Path, name, refuse)
+        folder = job_folder(whole)
+    assert folder.found == StoredJob(KEYS)
+    assert "could not be written, and is tried again. Training goes on" in caplog.text
+    assert files(whole) == before
+    folder.keep_one_clock(1200)
+    assert stored(whole).phases_done == ("one clock",)
+    assert {name.replace(".old1", "") for name in files(whole)} == set(before)
+
+
 def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
     """The job file goes last, so what is left is set aside by the next start."""
     before, renamed, rename = files(whole), [], Path.rename
@@ -345,6 +364,29 @@ def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, 
         assert f"Another job writes to {own}: this one writes to {second.path}" in caplog.text
     second.close()
     assert job_folder(own).path == own
+
+
+def test_beside_a_live_job_where_no_folder_can_be_made_no_files_are_left(
+    whole, monkeypatch, caplog
+):
+    """Its files would be put aside, or written over."""
+    before, mkdir = files(whole), Path.mkdir
+
+    def refuse_others(path: Path, *arguments: Any, **named: Any) -> None:
+        if path != whole:
+            raise PermissionError(13, "Permission denied")
+        mkdir(path, *arguments, **named)
+
+    with locked_file(whole / ".lock"):
+        monkeypatch.setattr(Path, "mkdir", refuse_others)
+        second = job_folder(whole, OTHER)
+        second.keep_baselines({"": BASELINE})
+        second.append("energy", {"energy_j": 1.0})
+    assert files(whole) == before
+    assert (second.path, second.found) == (None, StoredJob())
+    why = f"Another job writes to {whole}: this one leaves no files"
+    assert second.notes == (why,)
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(
