@@ -5,8 +5,7 @@
 The modules that the patch touches are patched as they are imported, in memory: by the patch that
 `checkout.apply_patch` would put in, at the same places. The checkout stays as it is, and the script
 finds its arguments, its folder in the path and `__main__` as without this module. Where there is no
-git, by which EnvPipe patches, the script runs without EnvPipe; but not in a job of several nodes:
-others may have git, and their ranks would wait in EnvPipe for those of this one.
+git, by which EnvPipe patches, the script runs without EnvPipe.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import linecache
-import os
 import runpy
 import sys
 import traceback
@@ -145,8 +143,6 @@ def main() -> None:
         where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
     except GitError as error:
-        if os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1"):
-            sys.exit(f"Error: {error}\nOther nodes may have git, and would wait for this one")
         print(f"Warning: this job runs without EnvPipe. {error}", file=sys.stderr)
         sys.argv[1:] = _without_ours(options.arguments)
     except EnvPipeError as error:

@@ -157,19 +157,6 @@ def test_without_git_the_job_runs_without_envpipe(start, checkout):
     assert "Install git" in said.stderr
 
 
-def test_without_git_a_job_of_several_nodes_ends_at_once(start, checkout):
-    """Ranks of nodes with git would wait in EnvPipe for those without."""
-    write_tree(checkout, {"train.py": "print('runs')\n"})
-    for local, status in (("4", 1), ("8", 0)):
-        ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": local}
-        said = start(checkout / "train.py", "--envpipe", PATH="", **ranks)
-        assert (said.returncode, said.stdout) == (status, "" if status else "runs\n")
-        assert ("Install git" in said.stderr, "Other nodes may" in said.stderr) == (
-            True,
-            status == 1,
-        )
-
-
 def test_a_fork_takes_a_tag_and_no_checkout_is_told(start, checkout, tmp_path):
     write_tree(checkout, {"toy/version.py": "MAJOR = 9\n"})
     said = start("--tag", "v1.0", checkout / "train.py")
