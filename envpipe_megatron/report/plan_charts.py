@@ -13,7 +13,6 @@ from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
     VERMILION,
     Chart,
@@ -37,7 +36,7 @@ def valley_chart(profile: Profile) -> Chart:
     tips = ("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")
     marks = [
         Marks("line", "", GREY, columns_of("name colour x y", lines)),
-        Marks("dot", "", INK, columns_of("x y", best), marker="diamond", size=11),
+        Marks("dot", "", GREY, columns_of("x y", best), marker="diamond", size=11),
         Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
     ]
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"

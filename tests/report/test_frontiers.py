@@ -9,6 +9,7 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.planner import make_frontier
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.report.charts import INK
 from envpipe_megatron.report.plan_charts import configurations_chart, frontier_charts, valley_chart
 
 PROFILE = run_made.profile(3, [(1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0)])
@@ -52,6 +53,7 @@ def test_a_valley_marks_the_optimum_of_each_stage():
     assert lines.columns["x"][0] == [900, 1200, 1500]
     assert lines.columns["y"][0] == [300.0, 330.0, 420.0]
     assert (optima.columns["x"], optima.columns["y"]) == ([900] * 3, [300.0] * 3)
+    assert optima.colour != INK, "which a page in dark mode has for its background"
     assert len(dots.columns["x"]) == 9
 
 
