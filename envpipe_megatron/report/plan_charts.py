@@ -14,6 +14,7 @@ from envpipe_megatron.report.charts import (
     GREEN,
     GREY,
     ORANGE,
+    SERIES,
     VERMILION,
     Chart,
     Marks,
@@ -25,10 +26,21 @@ from envpipe_megatron.report.charts import (
 _MOST_UNITS, _POINTS = 2_000, 8
 
 
-def valley_chart(profile: Profile) -> Chart:
-    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage."""
-    valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
-    stages = [f"stage {stage}" for stage in range(profile.num_stages)]
+def valley_charts(profile: Profile) -> list[Chart]:
+    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage.
+
+    A chart has no more stages than there are colours.
+    """
+    stages = range(profile.num_stages)
+    return [
+        _valley_chart(profile, stages[first : first + len(SERIES)])
+        for first in stages[:: len(SERIES)]
+    ]
+
+
+def _valley_chart(profile: Profile, shown: range) -> Chart:
+    valleys = [_valley(profile, stage) for stage in shown]
+    stages = [f"stage {stage}" for stage in shown]
     named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
     lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
     dots = [(*names, *point) for *names, valley in named for point in valley.items()]
@@ -40,7 +52,9 @@ def valley_chart(profile: Profile) -> Chart:
         Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
     ]
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
-    return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
+    if len(shown) < profile.num_stages:
+        title = f"stages {shown[0]} to {shown[-1]}; {title}"
+    return Chart(f"energy_valley-{shown[0]}", "SM clock (MHz)", label, marks, title)
 
 
 def _valley(profile: Profile, stage: int) -> dict[int, float]:
