@@ -100,12 +100,18 @@ def split(words: Sequence[str], own: Mapping[str, bool] | None = None) -> Comman
     for name, takes_value in (own or {}).items():
         parser.add_argument(name, action="store" if takes_value else "store_true")
     for end in range(1, len(words)):
-        with contextlib.suppress(EnvPipeError):
-            parser.parse_args(words[:end])
+        try:
+            _, unknown = parser.parse_known_args(words[:end])
             break
+        except HelpAskedError:
+            raise
+        except EnvPipeError:
+            pass
     else:
         end = len(words)
-        parser.parse_args(words)
+        _, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options = tuple(words[: end - 1])
     return CommandLine(
         options[:-1] if options[-1:] == ("--",) else options, tuple(words[end - 1 :])

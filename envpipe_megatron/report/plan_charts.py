@@ -13,8 +13,8 @@ from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
+    SERIES,
     VERMILION,
     Chart,
     Marks,
@@ -26,10 +26,21 @@ from envpipe_megatron.report.charts import (
 _MOST_UNITS, _POINTS = 2_000, 8
 
 
-def valley_chart(profile: Profile) -> Chart:
-    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage."""
-    valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
-    stages = [f"stage {stage}" for stage in range(profile.num_stages)]
+def valley_charts(profile: Profile) -> list[Chart]:
+    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage.
+
+    A chart has no more stages than there are colours.
+    """
+    stages = range(profile.num_stages)
+    return [
+        _valley_chart(profile, stages[first : first + len(SERIES)])
+        for first in stages[:: len(SERIES)]
+    ]
+
+
+def _valley_chart(profile: Profile, shown: range) -> Chart:
+    valleys = [_valley(profile, stage) for stage in shown]
+    stages = [f"stage {stage}" for stage in shown]
     named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
     lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
     dots = [(*names, *point) for *names, valley in named for point in valley.items()]
@@ -37,11 +48,13 @@ def valley_chart(profile: Profile) -> Chart:
     tips = ("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")
     marks = [
         Marks("line", "", GREY, columns_of("name colour x y", lines)),
-        Marks("dot", "", INK, columns_of("x y", best), marker="diamond", size=11),
+        Marks("dot", "", GREY, columns_of("x y", best), marker="diamond", size=11),
         Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
     ]
     label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
-    return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
+    if len(shown) < profile.num_stages:
+        title = f"stages {shown[0]} to {shown[-1]}; {title}"
+    return Chart(f"energy_valley-{shown[0]}", "SM clock (MHz)", label, marks, title)
 
 
 def _valley(profile: Profile, stage: int) -> dict[int, float]:

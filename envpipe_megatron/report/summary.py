@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -208,13 +207,16 @@ def _clocks(folder: RunFolder) -> Section:
 
 def _memory(folder: RunFolder) -> Section:
     """Peaks of memory: predicted from the warm-up, and measured."""
-    rows = (
-        (str(stage), *(f"{(own.get(f'{which}_peak_bytes') or math.nan) / 2**30:.2f}"
-                       for which in ("predicted", "measured")))
-        for stage, own in enumerate((folder.summary or {}).get("memory") or ())
-    )  # fmt: skip
+    peaks_bytes = (
+        [own.get(f"{which}_peak_bytes") for which in ("predicted", "measured")]
+        for own in (folder.summary or {}).get("memory") or ()
+    )
+    rows = tuple(
+        (str(stage), *(f"{peak / 2**30:.2f}" if peak else "" for peak in peaks))
+        for stage, peaks in enumerate(peaks_bytes)
+    )
     title = "Memory: the peak of what was allocated"
-    return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), tuple(rows))
+    return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), rows)
 
 
 def _trace_lines(trace: TraceFacts) -> Iterator[str]:

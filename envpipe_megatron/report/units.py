@@ -241,18 +241,24 @@ def plan_chart(
 def measured_charts(table: UnitTable) -> dict[IterationKey, Chart]:
     """The first iterations to look at, of the first pipeline, on the same axes and colours."""
     pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
-    columns = table.columns
-    several = bool(columns["chunk"].any())
-    masks = {
-        table.iterations[shown]: (columns["iteration"] == shown) & (columns["row"] < len(pipeline))
-        for shown in table.shown
-    }
-    either = np.any(list(masks.values()), axis=0)
-    clocks_mhz = columns["mhz"][either & (columns["mhz"] > 0)]
+    several = bool(table.columns["chunk"].any())
+    units_of: dict[IterationKey, dict[str, NDArray[Any]]] = {}
+    for shown in table.shown:
+        own = table.columns["iteration"] == shown
+        own &= table.columns["row"] < len(pipeline)
+        if own.any():  # else it was recorded by other pipelines only
+            units = {name: values[own] for name, values in table.columns.items()}
+            first_ms = units["begin"].min()  # another pipeline may have begun before
+            units |= {end: units[end] - first_ms for end in ("begin", "end")}
+            units_of[table.iterations[shown]] = units
+    if not units_of:
+        return {}
+    last_ms = max(float(units["end"].max()) for units in units_of.values())
+    all_mhz = np.concatenate([units["mhz"] for units in units_of.values()])
+    clocks_mhz = all_mhz[all_mhz > 0]
     scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
     charts = {}
-    for key, mask in masks.items():
-        units = {name: values[mask] for name, values in columns.items()}
+    for key, units in units_of.items():
         labels = [
             f"{KINDS[kind].letter}{microbatch}{f'.{chunk}' if several else ''}"
             for kind, microbatch, chunk in zip(
@@ -261,9 +267,7 @@ def measured_charts(table: UnitTable) -> dict[IterationKey, Chart]:
         ]
         title = f"measured {units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
         rows = [str(table.gpus[row].stage) for row in pipeline]
-        charts[key] = _chart(
-            units, labels, rows, float(columns["end"][either].max()), scale_mhz, title
-        )
+        charts[key] = _chart(units, labels, rows, last_ms, scale_mhz, title)
     return charts
 
 

@@ -29,7 +29,7 @@ from envpipe_megatron.report.charts import (
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
 from envpipe_megatron.report.pipelines import Gpu, StartAndNode, gpus_of, node_offsets_s
-from envpipe_megatron.report.plan_charts import frontier_charts, frontier_of, valley_chart
+from envpipe_megatron.report.plan_charts import frontier_charts, frontier_of, valley_charts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import (
     PowerSeries,
@@ -90,7 +90,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "energy_valley",
             "Energy over the clock",
             "Energy of one microbatch, forward and backward, on each stage, by the profile.",
-            [valley_chart(folder.profile)],
+            valley_charts(folder.profile),
         )
     plans = [] if folder.plan is None else frontier_of(folder.plan)
     if plans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from on_request import on_request
-from page_made import MICROBATCHES, STAGES, write_page
+from page_made import MICROBATCHES, STAGES, folder, write_page
 
 pytest.importorskip("selenium")
 
@@ -23,6 +23,9 @@ from benchmarks.report.browser import (
     started_browser,
     troubles,
 )
+from envpipe_megatron.report.charts import GREY, Chart, Marks, View
+from envpipe_megatron.report.facts import ReportFacts
+from envpipe_megatron.report.page.document import page_text
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),  # one start of it
@@ -237,6 +240,23 @@ def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
     page.choose("clocks-group", "rank 3, stage 1")
     assert page.ask(rows, "clocks") == [8, 9]
     assert page.ask(named, "clocks") == ["seen", "asked for"]
+
+
+def test_a_group_without_names_can_be_chosen(driver, tmp_path):
+    """More lines than colours have no names: 9 GPUs of 9 nodes have no legend at all."""
+    groups = ["each GPU"] * 9 + ["each node"] * 9
+    names = [f"{group} {number}" for number, group in enumerate(groups)]
+    columns = {"x": [[0, 1]] * 18, "y": [[2, 3]] * 18, "group": groups, "name": names}
+    chart = Chart("many", "x", "y", [Marks("line", "", GREY, columns)], choice="Power of")
+    views = [View("many", "Many", "", [chart])]
+    path = tmp_path / "index.html"
+    path.write_text(page_text("A job", folder(tmp_path), ReportFacts(()), None, views, ()))
+    troubles(driver)
+    page = Page(driver, path)
+    page.choose("many-group", "each node")
+    shown = "Bokeh.documents[0].get_model_by_name('many').renderers[0].view.filter.indices"
+    assert page.ask(f"return Array.from({shown})") == [*range(9, 18)]
+    assert troubles(driver) == ([], [])
 
 
 def test_phases_and_gpus_have_their_names_below(page):

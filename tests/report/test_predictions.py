@@ -9,7 +9,8 @@ import pytest
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.series import predictions_of
-from envpipe_megatron.report.summary import comparison_section
+from envpipe_megatron.report.summary import comparison_section, sections_of
+from envpipe_megatron.report.trace import TraceFacts
 
 #: Two pipelines of three stages.
 STEPS = tuple(StepFacts(name, 1, 6, 0.2, 240.0, 1.0) for name in ("baseline", "steady"))
@@ -70,3 +71,11 @@ def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
 def test_a_baseline_alone_is_compared_with_nothing():
     facts = ReportFacts((), STEPS[0], changed_nothing=True)
     assert comparison_section(facts).lines == ()
+
+
+def test_a_peak_of_memory_that_is_not_known_is_left_out_of_its_table(tmp_path):
+    peaks = {"predicted_peak_bytes": 2.5 * 2**30, "measured_peak_bytes": None}
+    ran = replace(page_made.folder(tmp_path), summary={"memory": [peaks]})
+    sections = sections_of(ran, ReportFacts(), TraceFacts(0, 0, 0, 0), {})
+    (memory,) = (section for section in sections if section.title.startswith("Memory"))
+    assert memory.rows == (("0", "2.50", ""),)

@@ -9,7 +9,7 @@ from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
 from envpipe_megatron.core.kinds import TRAITS
 from envpipe_megatron.report.page.timelines import colourings, timeline_figures
-from envpipe_megatron.report.units import KINDS, unit_table
+from envpipe_megatron.report.units import KINDS, measured_charts, unit_table
 
 UNITS = 2 * MICROBATCHES
 
@@ -97,3 +97,20 @@ def test_the_first_to_look_at_are_the_last_that_all_gpus_recorded():
             for read in recorded]  # fmt: skip
     table = unit_table(runs, STAGES, None)
     assert [table.iterations[shown][0] for shown in table.shown] == ["baseline", "envpipe"]
+
+
+def test_a_still_is_of_one_pipeline_from_its_own_first_unit():
+    late = [
+        replace(read, begin_s=read.begin_s + (0.05 if read.labels.rank % 2 == 0 else 0.0),
+                labels=replace(read.labels, node="n"))
+        for read in two_pipelines()
+    ]  # fmt: skip
+    first, later = measured_charts(unit_table(late, STAGES, None)).values()
+    (own, _) = measured_charts(unit_table(two_pipelines(), STAGES, None)).values()
+    assert first.title == later.title == own.title
+    assert first.x_range == later.x_range == pytest.approx(own.x_range)
+    parted = [
+        read for read in two_pipelines() if (read.labels.rank % 2 == 0) == (read.phase == "warm-up")
+    ]
+    table = unit_table(parted, STAGES, None)
+    assert [*measured_charts(table)] == [("", "warm-up", 0)], "the other pipeline's has no still"

@@ -58,7 +58,7 @@
         view.filter.indices = [...group.keys()].filter((i) => group[i] === control.value);
         for (const i of view.filter.indices) shown.set(data_source.data.name[i], i);
       }
-      for (const item of plot.below.at(-1).items) {
+      for (const item of plot.below.at(-1).items ?? []) {  // too many names have no legend
         const index = shown.get(item.label.value);  // the mark whose look the name has
         item.setv(index === undefined ? {visible: false} : {visible: true, index});
       }
