@@ -104,7 +104,7 @@ def make_job(
         },
         same_job(args),
     )
-    one_clock = level is Level.UNIFORM and options.policy != "baseline"
+    one_clock = level is Level.UNIFORM and options.type != "baseline"
     return Job(options, placement, facts, say_line, one_clock=one_clock)
 
 

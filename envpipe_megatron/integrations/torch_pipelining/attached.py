@@ -37,9 +37,9 @@ from envpipe_megatron.integrations.job import (
     say_line,
 )
 from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
-from envpipe_megatron.integrations.options import OptionError, Options, prepare_files
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reading import OptionError, read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
     Runner,
@@ -124,7 +124,6 @@ class AttachedPipeline:
         self._options = read_settings(
             settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
         )
-        prepare_files(self._options, self._num_stages)
         self._own, why_not = known_order(schedule)
         self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._limits += limits_of_replicas(schedule._n_microbatches)
@@ -318,7 +317,7 @@ class AttachedPipeline:
         self._decision = decide(_NO_ARGUMENTS, self._limits, highest)
         self.job.close()
         atexit.unregister(self.job.close)
-        self._options = replace(self._options, plan_file=None, profile_file=None)
+        self._options = replace(self._options, plan=None, profile=None)
         if self._begins_job():
             self.job.session.begin_step()
             self._begun = True
@@ -385,7 +384,7 @@ class AttachedPipeline:
                 {**same_job, "order": None if own is None else own.name, "chunks": chunks},
             ),
             self._say,
-            one_clock=level is Level.UNIFORM and options.policy != "baseline",
+            one_clock=level is Level.UNIFORM and options.type != "baseline",
         )
         close_at_exit(job.close)
         return job
