@@ -34,6 +34,7 @@ from envpipe_megatron.integrations.job import (
     own_gloo_group,
     say_line,
 )
+from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -361,7 +362,7 @@ class InstrumentedPipeline:
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,
-            one_clock=placement.num_stages == 1 and self._options.type == "uniform",
+            Level.UNIFORM if placement.num_stages == 1 else Level.UNITS,
         )
         if job.collectives.is_planner:
             self._say(job.banner())

@@ -116,11 +116,12 @@ class Job:
 
     Args:
         say: prints a line, on the planning rank alone.
-        one_clock: whether the whole job gets one clock, within the slowdown that options allow, in
-            place of what else they ask for.
+        level: of the job. At `uniform` one clock, within the slowdown that options allow, is in
+            place of what else they ask for, and at `observe` nothing is changed.
 
     Raises:
-        JobError: ranks that were started differently, or too few microbatches in flight.
+        JobError: ranks that were started differently, too few microbatches in flight, or a profile
+            or plan where units have no clocks of their own.
         WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other or send
             messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
@@ -132,10 +133,18 @@ class Job:
         placement: Placement,
         facts: JobFacts,
         say: Callable[[str], None],
-        *,
-        one_clock: bool = False,
+        level: Level = Level.ORDER,
     ) -> None:
         self.say = say
+        if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
+            raise JobError(
+                "A profile is of units, and this job's level is below that",
+                value=str(level),
+                remedy="Leave out --envpipe-profile, -profile-only and -plan.",
+            )
+        if level is Level.OBSERVE:
+            options = _observing(options)
+        one_clock = level is Level.UNIFORM and options.type != "baseline"
         num_microbatches = placement.num_microbatches
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         require = options.require_control or (
@@ -146,7 +155,7 @@ class Job:
         check_same_everywhere(self.collectives, _of_all_ranks(options))
         against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
         if against:
-            options, one_clock = replace(observing(options), scheduling="1f1b"), False
+            options, one_clock = replace(_observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
         slowdown = options.max_slowdown
@@ -389,7 +398,7 @@ def limits_of_ranks(own: Iterable[Limit]) -> list[Limit]:
     return [stands_against(*each) for each in found]
 
 
-def observing(options: Options) -> Options:
+def _observing(options: Options) -> Options:
     """The same options where clocks and order are left alone; without a GPU one is emulated."""
     control = "none" if torch.cuda.is_available() else options.gpu_control
     options = replace(options, type="baseline", reconfigure="default", gpu_control=control)
@@ -404,16 +413,6 @@ def _of_all_ranks(options: Options) -> dict[str, object]:
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }
-
-
-def check_level_of_files(options: Options, level: Level) -> None:
-    """Refuse by a JobError a profile, or a plan, where units have no clocks of their own."""
-    if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
-        raise JobError(
-            "A profile is of units, and this job's level is below that",
-            value=str(level),
-            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
-        )
 
 
 def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) -> None:

@@ -28,11 +28,9 @@ from envpipe_megatron.integrations.job import (
     Placement,
     WithoutEnvPipeError,
     check_in_flight,
-    check_level_of_files,
     close_at_exit,
     limits_of_ranks,
     limits_of_replicas,
-    observing,
     own_gloo_group,
     say_line,
 )
@@ -144,7 +142,6 @@ class AttachedPipeline:
         self._warn, self._warn_of_change = once(), once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
-        check_level_of_files(self._options, self.level)
         if not self._begins_job():
             return
         self._units.replace(schedule, "step", self._step)
@@ -361,8 +358,6 @@ class AttachedPipeline:
         if not reorders:
             # What is planned for is the own order, whatever options could call it.
             options = replace(options, scheduling="1f1b", max_in_flight=None)
-        if level is Level.OBSERVE:
-            options = observing(options)
         count = self._placement.num_microbatches
         placement = replace(
             self._placement,
@@ -384,7 +379,7 @@ class AttachedPipeline:
                 {**same_job, "order": None if own is None else own.name, "chunks": chunks},
             ),
             self._say,
-            one_clock=level is Level.UNIFORM and options.type != "baseline",
+            level,
         )
         close_at_exit(job.close)
         return job
