@@ -91,9 +91,8 @@ def _in_flight(given: str | None) -> int | tuple[int, ...] | str | None:
 class Options:
     """The options of a job, checked, with defaults filled in.
 
-    None as the level is the highest that the job can have; as the limit of
-    microbatches in flight it is no limit; as the slowdown, what is usual; as a file, folder or
-    preset, none.
+    None as the level is the highest that the job can have; as the limit of microbatches in flight
+    it is no limit; as the slowdown, what is usual; as a file, folder or preset, none.
     """
 
     level: Level | None = _option(

@@ -14,9 +14,16 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.options import SELF_CHECKS, Options, add_arguments
+from envpipe_megatron.integrations.options import (
+    OPTIONS,
+    SELF_CHECKS,
+    Options,
+    add_arguments,
+    flag_of,
+)
 from envpipe_megatron.integrations.reading import prepare_files, read_options
 
+GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
 
@@ -67,6 +74,13 @@ def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) ->
     for words in (PLANNED, ("--envpipe-type", "baseline")):
         with pytest.raises(EnvPipeError, match="sweep measures all clocks"):
             read("--envpipe-sweep", *words)
+
+
+def test_each_option_is_listed_for_users_with_its_words() -> None:
+    rows = dict(re.findall(r"^\| `(--envpipe-[a-z-]+)([^`]*)` \|", GUIDE.read_text(), re.MULTILINE))
+    for name, option in OPTIONS.items():
+        words = rows[flag_of(name)].split(" ", 1)[-1].replace("\\", "").split("|")
+        assert set(words) >= set(option.flag.get("choices", ())), name
 
 
 def test_a_level_is_named_or_left_to_the_job() -> None:

@@ -71,6 +71,16 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
         ({"gpu": "v1000"}, "v1000.*v100"),
         ({"max_in_flight": [5, 4]}, "^max_in_flight is one number, or one for each of 4 stages"),
         ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
+        ({"type": "uniform", "reconfig": "greedy"}, "Use type envelope, or reconfigure default"),
+        (
+            {"scheduling": "1f1b", "max_in_flight": 4},
+            "scheduling envpipe .*leave max_in_flight out",
+        ),
+        ({"max_in_flight": 0}, "^max_in_flight is a number of microbatches.*got '0'"),
+        ({"profile_steps": 0}, "^profile_steps is at least 1"),
+        ({"profile": "nowhere.csv"}, "^The file of profile is not there"),
+        ({"output": __file__}, "Give another one by output"),
+        ({"gpu_control": "none", "require_control": True}, "profile, profile_only, plan and req"),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
