@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.flags import FLAGS
-
-_PREFIX = "--envpipe-"
+from envpipe_megatron.integrations.options import OPTIONS, flag_of
 
 
 class TorchtitanError(EnvPipeError):
@@ -46,17 +44,19 @@ def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """EnvPipe's settings by name, and what else a command line has."""
     settings: dict[str, object] = {}
     rest: list[str] = []
+    ours = {flag_of(name): name for name in OPTIONS}
     left = iter(arguments)
     for word in left:
-        if not word.startswith(_PREFIX):
+        if not word.startswith(flag_of("")):
             rest.append(word)
             continue
-        name, is_given, value = word.removeprefix(_PREFIX).partition("=")
-        if name not in FLAGS:
+        flag, is_given, value = word.partition("=")
+        if (name := ours.get(flag)) is None:
+            names = ", ".join(flag.removeprefix(flag_of("")) for flag in ours)
             raise TorchtitanError(
-                "No such option of EnvPipe", value=word, remedy=f"There are {', '.join(FLAGS)}."
+                "No such option of EnvPipe", value=word, remedy=f"There are {names}."
             )
-        if "action" in FLAGS[name]:
+        if "action" in OPTIONS[name].flag:
             settings[name] = True
             continue
         given = value if is_given else next(left, None)

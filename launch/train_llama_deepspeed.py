@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
-from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
+from envpipe_megatron.integrations.options import RECONFIGURES, SCHEDULINGS, TYPES
 
 #: Layers, hidden size, heads, groups of them, inner size, words.
 SIZES = {

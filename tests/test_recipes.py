@@ -133,8 +133,8 @@ def test_new_names_are_planned_with_simulated_and_drawn(command, tmp_path):
 def test_a_job_takes_both_names(command):
     program = """
 import argparse
-from envpipe_megatron.integrations.flags import add_arguments
-from envpipe_megatron.integrations.options import read_options
+from envpipe_megatron.integrations.options import add_arguments
+from envpipe_megatron.integrations.reading import read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))
 given = parser.parse_args()

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from benchmarks.models.configs import NAMES, batches, config_of, length_of
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
-from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
+from envpipe_megatron.integrations.options import RECONFIGURES, SCHEDULINGS, TYPES
 
 
 def deepspeed_config(microbatch_size: int, num_microbatches: int, precision: str) -> dict[str, Any]:

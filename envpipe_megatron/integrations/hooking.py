@@ -19,7 +19,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import Options, prepare_files, read_options
+from envpipe_megatron.integrations.options import Options, flag_of
+from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +79,19 @@ class Reached:
             )
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    """EnvPipe's options among Megatron's arguments, checked before anything is built."""
+def options_of(args: argparse.Namespace, named: Named = flag_of) -> Options:
+    """EnvPipe's options among Megatron's arguments, checked before anything is built.
+
+    `named` is how errors name options.
+    """
     options = read_options(
         args,
         num_stages=args.pipeline_model_parallel_size,
         save_folder=args.save,
         on_gpu=torch.cuda.is_available(),
+        named=named,
     )
-    prepare_files(options, args.pipeline_model_parallel_size)
+    prepare_files(options, args.pipeline_model_parallel_size, named)
     return options
 
 

@@ -34,9 +34,9 @@ from envpipe_megatron.integrations.job import (
     own_gloo_group,
     say_line,
 )
-from envpipe_megatron.integrations.options import prepare_files
+from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -115,7 +115,6 @@ class InstrumentedPipeline:
         self._options = read_settings(
             {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
         )
-        prepare_files(self._options, num_stages)
         shape, dtype = message
         self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), current_device()))
         self._facts = facts
@@ -363,7 +362,7 @@ class InstrumentedPipeline:
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,
-            one_clock=placement.num_stages == 1 and self._options.policy == "uniform",
+            Level.UNIFORM if placement.num_stages == 1 else Level.UNITS,
         )
         if job.collectives.is_planner:
             self._say(job.banner())

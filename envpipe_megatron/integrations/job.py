@@ -116,11 +116,12 @@ class Job:
 
     Args:
         say: prints a line, on the planning rank alone.
-        one_clock: whether the whole job gets one clock, within the slowdown that options allow, in
-            place of what else they ask for.
+        level: of the job. At `uniform` one clock, within the slowdown that options allow, is in
+            place of what else they ask for, and at `observe` nothing is changed.
 
     Raises:
-        JobError: ranks that were started differently, or too few microbatches in flight.
+        JobError: ranks that were started differently, too few microbatches in flight, or a profile
+            or plan where units have no clocks of their own.
         WithoutEnvPipeError: a GPU cannot even be read, or ranks cannot reach each other or send
             messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
@@ -132,10 +133,18 @@ class Job:
         placement: Placement,
         facts: JobFacts,
         say: Callable[[str], None],
-        *,
-        one_clock: bool = False,
+        level: Level = Level.ORDER,
     ) -> None:
         self.say = say
+        if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
+            raise JobError(
+                "A profile is of units, and this job's level is below that",
+                value=str(level),
+                remedy="Leave out --envpipe-profile, -profile-only and -plan.",
+            )
+        if level is Level.OBSERVE:
+            options = _observing(options)
+        one_clock = level is Level.UNIFORM and options.type != "baseline"
         num_microbatches = placement.num_microbatches
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         require = options.require_control or (
@@ -146,10 +155,10 @@ class Job:
         check_same_everywhere(self.collectives, _of_all_ranks(options))
         against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
         if against:
-            options, one_clock = replace(observing(options), scheduling="1f1b"), False
+            options, one_clock = replace(_observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
-        slowdown = options.max_slowdown_percent
+        slowdown = options.max_slowdown
         usual = 0.0 if one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
         self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = placement.keeps_order
@@ -159,7 +168,7 @@ class Job:
         self.device = self._made(
             require,
             partial(open_device, require=require, one_clock=one_clock),
-            *(self.collectives, len(pipeline), options.gpu_control, options.gpu_preset),
+            *(self.collectives, len(pipeline), options.gpu_control, options.gpu),
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
         if placement.keeps_order and (one_clock or not controlled):
@@ -192,14 +201,14 @@ class Job:
                 request,
                 warmup_iterations=options.baseline_steps,
                 profiler=ProfilerSettings(measured_iterations=options.profile_steps),
-                profile_file=options.profile_file,
-                plan_file=options.plan_file,
-                output_dir=options.output_dir,
-                min_dwell_s=options.min_dwell_s,
+                profile_file=options.profile,
+                plan_file=options.plan,
+                output_dir=options.output,
+                min_dwell_s=options.min_dwell_ms / 1e3,
                 closed_loop=options.closed_loop and not one_clock,
                 max_slowdown_percent=self._max_slowdown_percent,
                 one_clock_slowdown_percent=self._max_slowdown_percent if one_clock else None,
-                gpu_preset=options.gpu_preset,
+                gpu_preset=options.gpu,
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
@@ -248,22 +257,20 @@ class Job:
     def banner(self) -> str:
         """What the job does, in a line."""
         options, control = self.options, self.device.control
-        asked = (
-            f"type {options.policy}, order {self._order_name}, reconfigure {options.reconfigure}"
-        )
+        asked = f"type {options.type}, order {self._order_name}, reconfigure {options.reconfigure}"
         if options.closed_loop:
             asked = (
                 f"order {self._order_name}, optimal plans, corrected as the job runs, at most "
                 f"{self._max_slowdown_percent:g} % slower"
             )
-        if options.plan_file is not None:
-            asked = f"the plan {options.plan_file}"
+        if options.plan is not None:
+            asked = f"the plan {options.plan}"
         if self._one_clock:
             asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
         if self.session.only_measures:
             locked = control.backend is not None and self.device.gpu.changes_clock
             clocks = "the highest clock" if locked else "the clocks as they are"
-            instead = "" if options.policy == "baseline" else f", not {asked}"
+            instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"measuring alone, in the framework's order and at {clocks}{instead}"
         lines = [
             f"EnvPipe {__version__} is active: {asked}",
@@ -391,11 +398,11 @@ def limits_of_ranks(own: Iterable[Limit]) -> list[Limit]:
     return [stands_against(*each) for each in found]
 
 
-def observing(options: Options) -> Options:
+def _observing(options: Options) -> Options:
     """The same options where clocks and order are left alone; without a GPU one is emulated."""
     control = "none" if torch.cuda.is_available() else options.gpu_control
-    options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
-    return replace(options, max_in_flight=None, profile_file=None, plan_file=None)
+    options = replace(options, type="baseline", reconfigure="default", gpu_control=control)
+    return replace(options, max_in_flight=None, profile=None, plan=None)
 
 
 def _of_all_ranks(options: Options) -> dict[str, object]:
@@ -406,16 +413,6 @@ def _of_all_ranks(options: Options) -> dict[str, object]:
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }
-
-
-def check_level_of_files(options: Options, level: Level) -> None:
-    """Refuse by a JobError a profile, or a plan, where units have no clocks of their own."""
-    if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
-        raise JobError(
-            "A profile is of units, and this job's level is below that",
-            value=str(level),
-            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
-        )
 
 
 def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) -> None:
@@ -444,7 +441,7 @@ def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> 
     return job | {
         **{name: version_of(name) for name in _KERNELS},
         "gpu": gpu,
-        "gpu_preset": options.gpu_preset,
+        "gpu_preset": options.gpu,
         "torch": torch.__version__,
         "cudnn": _cudnn_version(),
     }

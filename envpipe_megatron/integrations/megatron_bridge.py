@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.job import WithoutEnvPipeError, say_line
 from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.settings import named_as_settings, parse_settings
+from envpipe_megatron.integrations.reading import parse_settings
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -141,8 +141,7 @@ class EnvPipeCallback:
         args = arguments_of(context.state.cfg, dist.get_world_size())
         vars(args).update(vars(self._options))
         check_metered(args, BRIDGE_REFUSED)
-        with named_as_settings():
-            options = options_of(args)
+        options = options_of(args, named=str)
         group = get_pg_collection(context.model).pp
         try:
             self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)

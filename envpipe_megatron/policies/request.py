@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
@@ -121,11 +122,14 @@ def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = N
     )
 
 
-def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
+def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = None) -> None:
     """Refuse (PlannerError) unknown names and parts that contradict each other.
 
+    `named` is how a job's options for the parts are called, by default those of `envpipe plan`.
     What it says of a job's request names only schedules that a job runs.
     """
+    of_job = named is not None
+    option = named or (lambda part: f"--{part.replace('_', '-')}")
     for what, name, known in (
         ("policy", request.policy, POLICIES),
         ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
@@ -143,13 +147,13 @@ def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
         raise PlannerError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
             value=request.reconfigure,
-            remedy="Use --policy envelope, or --reconfigure default.",
+            remedy=f"Use {option('policy')} envelope, or {option('reconfigure')} default.",
         )
     if order is None and row.build is None and request.policy != "optimal":
         raise PlannerError(
             "The schedule auto is planned together with the frequencies, by the optimal policy",
             value=request.policy,
-            remedy="Use --policy optimal, or another schedule.",
+            remedy=f"Use {option('policy')} optimal, or another schedule.",
         )
     for what, value, default in (
         ("deadline", request.deadline_factor or 1.0, 1.0),
@@ -161,7 +165,7 @@ def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
             raise PlannerError(
                 f"Policy {request.policy} knows no {what}",
                 value=value,
-                remedy=f"Use --policy optimal, or leave the {what} out.",
+                remedy=f"Use {option('policy')} optimal, or leave the {what} out.",
             )
     factor = request.deadline_factor
     if factor is not None and not 0 < factor < math.inf:
@@ -173,11 +177,11 @@ def check_request(request: PlanRequest, *, of_job: bool = False) -> None:
     for field, has in _HAS.items():
         value = getattr(request, field)
         if value is not None and (order is not None or field not in row.takes):
-            words = field.replace("_", "-")
             raise PlannerError(
                 f"{schedule} {has}",
                 value=value,
-                remedy=f"Use --schedule {that_take(field, of_job=of_job)}, or leave --{words} out.",
+                remedy=f"Use {option('schedule')} {that_take(field, of_job=of_job)}, or leave "
+                f"{option(field)} out.",
             )
     splits = row.splits if order is None else order.split
     if request.split is not None and splits is False:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
-from envpipe_megatron.integrations.options import OptionError
+from envpipe_megatron.integrations.reading import OptionError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -161,7 +161,7 @@ def test_a_training_from_begin_to_end(
     function = begin(callback, loop, settings)
     (training,) = trainings
     assert training.group == "pp"
-    assert training.options.output_dir == tmp_path / "envpipe"
+    assert training.options.output == tmp_path / "envpipe"
     assert training.options.baseline_steps == 3
     for step in range(2):
         callback.on_train_step_start(context(settings, step))

@@ -159,7 +159,7 @@ def test_chunks_hold_what_the_interleaved_order_does(
 def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:
     kinds = Enum("kinds", "flash auto")
     job = {"attention_backend": kinds.flash, "params_dtype": torch.bfloat16, "num_layers": 4}
-    options = SimpleNamespace(gpu_preset=None)
+    options = SimpleNamespace(gpu=None)
     first, again = (_fingerprint(job, options, "H200") for _ in range(2))  # type: ignore[arg-type]
     assert json.loads(json.dumps(first)) == again
     other = {**job, "attention_backend": kinds.auto}

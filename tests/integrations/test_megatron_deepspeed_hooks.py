@@ -17,7 +17,6 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError, Reached
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.levels import RefusedError
@@ -26,6 +25,7 @@ from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
     REFUSED,
     check_supported,
 )
+from envpipe_megatron.integrations.options import add_arguments
 
 LOG_INTERVAL = 4
 
@@ -234,8 +234,8 @@ def test_options_are_read_from_the_arguments(
     args = parser.parse_args(["--envpipe-type", "uniform"], supported(save=str(tmp_path)))
     hooks.validate(args)
     assert hooks._state.options is not None
-    assert hooks._state.options.policy == "uniform"
-    assert hooks._state.options.output_dir == tmp_path / "envpipe"
+    assert hooks._state.options.type == "uniform"
+    assert hooks._state.options.output == tmp_path / "envpipe"
 
 
 def test_the_user_guide_lists_what_is_refused() -> None:

@@ -13,10 +13,17 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.flags import SELF_CHECKS, add_arguments
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.options import Options, prepare_files, read_options
+from envpipe_megatron.integrations.options import (
+    OPTIONS,
+    SELF_CHECKS,
+    Options,
+    add_arguments,
+    flag_of,
+)
+from envpipe_megatron.integrations.reading import prepare_files, read_options
 
+GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
 
@@ -69,6 +76,13 @@ def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) ->
             read("--envpipe-sweep", *words)
 
 
+def test_each_option_is_listed_for_users_with_its_words() -> None:
+    rows = dict(re.findall(r"^\| `(--envpipe-[a-z-]+)([^`]*)` \|", GUIDE.read_text(), re.MULTILINE))
+    for name, option in OPTIONS.items():
+        words = rows[flag_of(name)].split(" ", 1)[-1].replace("\\", "").split("|")
+        assert set(words) >= set(option.flag.get("choices", ())), name
+
+
 def test_a_level_is_named_or_left_to_the_job() -> None:
     assert read().level is None
     assert read("--envpipe-level", "auto").level is None
@@ -86,9 +100,9 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
     def alone(*words: str) -> Options:
         return read_options(parsed(*words), {}, num_stages=1, on_gpu=True)
 
-    assert (alone().policy, alone().max_slowdown_percent) == ("uniform", None)
-    assert alone("--envpipe-max-slowdown", "2.5").max_slowdown_percent == 2.5
-    assert alone("--envpipe-type", "baseline").policy == "baseline"
+    assert (alone().type, alone().max_slowdown) == ("uniform", None)
+    assert alone("--envpipe-max-slowdown", "2.5").max_slowdown == 2.5
+    assert alone("--envpipe-type", "baseline").type == "baseline"
     for words in (
         ("--envpipe-type", "envelope"),
         ("--envpipe-profile", __file__),
@@ -116,7 +130,7 @@ def test_names_are_taken_in_any_case() -> None:
     assert read("--envpipe-scheduling", "1F1B").scheduling == "1f1b"
     variables = {"ENVPIPE_SCHEDULING": "1F1B", "ENVPIPE_TYPE": "Optimal"}
     of_variables = read_options(parsed(), variables, num_stages=4, on_gpu=True)
-    assert (of_variables.scheduling, of_variables.policy) == ("1f1b", "optimal")
+    assert (of_variables.scheduling, of_variables.type) == ("1f1b", "optimal")
 
 
 def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
@@ -132,7 +146,7 @@ def test_environment_stands_for_flags_and_flags_win() -> None:
     options = read(**environment)
     assert (options.scheduling, options.reconfigure) == ("1f1b", "greedy")
     assert read("--envpipe-reconfigure", "default", **environment).reconfigure == "default"
-    assert read(ENVPIPE_TYPE="").policy == "optimal"
+    assert read(ENVPIPE_TYPE="").type == "optimal"
 
 
 def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
@@ -150,9 +164,9 @@ def test_variables_for_pipelines_give_way_in_a_job_without_one() -> None:
         "ENVPIPE_RECONFIGURE": "balanced",
     }
     options = read_options(parsed(), environment, num_stages=1, on_gpu=True)
-    assert (options.policy, options.reconfigure) == ("uniform", "default")
+    assert (options.type, options.reconfigure) == ("uniform", "default")
     measured = read_options(parsed(), {"ENVPIPE_TYPE": "baseline"}, num_stages=1, on_gpu=True)
-    assert measured.policy == "baseline"
+    assert measured.type == "baseline"
 
 
 def test_refusals_name_the_options_of_megatron() -> None:
@@ -190,9 +204,9 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
 
 
 def test_output_lies_beside_the_checkpoints() -> None:
-    assert read().output_dir is None
-    assert read(save="checkpoints").output_dir == Path("checkpoints/envpipe")
-    assert read("--envpipe-output", "here", save="checkpoints").output_dir == Path("here")
+    assert read().output is None
+    assert read(save="checkpoints").output == Path("checkpoints/envpipe")
+    assert read("--envpipe-output", "here", save="checkpoints").output == Path("here")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +246,7 @@ def test_a_plan_is_not_adjusted_and_has_no_other_limit() -> None:
 
 
 def test_files_are_looked_for_on_the_node_of_rank_0_alone() -> None:
-    assert read("--envpipe-profile", "there.csv", RANK="8").profile_file == Path("there.csv")
+    assert read("--envpipe-profile", "there.csv", RANK="8").profile == Path("there.csv")
     with pytest.raises(EnvPipeError, match=r"there\.csv"):
         read("--envpipe-profile", "there.csv", RANK="0")
 

@@ -212,7 +212,7 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -
     assert lowered == [(None, "too little of a test")]
     # Where the GPU cannot be read by then, all later steps are Megatron's as well.
     del training._lower
-    training._options = make_dataclass("Options", ["plan_file"])(None)
+    training._options = make_dataclass("Options", ["plan"])(None)
     training._decide = lambda *why: None
     training._decision = SimpleNamespace(to_check=())
     training.job.close = lambda: None

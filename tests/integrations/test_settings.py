@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.options import OptionError
-from envpipe_megatron.integrations.settings import merged, parse_settings, read_settings
+from envpipe_megatron.integrations.reading import (
+    OptionError,
+    merged,
+    parse_settings,
+    read_settings,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +27,12 @@ def read(settings: dict[str, Any]) -> Any:
 
 def test_envpipes_own_block() -> None:
     options = read({"type": "envelope", "scheduling": "ours", "reconfig": "greedy", "gpu": "V100"})
-    assert (options.policy, options.scheduling, options.reconfigure) == (
+    assert (options.type, options.scheduling, options.reconfigure) == (
         "envelope",
         "ours",
         "greedy",
     )
-    assert options.gpu_preset == "v100"
+    assert options.gpu == "v100"
 
 
 def test_nothing_said_is_as_without_flags() -> None:
@@ -47,9 +51,9 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
     )
     assert options.max_in_flight == (5, 4, 3, 2)
     assert options.baseline_steps == 7
-    assert options.min_dwell_s == 0.0025
+    assert options.min_dwell_ms == 2.5
     assert options.require_control
-    assert options.output_dir == tmp_path
+    assert options.output == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,16 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
         ({"gpu": "v1000"}, "v1000.*v100"),
         ({"max_in_flight": [5, 4]}, "^max_in_flight is one number, or one for each of 4 stages"),
         ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
+        ({"type": "uniform", "reconfig": "greedy"}, "Use type envelope, or reconfigure default"),
+        (
+            {"scheduling": "1f1b", "max_in_flight": 4},
+            "scheduling envpipe .*leave max_in_flight out",
+        ),
+        ({"max_in_flight": 0}, "^max_in_flight is a number of microbatches.*got '0'"),
+        ({"profile_steps": 0}, "^profile_steps is at least 1"),
+        ({"profile": "nowhere.csv"}, "^The file of profile is not there"),
+        ({"output": __file__}, "Give another one by output"),
+        ({"gpu_control": "none", "require_control": True}, "profile, profile_only, plan and req"),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:

@@ -31,8 +31,8 @@ from envpipe_megatron.integrations.job import (
     close_at_exit,
     say_line,
 )
-from envpipe_megatron.integrations.options import Options, prepare_files
-from envpipe_megatron.integrations.settings import merged, read_settings
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reading import merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
 
 BLOCK = "envpipe"
@@ -147,7 +147,6 @@ def initialize(
             remedy="Make it one, or train without EnvPipe.",
         )
     options = read_settings(settings, num_stages=model.num_stages, on_gpu=torch.cuda.is_available())
-    prepare_files(options, model.num_stages)
     engine, *others = deepspeed.initialize(**given)
     return begin(engine, options, parsed_config(given)), *others
 

@@ -25,8 +25,6 @@ from envpipe_megatron.integrations.job import (
     Job,
     JobFacts,
     Placement,
-    check_level_of_files,
-    observing,
     say_line,
 )
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
@@ -71,7 +69,6 @@ def make_job(
     pipeline_group: dist.ProcessGroup,
 ) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments and the rank's model."""
-    check_level_of_files(options, level)
     config, orders = get_model_config(model[0]), level is Level.ORDER
     if not orders:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)
@@ -79,8 +76,6 @@ def make_job(
         options.scheduling == "auto" and len(model) > 1 and _sequence_counts(config)
     ):
         options = replace(options, scheduling=_own_order(args))  # Megatron's, whatever it is
-    if level is Level.OBSERVE:
-        options = observing(options)
     placement = Placement(
         pipeline_group,
         num_microbatches_of(args),
@@ -104,8 +99,7 @@ def make_job(
         },
         same_job(args),
     )
-    one_clock = level is Level.UNIFORM and options.policy != "baseline"
-    return Job(options, placement, facts, say_line, one_clock=one_clock)
+    return Job(options, placement, facts, say_line, level)
 
 
 def make_stand_in(

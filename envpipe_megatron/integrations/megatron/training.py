@@ -169,9 +169,9 @@ class Training:
         features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
         limit = stands_against(features, Level.UNITS, why)
         self._decision = self._decide(asked, limit)
-        if self._options.plan_file is not None and self.job.collectives.is_planner:
-            say_line(f"the plan {self._options.plan_file} is not run: it may be of another order")
-        self._options = replace(self._options, plan_file=None)
+        if self._options.plan is not None and self.job.collectives.is_planner:
+            say_line(f"the plan {self._options.plan} is not run: it may be of another order")
+        self._options = replace(self._options, plan=None)
         self.job.close()
         self._stand_in = None  # unless there is another job
         self.job = self._make_job()

@@ -19,7 +19,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin, check_version
-from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -44,6 +43,7 @@ from envpipe_megatron.integrations.levels import (
     on,
 )
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 
 #: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
 _WITHOUT_PIPELINE = {

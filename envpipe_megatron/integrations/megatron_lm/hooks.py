@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import flags
+from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -55,7 +55,7 @@ _state = _State()
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add EnvPipe's options to Megatron's command line."""
-    flags.add_arguments(group)
+    job_options.add_arguments(group)
     group.add_argument(
         FLAG,
         metavar="WHAT[,WHAT...]",

@@ -28,18 +28,16 @@ from envpipe_megatron.integrations.job import (
     Placement,
     WithoutEnvPipeError,
     check_in_flight,
-    check_level_of_files,
     close_at_exit,
     limits_of_ranks,
     limits_of_replicas,
-    observing,
     own_gloo_group,
     say_line,
 )
 from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
-from envpipe_megatron.integrations.options import OptionError, Options, prepare_files
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reading import OptionError, read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
     Runner,
@@ -124,7 +122,6 @@ class AttachedPipeline:
         self._options = read_settings(
             settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
         )
-        prepare_files(self._options, self._num_stages)
         self._own, why_not = known_order(schedule)
         self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
         self._limits += limits_of_replicas(schedule._n_microbatches)
@@ -145,7 +142,6 @@ class AttachedPipeline:
         self._warn, self._warn_of_change = once(), once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
-        check_level_of_files(self._options, self.level)
         if not self._begins_job():
             return
         self._units.replace(schedule, "step", self._step)
@@ -318,7 +314,7 @@ class AttachedPipeline:
         self._decision = decide(_NO_ARGUMENTS, self._limits, highest)
         self.job.close()
         atexit.unregister(self.job.close)
-        self._options = replace(self._options, plan_file=None, profile_file=None)
+        self._options = replace(self._options, plan=None, profile=None)
         if self._begins_job():
             self.job.session.begin_step()
             self._begun = True
@@ -362,8 +358,6 @@ class AttachedPipeline:
         if not reorders:
             # What is planned for is the own order, whatever options could call it.
             options = replace(options, scheduling="1f1b", max_in_flight=None)
-        if level is Level.OBSERVE:
-            options = observing(options)
         count = self._placement.num_microbatches
         placement = replace(
             self._placement,
@@ -385,7 +379,7 @@ class AttachedPipeline:
                 {**same_job, "order": None if own is None else own.name, "chunks": chunks},
             ),
             self._say,
-            one_clock=level is Level.UNIFORM and options.policy != "baseline",
+            level,
         )
         close_at_exit(job.close)
         return job
