@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import IO, Any
 
 import click
@@ -19,19 +19,40 @@ def drop_output(stream: IO[Any]) -> None:
     os.close(nowhere)
 
 
-def say(console: Console, text: str) -> None:
-    """Print text that holds paths: they are neither broken over lines nor read as markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def say(text: str, console: Console | None = None) -> None:
+    """Print text that holds paths: they are neither broken over lines nor read as markup.
+
+    On standard output, unless a console is given.
+    """
+    (console or Console()).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def show_tables(console: Console, *tables: Table) -> None:
-    """Print tables that cut no word, such as a GPU's UUID: lines may be wider than the terminal."""
+def show_table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    left: Collection[str] = (),
+    caption: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print a table, its columns aligned to the right but for those of `left` or no heading."""
+    table = Table(title=title, caption=caption)
+    for column in columns:
+        table.add_column(column, justify="right" if column and column not in left else "left")
+    for row in rows:
+        table.add_row(*row)
+    print_table(table, console)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table that cuts no word, such as a GPU's UUID: lines may be wider than a terminal."""
+    console = console or Console()
     wide = console.options.update(max_width=10_000)
-    for table in tables:
-        for column in table.columns:
-            cells = (column.header, *column.cells)
-            column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
-        console.print(table, crop=False)
+    for column in table.columns:
+        cells = (column.header, *column.cells)
+        column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
+    console.print(table, crop=False)
 
 
 def say_as_launcher(text: str) -> None:
@@ -42,14 +63,4 @@ def say_as_launcher(text: str) -> None:
 
 def say_working(text: str) -> None:
     """Print on standard error what takes long now: a pipe of the output does not get it."""
-    say(Console(stderr=True), f"{text} ...")
-
-
-def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table whose columns are aligned to the right, but for one without a heading."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    say(f"{text} ...", Console(stderr=True))

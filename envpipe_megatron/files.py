@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import itertools
 import json
 import os
@@ -36,6 +38,13 @@ def decode(content: bytes) -> str:
 def read_text(path: Path) -> str:
     """A file's text as `decode` gives it; OSError if it cannot be read."""
     return decode(path.read_bytes())
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """The text of a CSV, its header among the rows."""
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    return table.getvalue()
 
 
 def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
-from envpipe_megatron.console import drop_output, table_of
+from envpipe_megatron.console import drop_output, show_table
 from envpipe_megatron.core.fields import AMOUNT, COUNT, Number
 from envpipe_megatron.core.plan import NORMAL_95, Plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import Profile
@@ -214,8 +213,8 @@ def _with_error(percent: float, error: float | None) -> str:
     return f"{percent:.2f}" + ("" if error is None else f" +- {NORMAL_95 * error:.2f}")
 
 
-def summary_table(plan: Plan) -> Table:
-    """A plan beside its baseline."""
+def show_summary(plan: Plan) -> None:
+    """Print a plan beside its baseline."""
     unsure = saving_uncertainty_percent(plan)
     schedule, cost, baseline = plan.schedule, plan.cost, plan.baseline
     time, theirs = f"{cost.iteration_time_s:.4f}", f"{baseline.cost.iteration_time_s:.4f}"
@@ -243,4 +242,4 @@ def summary_table(plan: Plan) -> Table:
         ]
         rows.append(("activations (GiB) by stage", *gib))
     columns = ("", "plan", f"baseline ({baseline.schedule.name})")
-    return table_of(f"{plan.policy} on {schedule.name}", columns, rows)
+    show_table(f"{plan.policy} on {schedule.name}", columns, rows)

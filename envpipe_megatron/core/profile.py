@@ -13,9 +13,7 @@ else was measured about the job.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -46,7 +44,7 @@ from envpipe_megatron.core.profile_rows import (
 )
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_of_fields, sidecar_path
-from envpipe_megatron.files import replace_files
+from envpipe_megatron.files import csv_text, replace_files
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
@@ -258,20 +256,18 @@ class Profile:
 
     def to_csv(self) -> str:
         """The table as CSV text."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
         listed = [
             (*divmod(part, self.listed_chunks), kind.value, row) for part, kind, row in self._listed
         ]
         more = (_CHUNK,) * (self.listed_chunks > 1)
         if any(row.energy_uncertainty_j is not None for *_, row in listed):
             more = (UNCERTAINTY, *more)
-        writer.writerow([*COLUMNS, *more])
+        rows: list[list[object]] = [[*COLUMNS, *more]]
         for stage, chunk, instruction, row in listed:
             cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
             optional = {UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
-            writer.writerow([*cells, *(optional[name] for name in more)])
-        return out.getvalue()
+            rows.append([*cells, *(optional[name] for name in more)])
+        return csv_text(rows)
 
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.

@@ -9,8 +9,6 @@ fastest first, so that finding one takes milliseconds. The CSV beside it holds t
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from bisect import bisect_right
@@ -24,7 +22,7 @@ from envpipe_megatron.core.fields import AMOUNT, many, parse_json
 from envpipe_megatron.core.plan import Plan, plan_of_fields
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.files import read_text, replace_files
+from envpipe_megatron.files import csv_text, read_text, replace_files
 
 FRONTIER_FORMAT = "envpipe-frontier/1"
 _REMEDY = "Give the .jsonl file that envpipe plan --frontier writes beside its CSV."
@@ -71,8 +69,6 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
         )
         for plan in plans
     ]
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([CSV_COLUMNS, *figures])
     baseline = plans[0].baseline.cost
     header = {
         "format": FRONTIER_FORMAT,
@@ -85,7 +81,7 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
     }
     plans_path = csv_path.with_suffix(".jsonl")
     lines = (json.dumps(line) + "\n" for line in chain([header], (p.to_json() for p in plans)))
-    replace_files({csv_path: [table.getvalue()], plans_path: lines})
+    replace_files({csv_path: [csv_text([CSV_COLUMNS, *figures])], plans_path: lines})
     return plans_path
 
 

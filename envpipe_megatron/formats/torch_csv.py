@@ -28,7 +28,7 @@ from envpipe_megatron.core.kinds import (
 )
 from envpipe_megatron.core.orders.builders import check_size
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.files import read_text
+from envpipe_megatron.files import csv_text, read_text
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAPPED = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
@@ -107,9 +107,7 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
 
 def torch_csv(schedule: Schedule) -> str:
     """The table of an order; ScheduleError as `table_rows`."""
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows(table_rows(schedule))
-    return table.getvalue()
+    return csv_text(table_rows(schedule))
 
 
 def table_rows(schedule: Schedule) -> list[list[str]]:

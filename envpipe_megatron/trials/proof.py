@@ -12,7 +12,7 @@ from rich.console import Console
 from envpipe_megatron import __version__
 from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.report.page.document import tables_page
@@ -107,13 +107,13 @@ class Proof(Results):
 
     def show(self, console: Console) -> None:
         """Show the line to paste, and where the page is."""
-        say(console, line_to_paste(self._claims, self._machine, self.turns))
+        say(line_to_paste(self._claims, self._machine, self.turns), console)
         page = self.settings.output / "index.html"
-        say(console, f"The page is {page}, the claims are in claims.json beside it.")
+        say(f"The page is {page}, the claims are in claims.json beside it.", console)
 
     def _sections(self, line: str) -> list[Section]:
         """Return all tables, those that are empty left out."""
-        machine, (profile, plans) = self._machine, self._measured()
+        machine = self._machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
         facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
         answers = tuple(
@@ -123,25 +123,24 @@ class Proof(Results):
         known = [
             Section("To paste", lines=(line,)),
             _claims(self._claims),
-            _arms(() if machine.missing else self.turns, plans),
+            _arms(() if machine.missing else self.turns, self._plans()),
             _turns(self.turns, len(machine.gpu_names)),
             _latency(self._latency or ()),
-            *(() if profile is None else (_units(profile), _waits(profile))),
             Section("Machine", ("", ""), facts),
             Section("Doctor", ("", "", "what was seen"), answers),
         ]
         return [section for section in known if section.rows or section.lines]
 
-    def _measured(self) -> tuple[Profile | None, dict[str, Plan]]:
-        """Return the profile, and the arms' plans from it, as far as they are there."""
+    def _plans(self) -> dict[str, Plan]:
+        """Return the arms' plans, as far as they are there."""
         output = self.settings.output
         files = {arm.name: output / "plans" / f"{arm.name}.json" for arm in ARMS}
         try:
             profile = read_profile(output / "profile" / PROFILE_FILE)
             there = {name: path for name, path in files.items() if path.exists()}
-            return profile, {name: read_plan(path, profile) for name, path in there.items()}
+            return {name: read_plan(path, profile) for name, path in there.items()}
         except (EnvPipeError, OSError):  # not yet, or a rank was ended while it wrote
-            return None, {}
+            return {}
 
 
 def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> str:
@@ -187,8 +186,11 @@ def _arms(turns: Turns, plans: Mapping[str, Plan]) -> Section:
             cells += [Claim("", value, interval, "%", None, "").shown, told.get(which, "")]
         rows.append((*cells, clocks, arm.says))
     header = ("", "saving", "predicted", "slowdown", "predicted", "planned MHz", "what it does")
-    text = f"Against {STOCK.name}, by rounds; +- is the 95 % interval."
-    return Section("Arms", header, tuple(rows), (text,))
+    lines = (
+        f"Against {STOCK.name}, by rounds; +- is the 95 % interval.",
+        "Predicted from units' and waits' joules over clocks: `envpipe report` draws profile/.",
+    )
+    return Section("Arms", header, tuple(rows), lines)
 
 
 def _turns(turns: Turns, num_gpus: int) -> Section:
@@ -233,27 +235,3 @@ def _latency(latency: Sequence[Mapping[str, Any]]) -> Section:
     )
     header = ("GPU of rank", "MHz", "call (ms)", "kernels follow (ms)", "driver shows (ms)")
     return Section("Latency of a change of clock, median", header, rows)
-
-
-def _units(profile: Profile) -> Section:
-    rows = tuple(
-        (
-            str(stage), kind.name.lower(), str(row.frequency_mhz),
-            f"{1e3 * row.time_s:.2f}", f"{row.energy_j:.2f}",
-            "" if row.energy_uncertainty_j is None else f"{row.energy_uncertainty_j:.2f}",
-        )
-        for stage, of_stage in enumerate(profile.rows)
-        for kind, of_kind in of_stage.items()
-        for row in of_kind
-    )  # fmt: skip
-    header = ("stage", "unit", "MHz", "time (ms)", "energy (J)", "uncertainty (J)")
-    return Section("Time and energy of units over clocks", header, rows)
-
-
-def _waits(profile: Profile) -> Section:
-    rows = tuple(
-        (str(stage), str(clock), f"{power_w:.1f}")
-        for stage, curve in enumerate(profile.sidecar.wait_power_w or ())
-        for clock, power_w in curve.items()
-    )
-    return Section("Waiting power over clocks", ("stage", "MHz", "power (W)"), rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +9,16 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.files import csv_text, replace_files
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.report.facts import gpu_shares
 from envpipe_megatron.trials.claims import equality
 from envpipe_megatron.trials.run import Event, Results
-from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Settings
+from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Arm, Settings
 
 #: EnvPipe's columns, then ours.
 _RESULT_COLUMNS = (
@@ -96,7 +96,8 @@ class Quickstart(Results):
         if self.complete:
             self._summary |= self._comparison(runs)
         self.put("summary.json", self._summary)
-        self._write_csv(runs)
+        rows = [self._csv_row(arm, runs[arm.name]) for arm in RUNS[: len(runs)]]
+        replace_files({settings.output / "results.csv": [csv_text([_RESULT_COLUMNS, *rows])]})
 
     def _run_facts(self, turn: Event) -> dict[str, Any]:
         energy_j = [stage["metered"]["steady"]["energy_j"] for stage in turn["stages"]]
@@ -144,25 +145,15 @@ class Quickstart(Results):
             "peak_in_flight": list(plan.schedule.peak_in_flight),
         }
 
-    def _write_csv(self, runs: dict[str, Any]) -> None:
-        settings = self.settings
-        with (settings.output / "results.csv").open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(_RESULT_COLUMNS)
-            for arm in RUNS[: len(runs)]:
-                facts = runs[arm.name]
-                writer.writerow(
-                    [
-                        self._model, settings.microbatch_size, self._minibatch_size,
-                        arm.policy, arm.schedule, "default",
-                        f"{facts['throughput_samples_per_s']:.4f}",
-                        f"{1e3 * facts['energy_j']:.0f}",
-                        facts["steady_iterations"], f"{facts['iteration_time_s']:.6f}",
-                        f"{facts['energy_per_iteration_j']:.3f}", f"{facts['average_power_w']:.2f}",
-                        f"{facts['final_loss']:.6f}", f"{facts['wall_time_per_iteration_s']:.4f}",
-                        "yes",
-                    ]
-                )  # fmt: skip
+    def _csv_row(self, arm: Arm, facts: dict[str, Any]) -> tuple[object, ...]:
+        return (
+            self._model, self.settings.microbatch_size, self._minibatch_size,
+            arm.policy, arm.schedule, "default",
+            f"{facts['throughput_samples_per_s']:.4f}", f"{1e3 * facts['energy_j']:.0f}",
+            facts["steady_iterations"], f"{facts['iteration_time_s']:.6f}",
+            f"{facts['energy_per_iteration_j']:.3f}", f"{facts['average_power_w']:.2f}",
+            f"{facts['final_loss']:.6f}", f"{facts['wall_time_per_iteration_s']:.4f}", "yes",
+        )  # fmt: skip
 
     def show(self, console: Console) -> None:
         """Show both runs beside each other, and what was saved."""
@@ -173,7 +164,8 @@ class Quickstart(Results):
             for (name, value, shown), (_, our, our_shown) in zip(theirs, ours, strict=True)
         ]
         title = f"{self._model}: {self.settings.steady_iterations} iterations each"
-        show_tables(console, table_of(title, ("", "baseline", "EnvPipe", "change (%)"), rows))
+        columns = ("", "baseline", "EnvPipe", "change (%)")
+        show_table(title, columns, rows, console=console)
         equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
         console.print(
             f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "
@@ -192,8 +184,8 @@ class Quickstart(Results):
             highlight=False,
         )
         for note in summary["runs"][ENVPIPE.name]["notes"]:
-            console.print(f"Note: {note}", highlight=False, markup=False)
-        say(console, f"Everything is in {self.settings.output}")
+            say(f"Note: {note}", console)
+        say(f"Everything is in {self.settings.output}", console)
 
     def _figures(self, arm: str) -> Iterator[tuple[str, float | None, str]]:
         """Yield a run's rows: name, a value whose change counts, and what is shown."""

@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import reset_all
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.launch.signals import handled
 
 #: Starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "
@@ -126,19 +128,13 @@ def emit(event: str, **fields: Any) -> None:
         sys.stdout.flush()
 
 
-@contextlib.contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
+def ended_like_ctrl_c() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP, which would end this process at once, interrupt it: it cleans up."""
-    # What somebody ignores (nohup) stays ignored.
-    both = (signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in both if signal.getsignal(number) is signal.SIG_DFL]
-    for number in handled:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
+
+    def interrupt(_: signal.Signals) -> NoReturn:
+        raise KeyboardInterrupt
+
+    return handled(interrupt)
 
 
 def report_to_command() -> None:

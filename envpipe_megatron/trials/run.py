@@ -99,11 +99,11 @@ def run_trial(results: Results, console: Console) -> None:
     settings.write(output / results.files[0])
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
-    say(console, results.introduction)
+    say(results.introduction, console)
     try:
         _train(results, console)
     except KeyboardInterrupt:
-        say(console, f"Interrupted: clocks are reset, what was measured is in {output}.")
+        say(f"Interrupted: clocks are reset, what was measured is in {output}.", console)
         raise
     finally:
         settings.text_copy.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from envpipe_megatron.console import say
 from envpipe_megatron.patching.catalog import patch_file
@@ -70,14 +69,13 @@ def apply(directory: Path, tag: str | None) -> None:
       envpipe patch apply ~/Megatron-LM
     """
     found, files = apply_patch(directory, tag=tag)
-    console = Console()
     if not files:
-        say(console, f"{directory} is patched already ({found.patch.name}). Nothing was done.")
+        say(f"{directory} is patched already ({found.patch.name}). Nothing was done.")
         return
-    say(console, f"Patched {found.patch.name} in {directory}:")
-    _list(console, files)
-    _list_forked(console, found)
-    say(console, f"Now prove that it is live: envpipe patch check {shlex.quote(str(directory))}")
+    say(f"Patched {found.patch.name} in {directory}:")
+    _list(files)
+    _list_forked(found)
+    say(f"Now prove that it is live: envpipe patch check {shlex.quote(str(directory))}")
 
 
 @patch.command()
@@ -94,12 +92,11 @@ def revert(directory: Path) -> None:
       envpipe patch revert ~/Megatron-LM
     """
     found, files = revert_patch(directory)
-    console = Console()
     if not files:
-        say(console, f"{directory} is not patched ({found.patch.name}). Nothing was done.")
+        say(f"{directory} is not patched ({found.patch.name}). Nothing was done.")
         return
-    say(console, f"Took the patch for {found.patch.name} out of {directory}:")
-    _list(console, files)
+    say(f"Took the patch for {found.patch.name} out of {directory}:")
+    _list(files)
 
 
 @patch.command()
@@ -127,7 +124,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_facts(found, answers), indent=1))
     else:
-        _report(Console(), directory, found, answers)
+        _report(directory, found, answers)
     ctx.exit(_exit_status(found, answers))
 
 
@@ -138,42 +135,39 @@ def _exit_status(found: Checkout, answers: tuple[Answer, ...]) -> int:
     return _NOT_PROVEN if Outcome.DEPENDENCY in outcomes else 0
 
 
-def _list(console: Console, lines: Iterable[str]) -> None:
+def _list(lines: Iterable[str]) -> None:
     for line in lines:
-        say(console, f"  {line}")
+        say(f"  {line}")
 
 
-def _list_forked(console: Console, found: Checkout) -> None:
+def _list_forked(found: Checkout) -> None:
     if found.forked:
-        say(console, "These differ from the released ones, and the patch fits them:")
-        _list(console, sorted(found.forked))
+        say("These differ from the released ones, and the patch fits them:")
+        _list(sorted(found.forked))
 
 
-def _report(
-    console: Console, directory: Path, found: Checkout, answers: tuple[Answer, ...]
-) -> None:
+def _report(directory: Path, found: Checkout, answers: tuple[Answer, ...]) -> None:
     meaning = _MEANING[found.state].format(directory=shlex.quote(str(directory)))
-    say(console, f"{directory}: {found.patch.name}, {meaning}")
-    _list(console, (f"{path} ({reason})" for path, reason in found.foreign.items()))
-    _list_forked(console, found)
+    say(f"{directory}: {found.patch.name}, {meaning}")
+    _list((f"{path} ({reason})" for path, reason in found.foreign.items()))
+    _list_forked(found)
     if file := patch_file(found.patch):
-        say(console, f"The patch, for `git apply` too: {file}")
+        say(f"The patch, for `git apply` too: {file}")
     if found.superseded:
         say(
-            console,
             "The patch in it is another than the one of this version of envpipe. "
             "`envpipe patch revert` and `apply` bring it up to date.",
         )
     shown = {""}
     for answer in answers:
         hook = f"{answer.hook.module}.{answer.hook.attribute}"
-        say(console, f"{_WORDS[answer.outcome]}: {hook}: {answer.detail}")
+        say(f"{_WORDS[answer.outcome]}: {hook}: {answer.detail}")
         if answer.remedy not in shown:
             shown.add(answer.remedy)
-            say(console, f"  {answer.remedy}")
+            say(f"  {answer.remedy}")
     if stood_in := _stood_in(answers):
         names = ", ".join(stood_in)
-        say(console, f"Not installed here, and stood in for, as no hook calls it: {names}")
+        say(f"Not installed here, and stood in for, as no hook calls it: {names}")
 
 
 def _stood_in(answers: tuple[Answer, ...]) -> list[str]:

@@ -7,16 +7,14 @@ import json
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -44,20 +42,17 @@ _TOLD_PERCENT = 0.5
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class _LayerSizes:
-    """The sizes that are measured, each with each; no tensor sizes for all that the GPUs allow."""
-
-    tensor: tuple[int, ...] | None
-    context: tuple[int, ...]
-    expert: tuple[int, ...]
-    microbatch: tuple[int, ...]
-
-
 def _profile_layers(
-    output: Path, command: Sequence[str], sizes: _LayerSizes, clocks_mhz: tuple[int, ...]
+    output: Path,
+    command: Sequence[str],
+    *,
+    tensor_parallel: tuple[int, ...] | None,
+    context_parallel: tuple[int, ...] | None,
+    expert_parallel: tuple[int, ...] | None,
+    microbatch_size: tuple[int, ...] | None,
+    clocks: tuple[int, ...] | None,
 ) -> None:
-    """Measure what the output does not have yet, and print what it has then.
+    """Measure what the output does not have yet, each size with each, and print what it has then.
 
     The output is written after each job, so that a command that was interrupted goes on when it is
     given again. EnvPipeError if a job fails, and what was measured before is kept; and before any
@@ -67,19 +62,18 @@ def _profile_layers(
     options = read(command)
     check_script(options)
     num_gpus = _gpus(options)
-    tensor = sizes.tensor or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus)
+    clocks_mhz = tuple(sorted(set(clocks or ()), reverse=True))
     source = shlex.join(split(command).script)
     known = read_layers(output) if output.is_file() else None
     if known is not None:
         check_known(known, source, clocks_mhz)
-    console = Console()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         measured = () if known is None else known.measures
         jobs = jobs_for(
-            tensor,
-            sizes.context,
-            sizes.expert,
-            sizes.microbatch,
+            tensor_parallel or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
+            context_parallel or (1,),
+            expert_parallel or (1,),
+            microbatch_size or (1, 2, 4),
             clocks_mhz,
             Path(folder),
             measured,
@@ -88,21 +82,21 @@ def _profile_layers(
         _check_fits(jobs, num_gpus)
         links, speeds = Links() if known is None else known.links, [1.0]
         if num_gpus > 1 and (jobs or links.within_node is None):
-            say(console, f"Measuring the speeds of {num_gpus} GPUs, and links between them")
+            say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
             measured_links, speeds = _measure_node(command, num_gpus, Path(folder))
             slowest = slowest_gpu(speeds)
             if (behind := 100 * (1 - speeds[slowest] / max(speeds))) >= _TOLD_PERCENT:
                 words = f"GPU {narrowed([slowest])} is {behind:.1f} % slower than the fastest"
-                say(console, f"{words}: all jobs run on it")
+                say(f"{words}: all jobs run on it")
             if links.within_node is None:
                 links = measured_links
                 if known is not None:
                     known = replace(known, links=links)
                     replace_files({output: [layers_text(known)]})
         if not jobs:
-            say(console, "All these sizes were measured before: there is nothing to measure")
+            say("All these sizes were measured before: there is nothing to measure")
         for number, job in enumerate(jobs, start=1):
-            say(console, f"Job {number} of {len(jobs)}: {_words(job)}")
+            say(f"Job {number} of {len(jobs)}: {_words(job)}")
             Path(job.folder).mkdir()
             variables = {JOB_VARIABLE: job.to_text()}
             if visible := narrowed(job.gpus(speeds)):
@@ -122,16 +116,15 @@ def _profile_layers(
                     "sizes that do not fit into memory, and give the command again.",
                 )
     if known is not None:
-        show_tables(console, _table(known))
+        _show(known)
         if implausible := implausible_rows(known):
             say(
-                console,
                 "These rows contradict others; was the host held up for a while?\n  "
                 + "\n  ".join(implausible)
                 + "\nPredictions of these sizes will be off. To measure a size again, take all its "
                 "rows out of the file, and give the command again.",
             )
-        say(console, f"{'Wrote' if jobs else 'They are in'} {output}")
+        say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _gpus(options: argparse.Namespace) -> int:
@@ -196,7 +189,7 @@ def _words(job: LayerJob) -> str:
     return f"{sizes or 'one GPU'}, microbatches of {microbatches}"
 
 
-def _table(profile: LayerProfile) -> Table:
+def _show(profile: LayerProfile) -> None:
     columns = ("", "t", "c", "e", "b", "forward (ms)", "backward (ms)", "kept (MiB)", "parameters")
     rows = (
         (
@@ -211,9 +204,8 @@ def _table(profile: LayerProfile) -> Table:
         for sizes, measures in sorted(profile.measures.items())
         for piece, measure in measures.items()
     )
-    table = table_of(f"Layers on {profile.gpu or 'a CPU'}", columns, rows)
-    table.caption = "t, c, e: tensor, context, expert parallel; b: samples of a microbatch"
-    return table
+    caption = "t, c, e: tensor, context, expert parallel; b: samples of a microbatch"
+    show_table(f"Layers on {profile.gpu or 'a CPU'}", columns, rows, caption=caption)
 
 
 def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:
@@ -255,14 +247,7 @@ def profile(
       envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
-        of_layers = _LayerSizes(
-            sizes["tensor_parallel"],
-            sizes["context_parallel"] or (1,),
-            sizes["expert_parallel"] or (1,),
-            sizes["microbatch_size"] or (1, 2, 4),
-        )
-        clocks_mhz = tuple(sorted(set(sizes["clocks"] or ()), reverse=True))
-        _profile_layers(output.resolve(), command, of_layers, clocks_mhz)
+        _profile_layers(output.resolve(), command, **sizes)
         return
     if any(sizes.values()):
         raise click.UsageError("Sizes and clocks are chosen for --layers alone.")

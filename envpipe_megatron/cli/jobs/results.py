@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
-from envpipe_megatron.console import say, say_working, show_tables, table_of
+from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, show_bill
@@ -47,17 +47,16 @@ def report(folder: Path, output: Path | None) -> None:
 
     written = output or folder / "report"
     read, sections = report_on(folder, written)
-    console = Console()
     for section in sections:
         if section.title not in (RESULT, BUBBLES, LEVELS):
             continue
         if section.rows and section.title != BUBBLES:  # these have a row for each GPU
-            show_tables(console, table_of(section.title, section.header, section.rows))
+            show_table(section.title, section.header, section.rows)
         for line in section.lines:
-            say(console, line)
+            say(line)
     for lack in read.missing:
-        say(console, f"Missing: {lack}")
-    say(console, f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")
+        say(f"Missing: {lack}")
+    say(f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")
 
 
 def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:

@@ -35,9 +35,8 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     from envpipe_megatron.trials.run import run_trial
     from envpipe_megatron.trials.settings import Settings
 
-    console = Console()
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
-    run_trial(Quickstart(settings), console)
+    run_trial(Quickstart(settings), Console())
     report_on(output, output / "report")
     command = (
         f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
@@ -46,8 +45,8 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     activate = Path(sys.executable).with_name("activate")
     if activate.exists() and shutil.which("envpipe") != str(activate.with_name("envpipe")):
         command = f"source {shlex.quote(str(activate))}\n  {command}"
-    say(console, f"To plan from the profile:\n  {command}")
-    say(console, f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")
+    say(f"To plan from the profile:\n  {command}")
+    say(f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")
 
 
 @click.command()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numbers
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import print_table, say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
@@ -74,11 +74,10 @@ def measure_latency(
     Example: envpipe clocks measure-latency --output latency.json
     """
     check_outputs([output] if output else [], [])
-    console = Console()
     if emulated:
         with tempfile.TemporaryDirectory() as folder:
             gpu = EmulatedGpu.create(emulated, 0, folder)
-            result = _measure(console, gpu, EmulatedKernelTimer(gpu), clocks, repeats)
+            result = _measure(gpu, EmulatedKernelTimer(gpu), clocks, repeats)
     else:
         # Checked before CUDA or NVML is touched: if it is forbidden, nothing is even read.
         if clock_control_forbidden():
@@ -90,17 +89,17 @@ def measure_latency(
         site = read_site()
         chosen = choose_control("auto", site, require=True)
         uid, timer = _cuda_device(device)
-        say(console, f"Clocks are changed by {chosen.backend}: {chosen.why}")
-        result = _measure(console, open_controlled(uid, chosen, site), timer, clocks, repeats)
-    show_tables(console, _latency_table(result))
+        say(f"Clocks are changed by {chosen.backend}: {chosen.why}")
+        result = _measure(open_controlled(uid, chosen, site), timer, clocks, repeats)
+    _show_latency(result)
     settling_s = result["frequency_change_s"]
     if settling_s is None:
-        say(console, "No change was seen: kernels take the same time at all of these clocks.")
+        say("No change was seen: kernels take the same time at all of these clocks.")
     else:
-        say(console, f'For the sidecar of a profile: "frequency_change_s": {settling_s:.4f}')
+        say(f'For the sidecar of a profile: "frequency_change_s": {settling_s:.4f}')
     if output:
         replace_files({output: [json.dumps(result, indent=1), "\n"]})
-        say(console, f"Wrote {output}")
+        say(f"Wrote {output}")
 
 
 def _cuda_device(device: int) -> tuple[str, KernelTimer]:
@@ -126,19 +125,18 @@ def _cuda_device(device: int) -> tuple[str, KernelTimer]:
 
 
 def _measure(
-    console: Console,
     gpu: Gpu,
     timer: KernelTimer,
     clocks: Sequence[int] | None,
     repeats: int,
 ) -> dict[str, Any]:
     def tell(text: str) -> None:
-        say(console, f"{gpu.name}: {text}")
+        say(f"{gpu.name}: {text}")
 
     return measure(gpu, timer, clocks or usual_clocks_mhz(gpu), repeats, tell)
 
 
-def _latency_table(result: dict[str, Any]) -> Table:
+def _show_latency(result: dict[str, Any]) -> None:
     columns = ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel")
     rows = (
         (
@@ -149,12 +147,11 @@ def _latency_table(result: dict[str, Any]) -> Table:
         for row in result["changes"]
     )
     title = f"Changes of clock on {result['gpu']}, median (99th percentile)"
-    table = table_of(title, columns, rows)
-    table.caption = (
+    caption = (
         "settled: kernels take the new time; shown: the driver says so; "
         "first kernel: the first after the call, over the steady ones"
     )
-    return table
+    show_table(title, columns, rows, caption=caption)
 
 
 def _spread(values: dict[str, Any], scale: float) -> str:
@@ -230,17 +227,16 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
 
       envpipe clocks show --gpu 0
     """
-    console = Console()
     gpus = _listed_gpus()
     if not gpus:
         raise EnvPipeError("There is no GPU here", remedy="See `envpipe doctor`.")
     failed = False
     for listed in _selected(wanted, gpus) if wanted else gpus:
         try:
-            show_tables(console, _table(listed, all_clocks))
+            print_table(_table(listed, all_clocks))
         except GpuError as error:
             failed = True
-            say(Console(stderr=True), f"GPU {listed.index} ({listed.address.uid}): {error}")
+            say(f"GPU {listed.index} ({listed.address.uid}): {error}", Console(stderr=True))
     if failed:
         raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
 
@@ -318,16 +314,16 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     resetter = Resetter(site)
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.address.uid: gpu.index for gpu in gpus}
-    console, done = Console(), []
+    done = []
     outcomes = resetter.reset_all(addresses)
     if not wanted:
         outcomes = chain(outcomes, resetter.undo_others(address.uid for address in addresses))
     for outcome in outcomes:
         index = index_of.get(outcome.uid)
         name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
-        say(console, f"{name}: {outcome.what}")
+        say(f"{name}: {outcome.what}")
         done.append(outcome.done)
     if not all(done):
         raise EnvPipeError("Some clocks were not reset", remedy="See the lines above.")
     if not done:
-        say(console, "There is nothing to reset.")
+        say("There is nothing to reset.")

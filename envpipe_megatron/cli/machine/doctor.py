@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +26,7 @@ from envpipe_megatron.cli.machine.hardware import (
     gpu_checks,
     looked,
 )
-from envpipe_megatron.console import show_tables
+from envpipe_megatron.console import print_table
 from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
@@ -188,7 +187,7 @@ def doctor(as_json: bool) -> None:
         document = {"format": FORMAT, "checks": [asdict(check) for check in checks]}
         click.echo(json.dumps(document, indent=2))
         return
-    show_tables(Console(), _table(checks))
+    print_table(_table(checks))
 
 
 def all_checks() -> list[Check]:

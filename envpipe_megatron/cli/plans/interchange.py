@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -17,9 +16,9 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     known_blocking_power,
-    summary_table,
+    show_summary,
 )
-from envpipe_megatron.console import say, show_tables
+from envpipe_megatron.console import say
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.fields import POWER
 from envpipe_megatron.core.plan import Plan, read_order, read_plan
@@ -65,9 +64,8 @@ def import_freqs(
     conditions = make_conditions(profile, blocking_power_w=power_w)
     plan = Plan("imported", schedule, freqs.frequency_mhz(schedule), profile, conditions)
     plan.write(output)
-    console = Console()
-    show_tables(console, summary_table(plan))
-    say(console, f"Plan written to {output}")
+    show_summary(plan)
+    say(f"Plan written to {output}")
 
 
 @click.command("export-freqs")
@@ -87,7 +85,7 @@ def export_freqs(profile_path: Path, plan_path: Path, output: Path) -> None:
     """
     check_outputs([output], [profile_path, sidecar_path(profile_path), plan_path])
     write_freqs(read_plan(plan_path, read_profile(profile_path)), output)
-    say(Console(), f"Plan file written to {output}")
+    say(f"Plan file written to {output}")
 
 
 @click.command("export-schedule")
@@ -106,4 +104,4 @@ def export_schedule(plan_path: Path, output: Path | None) -> None:
         return
     check_outputs([output], [plan_path])
     replace_files({output: [text]})
-    say(Console(), f"Order written to {output}")
+    say(f"Order written to {output}")

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -21,9 +19,9 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     numbers,
-    summary_table,
+    show_summary,
 )
-from envpipe_megatron.console import say, say_working, show_tables, table_of
+from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.core.fields import FACTOR, TIME
 from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import read_profile
@@ -76,11 +74,10 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return
-    console = Console()
-    show_tables(console, summary_table(simulated))
-    show_tables(console, _stage_table(simulated))
+    show_summary(simulated)
+    _show_stages(simulated)
     if output is not None:
-        say(console, f"Pictures written to {output}")
+        say(f"Pictures written to {output}")
 
 
 def _simulation_facts(plan: Plan) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def _waits(plan: Plan) -> list[float]:
     return [plan.cost.iteration_time_s - float(b) for b in busy]
 
 
-def _stage_table(plan: Plan) -> Table:
+def _show_stages(plan: Plan) -> None:
     busy = plan.timeline.duration_s.sum(axis=1)
     rows = [
         (
@@ -124,7 +121,7 @@ def _stage_table(plan: Plan) -> Table:
         for stage, wait_s in enumerate(_waits(plan))
     ]
     columns = ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)")
-    return table_of("By stage", columns, rows)
+    show_table("By stage", columns, rows)
 
 
 @click.command()
@@ -172,14 +169,13 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
         listed = [{"plan": str(p), **each} for p, each in zip(plan_paths, facts, strict=True)]
         click.echo(json.dumps(listed, indent=1))
         return
-    console = Console()
     for path, plan in zip(plan_paths, read, strict=True):
         if plan.conditions != first.conditions:
-            say(console, f"Note: {path} was made for other conditions than {plan_paths[0]}.")
+            say(f"Note: {path} was made for other conditions than {plan_paths[0]}.")
     columns = ("", *map(str, plan_paths))
     rows = [(shown, *(write(each[name]) for each in facts)) for name, shown, write in _ROWS]
     title = f"Against {baseline.schedule.name} at the highest clocks"
-    show_tables(console, table_of(title, columns, rows))
+    show_table(title, columns, rows)
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -261,12 +257,10 @@ def straggler(
         )
     plan = stored.plan_for(allowed_s, read_profile(profile_path))
     plan.write(output)
-    console = Console()
     if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):
-        say(console, f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
-    show_tables(console, summary_table(plan))
+        say(f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
+    show_summary(plan)
     say(
-        console,
         f"The plan takes {plan.cost.iteration_time_s:.4f} s, the slower replica {allowed_s:.4f} s. "
         f"Plan written to {output}",
     )

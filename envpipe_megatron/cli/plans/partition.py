@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -19,14 +16,13 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans.search_tables import stage_table
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.cli.plans.search_tables import show_stages
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import plain
 from envpipe_megatron.search.configuration import (
-    Split,
     first_last_flags,
     layout_flag,
     megatron_even_split,
@@ -98,102 +94,79 @@ def partition(
     if blocking_power is None and profile.has_energy:
         warn_of_free_waiting()
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)
-    job, console = _Job(space, blocking_power or 0.0), Console()
+    power_w = blocking_power or 0.0
 
     def best(space: SplitSpace) -> Found:
         if objective == "energy":
-            return least_energy(space, job.blocking_power_w, time_tolerance / 100)
+            return least_energy(space, power_w, time_tolerance / 100)
         return least_bottleneck(space)
 
     found = best(space)
     split, best_one = layers_of(profile, found.cut), space.candidate(found.cut)
     write_stages(best_one.stage_profile, blocking_power, output)
     title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
-    show_tables(console, stage_table(title, best_one, best_one.peak_bytes, memory))
-    num_layers = sum(split)
-    even, even_flags = megatron_even_split(num_layers, num_stages) or (None, ())
-    show_tables(console, _comparison(job, found, even))
-    if even is None:
-        say(console, f"Megatron has no even split of {num_layers} layers over {num_stages} stages.")
-    else:
-        say(console, _about_even_split(job, found, even, even_flags))
-    say(console, _how_sure(found, time_tolerance))
+    show_stages(title, best_one, best_one.peak_bytes, memory)
+    _compare(space, found, sum(split), power_w)
+    say(_how_sure(found, time_tolerance))
     if memory_limit and best(SplitSpace(profile, num_stages, num_microbatches)).cut == found.cut:
-        say(console, "--memory-limit does not bind: without it the split is the same.")
-    say(console, "\nFor Megatron-LM, in place of its other flags for the split:")
-    say(console, f"  {layout_flag(profile, best_one.configuration)}")
+        say("--memory-limit does not bind: without it the split is the same.")
+    say("\nFor Megatron-LM, in place of its other flags for the split:")
+    say(f"  {layout_flag(profile, best_one.configuration)}")
     flags = first_last_flags(split)
     if flags is None:
         say(
-            console,
             "This split has no form as --decoder-first-pipeline-num-layers and "
             "--decoder-last-pipeline-num-layers: they need a layer on each of the two stages and "
             "equally many on all between.",
         )
     else:
-        say(console, f"or\n  {flags}")
-    say(console, f"\nStage profile written to {output}")
+        say(f"or\n  {flags}")
+    say(f"\nStage profile written to {output}")
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Splits of one command, which are held against each other."""
+def _figures(
+    space: SplitSpace, cut: Cut, power_w: float, deadline_s: float = 0.0, cost: Cost | None = None
+) -> list[tuple[str, float, int]]:
+    """Name the figures of a split, with the digits to show; the iteration time comes first.
 
-    space: SplitSpace
-    blocking_power_w: float
-
-    def iteration_time_s(self, cut: Cut) -> float:
-        return float(self.space.iteration_times_s(np.array([cut]))[0])
-
-    def figures(
-        self, cut: Cut, deadline_s: float, cost: Cost | None
-    ) -> dict[str, tuple[float, int]]:
-        """Name the figures of a split, with the digits to show.
-
-        Without a cost, that of a plan in time, or if the split is late at the highest clocks, no
-        later.
-        """
-        space, time_s = self.space, self.iteration_time_s(cut)
-        if cost is None and space.profile.has_energy:
-            cost = plan_cost(
-                space.candidate(cut).stage_profile,
-                space.num_microbatches,
-                self.blocking_power_w,
-                max(time_s, deadline_s),
-            )
-        figures = {
-            "iteration time (s)": (time_s, 4),
-            "bottleneck (ms)": (1e3 * space.bottleneck_s(cut), 3),
-        }
-        if cost is not None:
-            figures["planned time (s)"] = cost.iteration_time_s, 4
-            figures["planned energy (J)"] = cost.energy_j, 1
-        return figures
+    Without a cost, that of a plan in time, or if the split is late at the highest clocks, no later.
+    """
+    (time_s,) = space.iteration_times_s(np.array([cut])).tolist()
+    if cost is None and space.profile.has_energy:
+        stages = space.candidate(cut).stage_profile
+        cost = plan_cost(stages, space.num_microbatches, power_w, max(time_s, deadline_s))
+    figures = [
+        ("iteration time (s)", time_s, 4),
+        ("bottleneck (ms)", 1e3 * space.bottleneck_s(cut), 3),
+    ]
+    if cost is not None:
+        figures.append(("planned time (s)", cost.iteration_time_s, 4))
+        figures.append(("planned energy (J)", cost.energy_j, 1))
+    return figures
 
 
-def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
-    columns = ["", "this split"]
-    ours = job.figures(found.cut, 0.0, found.cost)
-    rows = [[name, f"{value:.{digits}f}"] for name, (value, digits) in ours.items()]
-    if even is not None:
+def _compare(space: SplitSpace, found: Found, num_layers: int, power_w: float) -> None:
+    """Print a split's figures beside those of Megatron's even one."""
+    ours = _figures(space, found.cut, power_w, cost=found.cost)
+    columns, rows = ["", "this split"], [[name, f"{value:.{n}f}"] for name, value, n in ours]
+    text = f"Megatron has no even split of {num_layers} layers over {space.num_stages} stages."
+    if known := megatron_even_split(num_layers, space.num_stages):
+        even, flags = known
+        cut = cut_of(space.profile, even)
+        theirs = _figures(space, cut, power_w, found.deadline_s)
         columns += ["even split", "change (%)"]
-        theirs = job.figures(cut_of(job.space.profile, even), found.deadline_s, None)
-        for row, (value, digits), (other, _) in zip(
-            rows, ours.values(), theirs.values(), strict=True
-        ):
+        for row, (_, value, digits), (_, other, _) in zip(rows, ours, theirs, strict=True):
             row += [f"{other:.{digits}f}", f"{100 * (value / other - 1):+.2f}"]
-    return table_of("1F1B at the highest clocks, and planned", columns, rows)
-
-
-def _about_even_split(job: _Job, found: Found, even: Split, flags: tuple[str, ...]) -> str:
-    cut = cut_of(job.space.profile, even)
-    text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
-    limited = job.space.memory_limit_bytes is not None
-    if limited and job.space.candidate(cut).job.memory_bytes is None:
-        text += " It does not keep the memory limit."
-    if job.space.profile.has_energy and job.iteration_time_s(cut) > found.deadline_s:
-        text += " It is slower, and planned within its own time: energies are not at equal time."
-    return text
+        text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
+        limited = space.memory_limit_bytes is not None
+        if limited and space.candidate(cut).job.memory_bytes is None:
+            text += " It does not keep the memory limit."
+        if space.profile.has_energy and theirs[0][1] > found.deadline_s:
+            text += (
+                " It is slower, and planned within its own time: energies are not at equal time."
+            )
+    show_table("1F1B at the highest clocks, and planned", columns, rows)
+    say(text)
 
 
 def _how_sure(found: Found, time_tolerance: float) -> str:

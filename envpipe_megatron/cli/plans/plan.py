@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 from envpipe_megatron.cli.common import (
     OUTPUT_FILE,
@@ -22,7 +19,7 @@ from envpipe_megatron.cli.common import (
     check_outputs,
     microbatches,
     numbers,
-    summary_table,
+    show_summary,
 )
 from envpipe_megatron.cli.plans.options import (
     CONDITION_NAMES,
@@ -31,16 +28,15 @@ from envpipe_megatron.cli.plans.options import (
     job_options,
     read_conditions,
 )
-from envpipe_megatron.console import say, show_tables, table_of
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.fields import ENERGY, FACTOR, RATIO, TIME, Number
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.files import replace_files
+from envpipe_megatron.files import csv_text, replace_files
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.policies.orders.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
     check_frontier,
     check_memory_frontier,
@@ -233,21 +229,20 @@ def plan(
     planned = make_plan(profile, request)
     if output is not None:
         planned.plan.write(output)
-    console = Console()
     for note in (*planned.notes, *_slack_limits(profile, ask, planned.plan)):
-        say(console, f"Note: {note}")
+        say(f"Note: {note}")
     if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
-        say(console, f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
+        say(f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
     if planned.reconfigured:
         result = planned.reconfigured
-        console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
-    show_tables(console, summary_table(planned.plan))
+        say(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
+    show_summary(planned.plan)
     if output is not None:
-        say(console, f"Plan written to {output}")
+        say(f"Plan written to {output}")
     if frontier_path is not None:
-        _make_frontier(console, profile, request, frontier_points, frontier_path)
+        _make_frontier(profile, request, frontier_points, frontier_path)
     if memory_path is not None:
-        _make_memory_frontier(console, profile, request, memory_path)
+        _make_memory_frontier(profile, request, memory_path)
 
 
 def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan) -> Iterator[str]:
@@ -280,9 +275,7 @@ def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan)
         yield "--max-extra-forwards does not bind: no stage has as many."
 
 
-def _make_frontier(
-    console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
-) -> None:
+def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path: Path) -> None:
     from envpipe_megatron.report.plan_charts import frontier_charts
     from envpipe_megatron.report.stills import save
 
@@ -293,34 +286,17 @@ def _make_frontier(
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
-    show_tables(
-        console, table_of(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows)
-    )
-    say(console, f"Frontier written to {path}, its plans to {stored}")
+    show_table(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows)
+    say(f"Frontier written to {path}, its plans to {stored}")
 
 
-def _make_memory_frontier(
-    console: Console, profile: Profile, request: PlanRequest, path: Path
-) -> None:
+def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) -> None:
     points = make_memory_frontier(profile, request)
-    _write_memory_frontier(points, path)
-    kept = slice(1, None, 2)  # all take nearly as long; the rest fits 80 columns
-    columns = ("order", *_FIGURES[kept], "in flight by stage")
-    rows = [
-        (of.schedule.name, *_figures(of)[kept], numbers(of.schedule.microbatches_in_flight))
-        for of in (point.plan for point in points)
-    ]
-    show_tables(console, table_of("What memory buys", columns, rows))
-    say(console, f"Memory frontier written to {path}")
-
-
-def _write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
-    """Write a memory frontier's CSV, a row a limit."""
-    columns = (
+    header = (
         "max_extra_forwards", "peak_in_flight", "order", "iteration_time_s", "energy_j",
         "energy_lower_bound_j", "saving_percent",
     )  # fmt: skip
-    rows = [
+    limits = (
         (
             point.max_extra_forwards,
             f"{point.peak_in_flight:g}",
@@ -331,10 +307,16 @@ def _write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
             point.plan.cost.saving_percent(point.plan.baseline.cost),
         )
         for point in points
+    )
+    replace_files({path: [csv_text([header, *limits])]})
+    kept = slice(1, None, 2)  # all take nearly as long; the rest fits 80 columns
+    columns = ("order", *_FIGURES[kept], "in flight by stage")
+    rows = [
+        (of.schedule.name, *_figures(of)[kept], numbers(of.schedule.microbatches_in_flight))
+        for of in (point.plan for point in points)
     ]
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([columns, *rows])
-    replace_files({path: [table.getvalue()]})
+    show_table("What memory buys", columns, rows)
+    say(f"Memory frontier written to {path}")
 
 
 _FIGURES = ("iteration time (s)", "energy (J)", "mean power (W)", "saving (%)", "slowdown (%)")

@@ -18,12 +18,12 @@ from envpipe_megatron.cli.common import (
     write_stages,
 )
 from envpipe_megatron.cli.plans import search_training
-from envpipe_megatron.cli.plans.search_tables import Shown, sizes_words
-from envpipe_megatron.console import say, show_tables
+from envpipe_megatron.cli.plans.search_tables import show_found, sizes_words
+from envpipe_megatron.console import say
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import refuse_foreign, replace_files
+from envpipe_megatron.files import csv_text, refuse_foreign, replace_files
 from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
@@ -161,7 +161,6 @@ def search_command(
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)
     objective = Objective(goal=goal, energy_price=energy_price, gpu_price=gpu_price)
-    console = Console()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("cutting", total=None)
 
@@ -177,25 +176,14 @@ def search_command(
             max_slowdown=slowdown_percent / 100,
             progress=progress,
         )
-    shown = Shown(profile, found)
-    show_tables(console, shown.table())
-    show_tables(console, shown.lost())
-    show_tables(console, shown.stages())
-    if bound := shown.host_bound():
-        say(
-            console,
-            f"\nNote: {', '.join(bound)}: the host needs about as long to start this work as the "
-            "GPU to do it. Times in training may be longer than predicted, and scatter. Larger "
-            "microbatches help, and CUDA graphs.\n",
-        )
-    say(console, shown.how_sure())
+    show_found(profile, found)
     flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
-    say(console, "\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
+    say("\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
-        say(console, f"\nWritten to {output}")
+        say(f"\nWritten to {output}")
     if train:
-        show_tables(console, search_training.train(command, found.ranked[0].candidate, flags))
+        search_training.train(command, found.ranked[0].candidate, flags)
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:
@@ -269,12 +257,8 @@ def _write(
             ]
             for number, each in enumerate(found.ranked, start=1)
         }
-        rows = [
-            f'"{name}",{time_s!r},{energy_j!r}\n'
-            for name, points in frontiers.items()
-            for time_s, energy_j in points
-        ]
-        header = "configuration,iteration_time_s,energy_j\n"
-        replace_files({output / _FRONTIER: [header, *rows]})
+        rows = [(name, *costs) for name, points in frontiers.items() for costs in points]
+        header = ("configuration", "iteration_time_s", "energy_j")
+        replace_files({output / _FRONTIER: [csv_text([header, *rows])]})
         title = "Configurations, each with its best orders and clocks"
         save([configurations_chart(frontiers)], title, output / _PICTURE)

@@ -1,16 +1,14 @@
 """Tables that `envpipe search` prints: the best configurations, and where their time goes.
 
-Enter at `Shown`; the command in `search.py` prints it.
+Enter at `show_found`; `envpipe partition` prints the stages of a split by `show_stages`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from itertools import groupby
 
-from rich.table import Table
-
-from envpipe_megatron.console import table_of
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.candidates import Candidate, Losses
 from envpipe_megatron.search.configuration import recomputed_layers
@@ -20,84 +18,76 @@ from envpipe_megatron.search.search import Found, Ranked
 _GIB = 2.0**30
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Tables and sentences about a search."""
+#: Parts of an iteration's time: as a column, in words, and their names in `Losses`.
+_PARTS = (
+    ("computing", "computing", "computed"),
+    ("again", "recomputing", "recomputed"),
+    ("bubbles", "bubbles", "bubbles"),
+    ("reduction", "reduction", "reduction"),
+)
 
-    profile: LayerProfile
-    found: Found
 
-    def table(self) -> Table:
-        """The best configurations."""
-        rows = []
-        for number, each in enumerate(self.found.ranked, start=1):
-            cells = [
-                str(number),
-                sizes_words(each),
-                recomputation_words(each),
-                f"{each.iteration_time_s:.4f}",
-                f"{each.peak_bytes.max() / _GIB:.1f}",
-            ]
-            if each.cost is not None:
-                cells[4:4] = [f"{each.cost.energy_j:.0f}"]
-            rows.append(cells)
-        energy = ["energy (J)"] if self.profile.has_energy else []
-        columns = ["", "", "recomputed", "time (s)", *energy, "peak (GiB)"]
-        shown = table_of("The best configurations", columns, rows)
-        shown.columns[2].justify = "left"
-        return shown
-
-    def lost(self) -> Table:
-        """Where the time of each goes, and what it takes more than the best."""
-        best, rows = self.found.ranked[0].candidate, []
-        for number, each in enumerate(self.found.ranked, start=1):
-            candidate, losses = each.candidate, each.candidate.losses
-            longer = candidate.iteration_time_s / best.iteration_time_s
-            rows.append(
-                (
-                    str(number),
-                    *(
-                        f"{100 * share:.1f}"
-                        for share in (
-                            losses.computed,
-                            losses.recomputed,
-                            losses.bubbles,
-                            losses.reduction,
-                        )
-                    ),
-                    f"{100 * (longer - 1):+.1f}",
-                    why_slower(losses, best.losses, longer),
-                )
-            )
-        columns = ("", "computing", "again", "bubbles", "reduction", "time", "of it, most by")
-        return table_of(
-            "Where the time goes in the framework's own order, %, and against the best",
-            columns,
-            rows,
+def show_found(profile: LayerProfile, found: Found) -> None:
+    """Print the best configurations, where their time goes, and the stages of the best."""
+    ranked, best = found.ranked, found.ranked[0]
+    candidates = [each.candidate for each in ranked]
+    numbers = [str(number) for number in range(1, len(ranked) + 1)]
+    _show_columns(
+        "The best configurations",
+        {
+            "": numbers,
+            " ": [sizes_words(each) for each in ranked],
+            "recomputed": [recomputation_words(each) for each in ranked],
+            "time (s)": [f"{each.iteration_time_s:.4f}" for each in ranked],
+            "energy (J)": [f"{each.cost.energy_j:.0f}" if each.cost else "" for each in ranked],
+            "peak (GiB)": [f"{each.peak_bytes.max() / _GIB:.1f}" for each in ranked],
+        },
+        left=(" ", "recomputed"),
+    )
+    longer = [each.iteration_time_s / best.candidate.iteration_time_s for each in candidates]
+    _show_columns(
+        "Where the time goes in the framework's own order, %, and against the best",
+        {
+            "": numbers,
+            **{
+                column: [f"{100 * getattr(each.losses, part):.1f}" for each in candidates]
+                for column, _, part in _PARTS
+            },
+            "time": [f"{100 * (times - 1):+.1f}" for times in longer],
+            "of it, most by": [
+                _why_slower(each.losses, best.candidate.losses, times)
+                for each, times in zip(candidates, longer, strict=True)
+            ],
+        },
+    )
+    show_stages("Stages of the best, at the highest clocks", best.candidate, best.peak_bytes)
+    if bound := _host_bound(profile, best.candidate):
+        say(
+            f"\nNote: {', '.join(bound)}: the host needs about as long to start this work as the "
+            "GPU to do it. Times in training may be longer than predicted, and scatter. Larger "
+            "microbatches help, and CUDA graphs.\n"
         )
+    cut = f"{found.num_cut} of {found.num_shapes} shapes were cut"
+    say(f"{cut}: the others have a bound above what was found.")
 
-    def stages(self) -> Table:
-        """The stages of the best."""
-        best = self.found.ranked[0]
-        title = "Stages of the best, at the highest clocks"
-        return stage_table(title, best.candidate, best.peak_bytes)
 
-    def host_bound(self) -> list[str]:
-        """The best one's layers that the host bounds."""
-        stages = self.found.ranked[0].candidate.configuration.stages
-        there = {(stage.sizes, self.profile.pieces[at]) for stage in stages for at in stage.pieces}
-        return sorted(
-            {
-                piece
-                for sizes, piece in there
-                if piece not in (EMBEDDING, LOSS) and self.profile.at(sizes)[piece].is_host_bound
-            }
-        )
+def _host_bound(profile: LayerProfile, candidate: Candidate) -> list[str]:
+    """The layers of a configuration that the host bounds."""
+    stages = candidate.configuration.stages
+    there = {(stage.sizes, profile.pieces[at]) for stage in stages for at in stage.pieces}
+    return sorted(
+        {
+            piece
+            for sizes, piece in there
+            if piece not in (EMBEDDING, LOSS) and profile.at(sizes)[piece].is_host_bound
+        }
+    )
 
-    def how_sure(self) -> str:
-        """Say how much was looked at."""
-        cut = f"{self.found.num_cut} of {self.found.num_shapes} shapes were cut"
-        return f"{cut}: the others have a bound above what was found."
+
+def _show_columns(title: str, columns: Mapping[str, list[str]], left: Collection[str] = ()) -> None:
+    """Print a table but for columns that have nothing to say."""
+    known = {name: cells for name, cells in columns.items() if any(cells)}
+    show_table(title, known, zip(*known.values(), strict=True), left=left)
 
 
 def sizes_words(each: Ranked) -> str:
@@ -124,10 +114,10 @@ def recomputation_words(each: Ranked) -> str:
     return f"{'/'.join(names)} {counts}{' ...' if len(by_stage) > 8 else ''}" if names else "-"
 
 
-def stage_table(
+def show_stages(
     title: str, candidate: Candidate, peak_bytes: FloatArray, peak: str = "peak (GiB)"
-) -> Table:
-    """Stages of a configuration; columns that have nothing to say are left out."""
+) -> None:
+    """Print the stages of a configuration."""
     configuration, works = candidate.configuration, candidate.works
     stages, pieces = configuration.stages, candidate.profile.pieces
     longest_s = max(work.time_s for work in works)
@@ -149,10 +139,7 @@ def stage_table(
         "share of bottleneck (%)": [f"{100 * work.time_s / longest_s:.1f}" for work in works],
         peak: [f"{held / _GIB:.2f}" if peak_bytes.any() else "" for held in peak_bytes],
     }
-    known = {name: cells for name, cells in columns.items() if any(cells)}
-    shown = table_of(title, known, zip(*known.values(), strict=True))
-    shown.columns[1].justify = "left"
-    return shown
+    _show_columns(title, columns, left=("layers",))
 
 
 def pieces_words(names: tuple[str, ...]) -> str:
@@ -167,16 +154,11 @@ def pieces_words(names: tuple[str, ...]) -> str:
     return ", ".join(words)
 
 
-def why_slower(losses: Losses, best: Losses, longer: float) -> str:
+def _why_slower(losses: Losses, best: Losses, longer: float) -> str:
     """Name the largest part of the time that a candidate takes more than the best."""
     more = {
-        name: 100 * (getattr(losses, field) * longer - getattr(best, field))
-        for name, field in (
-            ("computing", "computed"),
-            ("recomputing", "recomputed"),
-            ("bubbles", "bubbles"),
-            ("reduction", "reduction"),
-        )
+        name: 100 * (getattr(losses, part) * longer - getattr(best, part))
+        for _, name, part in _PARTS
     }
     name = max(more, key=lambda each: more[each])
     return f"{name} {more[name]:+.1f}" if more[name] >= 0.05 else "-"

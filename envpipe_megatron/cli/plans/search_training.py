@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
-from envpipe_megatron.console import table_of
+from envpipe_megatron.console import show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import ranks_of_node, read, run_torchrun, split
@@ -48,8 +46,8 @@ class Measured:
     peak_bytes: dict[int, float]
 
 
-def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) -> Table:
-    """Train a configuration's first iterations, and compare.
+def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) -> None:
+    """Train a configuration's first iterations, and print them beside what was predicted.
 
     Args:
         command: what follows `torchrun`, which `check_ranks` let pass; arguments that the flags
@@ -72,7 +70,7 @@ def train(command: Sequence[str], candidate: Candidate, flags: Sequence[str]) ->
             value=code,
             remedy="Its own message is above; the script must be Megatron-LM's.",
         )
-    return comparison(candidate, measured)
+    _compare(candidate, measured)
 
 
 def check_ranks(command: Sequence[str], num_gpus: int) -> None:
@@ -124,8 +122,8 @@ def read_log(text: str) -> Measured:
     )
 
 
-def comparison(candidate: Candidate, measured: Measured) -> Table:
-    """Predicted beside measured: Megatron's own order at the highest clocks."""
+def _compare(candidate: Candidate, measured: Measured) -> None:
+    """Print predicted beside measured: Megatron's own order at the highest clocks."""
     predicted_s, measured_s = candidate.iteration_time_s, statistics.median(measured.iteration_s)
     rows = [_row("iteration time (s)", predicted_s, measured_s, 4)]
     first_rank = 0
@@ -137,7 +135,7 @@ def comparison(candidate: Candidate, measured: Measured) -> Table:
             rows.append(_row(f"peak of stage {stage} (GiB)", predicted_gib, max(peaks) / _GIB, 2))
         first_rank += layout.num_gpus
     columns = ("", "predicted", "measured", "off (%)")
-    return table_of(f"{ITERATIONS} iterations, the first {WARM_UP} left out", columns, rows)
+    show_table(f"{ITERATIONS} iterations, the first {WARM_UP} left out", columns, rows)
 
 
 def _row(name: str, predicted: float, measured: float, digits: int) -> tuple[str, ...]:

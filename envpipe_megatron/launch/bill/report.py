@@ -16,9 +16,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from envpipe_megatron.console import say_as_launcher, show_tables
+from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
@@ -140,9 +139,10 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
     ]
     if not any(phase.window.run for phase in bill.phases.values()):
         groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
-    show_tables(console, *(_table(names, totals) for names, totals in groups))
+    for names, totals in groups:
+        _show_totals(names, totals, console)
     for line in bill_lines(bill, tariff):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line, console)
 
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
@@ -202,28 +202,27 @@ def bill_csv(bill: Bill) -> str:
     return text.getvalue()
 
 
-def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:
-    table = Table(title=f"By {' and '.join(names)}" if names != ("job",) else "The job")
-    for name in names:
-        table.add_column(name)
-    for name in ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"):
-        table.add_column(name, justify="right")
-    for values, total in totals.items():
-        known = total.energy_uncertainty_j
-        shares = [
-            f"{100 * share_s / total.duration_s:.0f}"
-            for share_s in total.shares_s or ()
-            if total.duration_s
-        ]
-        table.add_row(
+def _show_totals(
+    names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal], console: Console
+) -> None:
+    rows = (
+        (
             *(_short("" if value is None else str(value)) for value in values),
             f"{total.energy_j:.1f}",
-            "" if known is None else f"{known:.1f}",
+            "" if total.energy_uncertainty_j is None else f"{total.energy_uncertainty_j:.1f}",
             f"{total.duration_s:.1f}",
             f"{total.average_power_w:.1f}",
-            "/".join(shares),
+            "/".join(
+                f"{100 * share_s / total.duration_s:.0f}"
+                for share_s in total.shares_s or ()
+                if total.duration_s
+            ),
         )
-    return table
+        for values, total in totals.items()
+    )
+    title = f"By {' and '.join(names)}" if names != ("job",) else "The job"
+    figures = ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)")
+    show_table(title, (*names, *figures), rows, left=names, console=console)
 
 
 def _short(name: str) -> str:
