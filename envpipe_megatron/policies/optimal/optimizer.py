@@ -195,7 +195,6 @@ class Optimizer:
         """Round a linear program's solution to a plan, for which clocks are never late."""
         schedule, choices = self.schedule, priced.choices
         relaxed = priced.program.solve(deadline_s)
-        waiting_j = choices.waiting_power_w * relaxed.end_s
         chosen = round_durations(
             schedule,
             choices,
@@ -203,7 +202,8 @@ class Optimizer:
             self._tail_s,
             relaxed.end_s,
             relaxed.duration_s,
-            (1 + self._good_gap) * relaxed.cost_j - waiting_j,
+            relaxed.cost_j,
+            self._good_gap,
         )
         return self._plan(choices, chosen), relaxed
 

@@ -27,8 +27,9 @@ from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
-#: Up to this many units every way to begin is tried, however good the first.
-_SMALL_UNITS = 20_000
+#: A plan that costs no more than this fraction above its bound needs no other way to begin; of more
+#: units than so many, one that is good enough.
+_NEAR_GAP, _SMALL_UNITS = 1e-4, 20_000
 #: Ends of units that may move for each unit, while slack that flooring has left is spent.
 _SPENDING_WORK = 30
 #: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.
@@ -44,12 +45,13 @@ def round_durations(
     tail_s: FloatArray,
     deadline_s: float,
     duration_s: FloatArray,
-    enough_j: float,
+    relaxed_j: float,
+    good_gap: float,
 ) -> list[int]:
     """[num_units] a choice for each node, near to relaxed durations and within the deadline.
 
     The fastest choices must meet it. `duration_s`, [num_units], are the relaxed durations,
-    `enough_j` a planning cost that needs no improvement.
+    `relaxed_j` what they cost with all waiting; a plan within `good_gap` of that is not improved.
     """
     floor = hull_floor(schedule, choices, duration_s)
 
@@ -60,7 +62,10 @@ def round_durations(
     rounding.carry(duration_s)
     rounding.repair()
     rounding.spend_slack()
-    if rounding.cost_j > enough_j or schedule.num_units <= _SMALL_UNITS:
+    waiting_j = choices.waiting_power_w * deadline_s
+    enough_j = (1 + good_gap) * relaxed_j - waiting_j
+    gap = _NEAR_GAP if schedule.num_units <= _SMALL_UNITS else good_gap
+    if rounding.cost_j > (1 + gap) * relaxed_j - waiting_j:
         carried_back, floored = begun(), begun()
         carried_back.carry_back(duration_s)
         for other in (carried_back, floored):

@@ -134,7 +134,7 @@ def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
     case = Case(seed)
     duration_s = case.program().solve(case.deadline_s).duration_s
     where = case.schedule, case.choices, case.conditions.latency_s, case.tail_s
-    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf)
+    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf, 0.0)
     assert_in_time(case, chosen)
     floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
     floored.repair()
