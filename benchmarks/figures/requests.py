@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,7 +21,7 @@ from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Outcome
 from benchmarks.figures.unit_times import EmulatedTime, emulated_time, write_scaled_preset
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.trials.ranks import rank_environment, running_ranks
+from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 
 #: Counted up when the same request gives another result: what was run before is run again.
 _EDITION = 2
@@ -185,23 +187,23 @@ def _train_batch(batch: Batch, console: Console) -> None:
     path, log_path = batch.folder / "batch.pickle", batch.folder / "log.txt"
     path.write_bytes(pickle.dumps(batch))
     job = batch.requests[0].job
-    with (
-        tempfile.TemporaryDirectory() as emulated,
-        running_ranks(
+    begun = itertools.count(1)
+
+    def take(event: dict[str, Any]) -> None:
+        if event["event"] == "begun":
+            _say(console, f"{next(begun)} of {len(batch.requests)}: {event['key']}")
+        elif event["event"] == "say":
+            _say(console, f"  {event['text']}", "dim")
+
+    with tempfile.TemporaryDirectory() as emulated:
+        run_ranks(
             job.stages * job.replicas,
             ["--module", "benchmarks.figures.worker", str(path)],
             _environment(Path(emulated)),
             log_path,
             Path(emulated),
-        ) as events,
-    ):
-        done = 0
-        for event in events:
-            if event["event"] == "begun":
-                done += 1
-                _say(console, f"{done} of {len(batch.requests)}: {event['key']}")
-            elif event["event"] == "say":
-                _say(console, f"  {event['text']}", "dim")
+            take,
+        )
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

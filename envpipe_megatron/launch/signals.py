@@ -42,6 +42,7 @@ class Signals:
     `until_stdin_ends`, the end of standard input counts as a SIGTERM from then on.
 
     Attributes:
+        arrived: whether there was any.
         to_pass_on: the last signal if it is of `also`; SIGTERM for those that every launcher takes,
             since ranks that wait in a library do not end by a SIGINT.
     """
@@ -50,6 +51,7 @@ class Signals:
         self, also: Collection[signal.Signals] = (), *, until_stdin_ends: bool = False
     ) -> None:
         self.until_stdin_ends = until_stdin_ends
+        self.arrived = False
         self.to_pass_on = signal.SIGTERM
         self._actions: Iterator[Callable[[], object] | None] = repeat(None)
         self._watch: threading.Thread | None = None
@@ -74,6 +76,7 @@ class Signals:
         self._handled.__exit__(None, None, None)
 
     def _take(self, number: signal.Signals) -> None:
+        self.arrived = True
         self.to_pass_on = signal.SIGTERM if number in _NUMBERS else number
         action = next(self._actions)
         if action is None:

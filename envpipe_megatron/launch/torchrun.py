@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from envpipe_megatron import child
 from envpipe_megatron.child import TORCHRUN_MARK
@@ -161,6 +161,10 @@ def run_torchrun(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     signals: Signals,
+    *,
+    take: Callable[[str], object] | None = None,
+    log: IO[str] | None = None,
+    ranks_s: float | None = None,
 ) -> int:
     """Run torchrun to its end; return its exit status, 128 plus the signal if it was killed.
 
@@ -173,25 +177,48 @@ def run_torchrun(
         arguments: torchrun's options, the script and its arguments.
         environment: added to this process's.
         signals: to this process.
+        take: gets each line of the ranks' standard output, in a thread; what it raises ends them,
+            and is raised here.
+        log: of their standard error, else this process's.
+        ranks_s: how long they get to end, where it is not torchrun's to say.
     """
-    mark, ranks_s = uuid.uuid4().hex, shutdown_s(arguments)
+    mark = uuid.uuid4().hex
+    if ranks_s is None:
+        ranks_s = shutdown_s(arguments)
     process = subprocess.Popen(
         [sys.executable, "-P", child.__file__, str(os.getpid()), *TORCHRUN, *arguments],
         env={**os.environ, **environment, TORCHRUN_MARK: mark},
         stdin=subprocess.DEVNULL if signals.until_stdin_ends else None,
+        stdout=subprocess.PIPE if take else None,
+        stderr=log,
+        text=True,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
     )
     patience = threading.Timer(ranks_s + _PATIENCE_S, process.kill)
     asked = False
+    raised: list[BaseException] = []
 
     def end() -> None:
         nonlocal asked
+        if asked:
+            return
         asked = True
         process.send_signal(signals.to_pass_on)
         patience.start()
         say_as_launcher("ending the ranks (once more: kill them)")
 
+    def read_lines(take: Callable[[str], object]) -> None:
+        try:
+            for line in process.stdout or ():
+                take(line)
+        except BaseException as error:  # raised again where others can handle it
+            raised.append(error)
+            end()
+
     signals.call(end, process.kill)
+    reader = threading.Thread(target=read_lines, args=(take,), daemon=True)
+    if take:
+        reader.start()
     code = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,6 +226,10 @@ def run_torchrun(
     patience.cancel()
     if asked or code < 0:
         _end_marked(mark, max(_RANKS_END_S, ranks_s))
+    if take:
+        reader.join(_PATIENCE_S)  # what outlives the ranks may keep the pipe open
+    if raised:
+        raise raised[0]
     return code if code >= 0 else 128 - code
 
 

@@ -1,27 +1,25 @@
 """Ranks of one machine under torchrun: however they end, none runs on and clocks are reset.
 
-A command runs `running_ranks`; each rank calls `report_to_command`, then `emit`.
+A command calls `run_ranks`; each rank calls `report_to_command`, then `emit`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import reset_all
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
-from envpipe_megatron.launch.signals import handled
+from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun import run_torchrun
 
 #: Starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "
@@ -49,72 +47,48 @@ def rank_environment(emulated: Path) -> dict[str, str]:
     return environment
 
 
-def torchrun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
-    """Return the command that starts ranks of a script, or of `--module` and a module."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(num_ranks), *program,
-    ]  # fmt: skip
-
-
-@contextlib.contextmanager
-def running_ranks(
+def run_ranks(
     num_ranks: int,
     program: Sequence[str],
     environment: Mapping[str, str],
     log_path: Path,
     emulated: Path,
-) -> Iterator[Iterator[dict[str, Any]]]:
-    """Run ranks of a program, and give what they report; when left, none runs, clocks are reset.
+    take: Callable[[dict[str, Any]], object],
+) -> None:
+    """Run ranks of a program to their end, and take what they report; then clocks are reset.
 
     SIGTERM and SIGHUP end this like Ctrl-C. EnvPipeError if a rank failed.
 
     Args:
         num_ranks: all on this machine.
-        program: as `torchrun_command` takes it. Each rank calls `report_to_command` first.
+        program: a script, or `--module` and a module. Each rank calls `report_to_command` first.
         environment: the ranks'.
         log_path: file of all that they print beside their reports.
         emulated: folder of their emulated GPUs.
+        take: gets each report, in another thread; what it raises ends the ranks, and this.
     """
-    rank_pids: list[int] = []
-    with ended_like_ctrl_c(), log_path.open("w") as log:
-        # Its own session: only this process gets Ctrl-C, and stops the ranks in order.
-        ranks = subprocess.Popen(
-            torchrun_command(num_ranks, program),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        assert ranks.stdout is not None
+    words = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
+    with log_path.open("w") as log, Signals() as signals:
+
+        def take_line(line: str) -> None:
+            if line.startswith(EVENT_MARK):
+                take(json.loads(line[len(EVENT_MARK) :]))
+            else:
+                log.write(line)
+
         try:
-            yield _events(ranks.stdout, log, rank_pids)
-            code = ranks.wait()
+            code = run_torchrun(
+                [*words, *program], environment, signals, take=take_line, log=log, ranks_s=GRACE_S
+            )
         finally:
-            try:
-                _stop(ranks, rank_pids)
-            finally:
-                ranks.stdout.close()  # a rank that is only starting ends when it wants to speak
-                reset_all(emulated)  # also what a rank that was killed left behind
+            reset_all(emulated)  # also what a rank that was killed left behind
+    if signals.arrived:
+        raise KeyboardInterrupt
     if code != 0:
         raise EnvPipeError(
             f"A rank failed (exit code {code}); clocks are reset",
             remedy=f"The first error is in {log_path}.",
         )
-
-
-def _events(lines: IO[str], log: IO[str], rank_pids: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield what ranks report, until all have ended; note their processes, and log other lines."""
-    for line in lines:
-        if not line.startswith(EVENT_MARK):
-            log.write(line)
-            continue
-        event = json.loads(line[len(EVENT_MARK) :])
-        if event["event"] == "rank":
-            rank_pids.append(event["pid"])
-        else:
-            yield event
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -128,30 +102,6 @@ def emit(event: str, **fields: Any) -> None:
         sys.stdout.flush()
 
 
-def ended_like_ctrl_c() -> AbstractContextManager[None]:
-    """Let SIGTERM and SIGHUP, which would end this process at once, interrupt it: it cleans up."""
-
-    def interrupt(_: signal.Signals) -> NoReturn:
-        raise KeyboardInterrupt
-
-    return handled(interrupt)
-
-
 def report_to_command() -> None:
     """Let the command end this rank, which leaves by its `finally` blocks: they reset clocks."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    emit("rank", pid=os.getpid())
-
-
-def _stop(ranks: subprocess.Popen[str], rank_pids: Iterable[int]) -> None:
-    if ranks.poll() is not None:
-        return
-    ranks.terminate()  # torchrun passes it on to the ranks, which give their clocks back
-    try:
-        ranks.wait(GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatience
-        ranks.kill()
-        for pid in rank_pids:  # torchrun cannot take them along any more
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        ranks.wait()

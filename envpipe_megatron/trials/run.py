@@ -18,7 +18,7 @@ from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.trials.claims import equality
-from envpipe_megatron.trials.ranks import rank_environment, running_ranks
+from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import Settings, load_text
 
 Event = dict[str, Any]
@@ -131,23 +131,20 @@ def _train(results: Results, console: Console) -> None:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with (
-        Progress(*columns, console=console) as progress,
-        running_ranks(
+
+    def take(event: Event) -> None:
+        if event["event"] == "turn":
+            results.turns.append(event)
+        results.take(event)
+
+    with Progress(*columns, console=console) as progress:
+        results.begin(progress)
+        run_ranks(
             settings.num_stages,
             ["--module", worker, str(settings_file)],
             # A dry run forbids its ranks what it must not do, whatever goes wrong.
             {**rank_environment(emulated), **({FORBID_VARIABLE: "1"} if settings.dry_run else {})},
             settings.output / "log.txt",
             emulated,
-        ) as events,
-    ):
-        results.begin(progress)
-        try:
-            for event in events:
-                if event["event"] == "turn":
-                    results.turns.append(event)
-                results.take(event)
-        except KeyboardInterrupt:
-            progress.console.print("Interrupted: stopping the ranks (again: kill them)")
-            raise
+            take,
+        )

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-#: Stands for torchrun. Arguments: this file's socket, the settings.
+#: Stands for torchrun. Arguments: this file's socket, torchrun's, the settings.
 LAUNCHER = """
 import json, os, signal, socket, sys
 pids, told = [], []
@@ -28,7 +28,7 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)  # before there are ranks, as torchrun does
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
-request = {"what": "ranks", "settings": sys.argv[2], "environment": dict(os.environ)}
+request = {"what": "ranks", "settings": sys.argv[-1], "environment": dict(os.environ)}
 socket.send_fds(server, [json.dumps(request).encode()], [1, 2])
 pids += json.loads(server.recv(1 << 16))
 if told:
@@ -45,15 +45,14 @@ def run_command(path: Path) -> None:
     """As `envpipe prove` on GPUs of the fake library, of which there are two."""
     from rich.console import Console
 
-    from envpipe_megatron.trials import ranks
+    from envpipe_megatron.launch import torchrun
     from envpipe_megatron.trials.machine import Machine
     from envpipe_megatron.trials.proof import Proof
     from envpipe_megatron.trials.run import run_trial
     from envpipe_megatron.trials.settings import Settings
 
-    ranks.torchrun_command = lambda count, program: [
-        sys.executable, "-S", "-c", LAUNCHER, os.environ["PROVE_SOCKET"], program[-1],
-    ]  # fmt: skip
+    server = os.environ["PROVE_SOCKET"]
+    torchrun.TORCHRUN = (sys.executable, "-S", "-c", LAUNCHER, server)
     settings = Settings.read(path)
     missing = "the right of a test" if settings.dry_run else ""
     machine = Machine(False, ("fake",) * NUM_RANKS, (), 0.0, missing, {})

@@ -203,12 +203,12 @@ def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, diffe
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, monkeypatch, dry_run):
-    def running_ranks(num_ranks, program, environment, log_path, emulated):
+    def run_ranks(num_ranks, program, environment, log_path, emulated, take):
         assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)
         raise EnvPipeError("stop here")
 
     monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
-    monkeypatch.setattr(trial_run, "running_ranks", running_ranks)
+    monkeypatch.setattr(trial_run, "run_ranks", run_ranks)
     settings = replace(short_settings(tmp_path), dry_run=dry_run)
     assert refused(settings) == "stop here"
 

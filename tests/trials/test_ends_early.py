@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,9 @@ from trials_helpers import (
 )
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.trials import ranks as trial_ranks
+from envpipe_megatron.launch import torchrun
 from envpipe_megatron.trials.quickstart import Quickstart
+from envpipe_megatron.trials.ranks import run_ranks
 from envpipe_megatron.trials.run import run_trial
 
 pytestmark = [
@@ -121,73 +121,29 @@ def test_a_rank_that_is_killed(tmp_path):
     assert_partial_results(output)
 
 
-STUBBORN = """
-import json, os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if len(sys.argv) == 1:  # torchrun; the rank gets a session of its own, as under torchrun
-    subprocess.Popen([sys.executable, __file__, "rank"], start_new_session=True)
-else:
-    for event in ("rank", "up"):
-        told = json.dumps({"event": event, "pid": os.getpid()})
-        print("@envpipe", told, flush=True)
+RANK = """
+import time
+print('@envpipe {"event": "up"}', flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.usefixtures("signals_at_default")
-@pytest.mark.parametrize("impatient", [True, False], ids=["second Ctrl-C", "grace is over"])
-def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impatient):
-    monkeypatch.setattr(trial_ranks, "GRACE_S", 60.0 if impatient else 0.2)
-    script = tmp_path / "stubborn.py"
-    script.write_text(STUBBORN)
-    command = [sys.executable, str(script)]
-    monkeypatch.setattr(trial_ranks, "torchrun_command", lambda *_: command)
-    pids = []
-    starts = time.monotonic()
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-
-    def interrupted():
-        log = tmp_path / "log"
-        with trial_ranks.running_ranks(1, [], os.environ, log, tmp_path) as events:
-            pids.append(next(events)["pid"])
-            if impatient:
-                timer.start()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert time.monotonic() - starts < 30
-
-    def gone():
-        try:
-            stat = Path(f"/proc/{pids[0]}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            return True
-
-    wait_until(gone, 5, "the end of the rank")
+def up(folder, monkeypatch, take):
+    """Run one rank that only reports that it is up."""
+    (folder / "rank.py").write_text(RANK)
+    monkeypatch.setattr(torchrun, "TORCHRUN", (sys.executable, str(folder / "rank.py")))
+    run_ranks(1, [], {}, folder / "log", folder / "emulated", take)
 
 
 @pytest.mark.usefixtures("signals_at_default")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_quickstart_as_ctrl_c_does(tmp_path, monkeypatch, number):
     before = signal.getsignal(number)
-
-    def told_to_end():
-        with trial_ranks.ended_like_ctrl_c():
-            os.kill(os.getpid(), number)
-            time.sleep(5)
-
     with pytest.raises(KeyboardInterrupt):
-        told_to_end()
+        up(tmp_path, monkeypatch, lambda event: os.kill(os.getpid(), number))
     assert signal.getsignal(number) == before
 
 
-def test_a_signal_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with trial_ranks.ended_like_ctrl_c():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_what_goes_wrong_with_a_report_ends_the_ranks_and_is_raised(tmp_path, monkeypatch):
+    with pytest.raises(KeyError, match="step"):
+        up(tmp_path, monkeypatch, lambda event: event["step"])

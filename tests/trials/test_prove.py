@@ -24,6 +24,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu import control, devices
 from envpipe_megatron.gpu.backends.nvml_library import NvmlError
 from envpipe_megatron.gpu.devices import GpuActivity
+from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
 from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
@@ -149,6 +150,7 @@ def test_the_page_stands_alone_and_has_every_table(finished):
     mhz = constant.frequency_mhz.max()
     assert re.search(f"<td[^>]*>{mhz}</td><td[^>]*>1F1B at the one lower", finished.page)
     assert "# EnvPipe: a proof (emulated)" in (finished.output / "summary.md").read_text()
+    assert read_run_folder(finished.output / "profile").profile == profile
 
 
 def test_the_line_to_paste_is_printed_and_kept(finished):

@@ -103,6 +103,9 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
     assert how == {
         "env": {**os.environ, "A": "b"},
         "stdin": subprocess.DEVNULL if stdin else None,
+        "stdout": None,
+        "stderr": None,
+        "text": True,
         "start_new_session": True,
     }
     assert ended == ([(mark, 30)] if status < 0 else [])
