@@ -116,13 +116,14 @@ class Rank:
         replicas: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
         replicas.gather = lambda own: [own, self.replica(own)]
         self.collectives = Collectives(0, pipeline, [replicas], 2)
-        self.collectives.is_planner = self.is_planner
+        self.collectives.is_planner = True  # where files go is what that rank says
         self.gpu = SimpleNamespace(
             name="NVIDIA of a test",
             changes_clock=self.changes_clock,
             supported_frequencies_mhz=self.supported,
         )
         self.folder = JobFolder(self.config.output_dir, self.collectives)
+        self.collectives.is_planner = self.is_planner
         self.clock = SimpleNamespace(error=None)
         self.say = self.said.append
 
