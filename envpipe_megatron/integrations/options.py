@@ -229,14 +229,14 @@ class Options:
 
     @property
     def closed_loop(self) -> bool:
-        """Whether plans are corrected as long as the job runs."""
+        """True if plans are corrected as long as the job runs."""
         as_it_stands = self.sweep or self.profile_only or self.plan is not None
         return self.type == "optimal" and not as_it_stands
 
     def request(
         self, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
     ) -> PlanRequest:
-        """What to plan, in chunks and groups as `PlanRequest` takes them."""
+        """Make the request to plan, in chunks and groups as `PlanRequest` takes them."""
         return PlanRequest(
             num_microbatches,
             schedule=self.scheduling,

@@ -125,7 +125,7 @@ def _read(args: argparse.Namespace, name: str, variables: Mapping[str, str], nam
 
 
 def _chosen(given: Mapping[str, Any], variables: Mapping[str, str], name: str) -> str | None:
-    """What is given of an option, or else its variable."""
+    """Return what is given of an option, or else its variable."""
     variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
     value = given[name] or variables.get(variable, "").lower() or None
     if value is not None and value not in choices:

@@ -33,7 +33,7 @@ _Source = Callable[[str], _Found | None]
 
 
 class TorchrunOptions(NamedTuple):
-    """What torchrun is started with on one node.
+    """Options that torchrun is started with on one node.
 
     Attributes:
         arguments: all words after `torchrun`.

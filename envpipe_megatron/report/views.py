@@ -1,4 +1,4 @@
-"""What a report shows of a run: views of charts, as plain data."""
+"""Views of a run, which a report shows: charts, as plain data."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 class Results(ABC):
-    """What ranks reported so far; a subclass shows it and writes it down.
+    """Reports of ranks so far; a subclass shows it and writes it down.
 
     Attributes:
         who: the command's work, in a word.

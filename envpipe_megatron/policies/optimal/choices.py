@@ -93,7 +93,7 @@ def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int)
 
 
 def unbeaten(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that no other beats in both time and cost, by rising time and falling cost.
+    """Leave out what another beats in both time and cost, by rising time and falling cost.
 
     Times that only rounding tells apart are the same: joules over such a difference are prices of
     1e14 W, in which a bound loses its digits.
