@@ -229,12 +229,12 @@ def _compared(root: Path, patch: Patch) -> Checkout:
     state = State.PATCHED
     other, reasons = git_apply(patch, files, "-R")
     if reasons:
-        left = dict.fromkeys(_new_files_left(root, patch))
-        other, put_in = git_apply(patch, files | left)
         if any(_OUR_NAME in (files[path] or b"") for path, (old, _) in patch.hashes.items() if old):
             state = State.CHANGED_AFTER
         else:
-            state, reasons = State.DIRTY if put_in else State.STOCK, put_in
+            left = dict.fromkeys(_new_files_left(root, patch))
+            other, reasons = git_apply(patch, files | left)
+            state = State.DIRTY if reasons else State.STOCK
     foreign = {}
     for path, reason in reasons.items():
         content = files[path]

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 #: What failed is tried again after so long, and the end of a job waits so long for a disk.
 _AGAIN_S, _JOIN_S = 30.0, 5.0
 _Waiting: TypeAlias = defaultdict[str, deque[Callable[[], object]]]
+#: Keys; what is answered when all before it is written; None ends the thread.
+_Ready: TypeAlias = SimpleQueue[str | SimpleQueue[None] | None]
 _LACKING = "The files of this rank are not complete: their disk %s"
 
 
@@ -28,9 +30,8 @@ class Writer:
 
     def __init__(self) -> None:
         self._waiting: _Waiting = defaultdict(deque)
-        #: Keys; what is answered when all before it is written; None ends the thread. Its lock
-        #: cannot stay taken when a signal handler raises.
-        self._ready: SimpleQueue[str | SimpleQueue[None] | None] = SimpleQueue()
+        #: Its lock cannot stay taken when a signal handler raises.
+        self._ready: _Ready = SimpleQueue()
         self._hangs = False
         self._thread = threading.Thread(
             target=_write, args=(self._waiting, self._ready), name="envpipe-writer", daemon=True
@@ -67,20 +68,18 @@ class Writer:
         logger.error(_LACKING, "does not answer")
 
 
-def _write(
-    waiting: _Waiting,
-    ready: SimpleQueue[str | SimpleQueue[None] | None],
-) -> None:
+def _write(waiting: _Waiting, ready: _Ready) -> None:
     failing: set[str] = set()
-    item: str | SimpleQueue[None] | None = ""
-    while item is not None:
-        item = ""  # what failed is tried again though nothing follows
+    while True:
+        item: str | SimpleQueue[None] | None = ""  # what failed is tried again, if nothing follows
         with suppress(Empty):
             item = ready.get(timeout=_AGAIN_S if failing else None)
+        if item is None:
+            return
         if isinstance(item, str):
             for key in failing | {item}:
                 _make(waiting, key, failing)
-        elif item is not None:
+        else:
             for key in list(waiting):
                 _make(waiting, key, failing)
             if failing:
