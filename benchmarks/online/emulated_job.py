@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.online.pipelines import Iteration, Pipelines, VirtualMeter
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
@@ -30,6 +29,7 @@ from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
+from envpipe_megatron.tuning.background import Background
 
 
 class MemoryGroup:

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
 

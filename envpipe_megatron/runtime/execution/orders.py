@@ -12,12 +12,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.tuning.commands import Parking
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatAr
     """Return what one stage measures of its tail in iterations that followed each other.
 
     For each iteration but the last: the end of its last unit after its own begin, in s, and the
-    time from there to the begin of the next iteration, in s; see `control.window.tail_times_s`.
+    time from there to the begin of the next iteration, in s; see `tuning.commands.tail_times_s`.
     """
     ends_s = [float(record.end_s[-1]) for record in records[:-1]]
     gaps_s = [

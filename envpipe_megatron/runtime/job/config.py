@@ -28,7 +28,7 @@ class SessionConfig:
         relock: call the driver at every request, even if the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         closed_loop: the optimal policy measures a few clocks in place of a sweep, plans beside
-            training, and corrects its plan as long as the job runs; see `control.controller`.
+            training, and corrects its plan as long as the job runs; see `tuning.controller`.
         may_be_lowered: whether the job may turn out to need a lower level, and is then made again.
         max_slowdown_percent: by how much steps of a closed loop may last longer than the
             framework's own at the highest clocks before clocks go up.

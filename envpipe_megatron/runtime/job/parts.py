@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -23,6 +22,7 @@ from envpipe_megatron.runtime.execution.executor import Executor
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
+from envpipe_megatron.tuning.background import Background
 
 
 @dataclass

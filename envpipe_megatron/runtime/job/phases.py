@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from envpipe_megatron.control.controller import WINDOW
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -28,27 +27,36 @@ from envpipe_megatron.runtime.execution.orders import (
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, OneClock
-from envpipe_megatron.runtime.job.online import run_online
+from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import (
     adopt_plan,
     check_files,
+    check_plan,
     clocks_of_stages,
     make_room_for_messages,
     megatron_order,
+    plan_online,
     profiled_clocks,
 )
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
-from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
+from envpipe_megatron.runtime.profiling.profiler import (
+    OnlineProfiler,
+    ProfilerError,
+    profiled_kinds,
+)
 from envpipe_megatron.runtime.profiling.wait_power import (
     WaitPower,
     measure_p2p_latency_s,
     measure_wait_power,
     wait_clocks,
 )
+from envpipe_megatron.tuning.controller import WINDOW, Controller
+from envpipe_megatron.tuning.planner import Limits, Planner
+from envpipe_megatron.tuning.store import Store
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
@@ -163,13 +171,37 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
-        yield from run_online(job, schedule, clocks, profile.sidecar, profile, records)
+        make = partial(_controller, job, schedule, clocks, profile.sidecar, profile)
+        yield from run_commands(job, schedule, clocks, records, make)
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
     job.memory.learn(schedule, job.specs)
     job.memory.watch = Watch.NOTHING
-    yield from run_online(job, schedule, swept, _facts(job), None, records)
+    make = partial(_controller, job, schedule, swept, _facts(job), None)
+    yield from run_commands(job, schedule, swept, records, make)
+
+
+def _controller(
+    job: PhaseParts,
+    schedule: Schedule,
+    clocks_mhz: Sequence[int],
+    facts: Sidecar,
+    profile: Profile | None,
+) -> Controller:
+    kinds = profiled_kinds(schedule)
+    store = Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
+    if profile is not None:
+        store.take_profile(profile)
+    config = job.config
+    limits = Limits(
+        config.max_slowdown_percent / 100,
+        config.request.deadline_factor or 1.0,
+        config.request.min_dwell_s,
+    )
+    check = partial(check_plan, job, clocks_mhz=())
+    planner = Planner(store, partial(plan_online, job), check, limits, job.background)
+    return Controller(schedule, store, job.collectives.num_replicas, planner)
 
 
 def _save_energy(

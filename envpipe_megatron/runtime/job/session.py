@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ClockState, Gpu
@@ -36,6 +35,7 @@ from envpipe_megatron.runtime.memory.stage import (
     check_memory_is_known,
     device_memory,
 )
+from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
 

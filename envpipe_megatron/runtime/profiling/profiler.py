@@ -26,7 +26,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile
@@ -54,6 +53,7 @@ from envpipe_megatron.runtime.execution.orders import (
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower
+from envpipe_megatron.tuning.commands import tail_times_s
 
 #: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.
 _RISES_TO_STOP = 5

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from envpipe_megatron.control.background import Background
+from envpipe_megatron.tuning.background import Background
 
 _start = Background.start
 

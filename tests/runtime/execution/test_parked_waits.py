@@ -14,7 +14,6 @@ import pytest
 from fake_gpu import FakeGpu
 from plain_stages import SPECS
 
-from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
@@ -28,6 +27,7 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.tuning.commands import Parking
 
 #: The units of stage 0 are F0 F1 B0 B1, and the wait before B0 is parked in.
 SCHEDULE = builders.one_f_one_b(2, 2)

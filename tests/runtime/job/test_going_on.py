@@ -15,10 +15,10 @@ from presets import preset_profile
 from rank_pool import RankFailedError
 from session_ranks import Fault
 
-from envpipe_megatron.control.background import Background
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.runtime.going_on import GoesOnError, by_background
+from envpipe_megatron.tuning.background import Background
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

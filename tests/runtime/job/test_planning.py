@@ -18,7 +18,6 @@ from planning_cases import random_profile
 from presets import preset_profile
 
 from benchmarks.online.emulated_job import Immediate
-from envpipe_megatron.control import planner
 from envpipe_megatron.core.channel_model import check_message_order, find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
@@ -41,6 +40,7 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, plan_online, predicted
 from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.tuning import planner
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
 

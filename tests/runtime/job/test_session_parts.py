@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from plain_stages import SPECS
 
-from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
@@ -28,6 +27,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
+from envpipe_megatron.tuning.commands import Parking
 
 SCHEDULE = builders.one_f_one_b(1, 2)
 RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0, 5.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.job.online import make_report
+from envpipe_megatron.runtime.job.reports import make_report
 
 NODES = np.array([1000.0, 1200.0, 1400.0])
 FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.control.window import tail_times_s
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import Stretches, ends_and_gaps_s
+from envpipe_megatron.tuning.commands import tail_times_s
 
 
 def ran(phase: Any, times_s: list[float]) -> int:

@@ -19,11 +19,11 @@ from benchmarks.online.runs import (
     run_job,
     scripted,
 )
-from envpipe_megatron.control import controller
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.tuning import controller
 
 STAGES, MICROBATCHES = 3, 12
 #: Faults begin here, when the loop is steady, and end there.

@@ -9,8 +9,8 @@ from collections import deque
 
 import numpy as np
 
-from envpipe_megatron.control.window import Window, median_error
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.tuning.commands import Window, median_error
 
 #: So many latest steps of a plan are kept, and of the baseline.
 _KEPT_STEPS, _KEPT_BASELINE = 64, 16

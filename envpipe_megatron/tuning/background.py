@@ -23,7 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
 
-_PROCESS = ("-P", "-m", "envpipe_megatron.control.background")  # -P: not the working folder
+_PROCESS = ("-P", "-m", "envpipe_megatron.tuning.background")  # -P: not the working folder
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
 _NICE = 10

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.clock_changes.parking import park
+from envpipe_megatron.tuning.commands import Parking
+from envpipe_megatron.tuning.store import Store
 
 #: A wait is parked in that lasts so many changes of the clock, and the margin.
 _CHANGES = 4
@@ -39,24 +39,24 @@ def _margin_s(plan: Plan) -> float:
     return _SURELY * _SCATTER * longest_s * float(np.sqrt(units))
 
 
-def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -> Plan:
+def parked(plan: Plan, store: Store, min_dwell_s: float, worth: float) -> Plan:
     """The plan, parked in its long waits; itself if that is not known to be worth it.
 
     It parks at the lowest clock whose power is known, on stages that were metered at two clocks or
     more while they waited. The wait before the first unit is left alone: the optimizer is in it.
 
     Args:
-        plan: has the conditions that `knowledge` gives, and does not park.
-        knowledge: what is known of the job's units.
+        plan: has the conditions that `store` gives, and does not park.
+        store: what is known of the job's units.
         min_dwell_s: least time between two changes of a clock.
         worth: share of the energy that parking must save.
     """
-    change_s, shortest_s = knowledge.lateness.change_s or 0.0, float(knowledge.time_s.min())
+    change_s, shortest_s = store.lateness.change_s or 0.0, float(store.time_s.min())
     if not 0 < change_s < _TOLD * shortest_s:
         return plan
-    apart_mhz = _APART * (knowledge.nodes_mhz[1] - knowledge.nodes_mhz[0])
+    apart_mhz = _APART * (store.nodes_mhz[1] - store.nodes_mhz[0])
     known = np.array(
-        [seen.size > 0 and np.ptp(seen) > 0.99 * apart_mhz for seen in knowledge.waited_mhz()]
+        [seen.size > 0 and np.ptp(seen) > 0.99 * apart_mhz for seen in store.waited_mhz()]
     )
     if not known.any():
         return plan
@@ -65,7 +65,7 @@ def parked(plan: Plan, knowledge: Knowledge, min_dwell_s: float, worth: float) -
         _margin_s(plan) + max(_CHANGES * change_s, 2 * change_s + min_dwell_s),
     )
     least_s[~known], least_s[:, 0] = np.inf, np.inf
-    clocks_mhz, nodes_mhz = knowledge.clocks_mhz, knowledge.nodes_mhz
+    clocks_mhz, nodes_mhz = store.clocks_mhz, store.nodes_mhz
     lowest_mhz = np.full(len(known), int(clocks_mhz[clocks_mhz >= nodes_mhz[0]][0]))
     found = park(plan, min_dwell_s, clock_mhz=lowest_mhz, least_wait_s=least_s)
     return found if found.cost.energy_j < plan.cost.energy_j * (1 - worth) else plan

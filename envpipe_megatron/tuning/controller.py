@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
-from typing import TypeAlias
 
 import numpy as np
 
-from envpipe_megatron.control.baseline import Baseline, Harm, Silence, Steps
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.planner import UNPLANNED, Planner, Plans
-from envpipe_megatron.control.probing import lifted, probe, probe_clocks_mhz, repeats
-from envpipe_megatron.control.replicas import Followers
-from envpipe_megatron.control.window import Clocked, Command, Window
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
+from envpipe_megatron.tuning.command_maker import CommandMaker
+from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
+from envpipe_megatron.tuning.judge import Baseline, Harm, Silence, Steps
+from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
+from envpipe_megatron.tuning.probing import Probe, SlackProbe, lifted
+from envpipe_megatron.tuning.replicas import Followers
+from envpipe_megatron.tuning.store import Store
 
 #: Iterations after which ranks report: with one to settle, a fault is seen within ten.
 WINDOW = 4
-#: Probes go on until this many clocks below the bottom of all energy valleys were seen.
-_BELOW_VALLEY = 1
 #: Units that last this share longer or shorter than expected have changed.
 _DRIFT = 0.005
 #: So large a change may be worth another order of units, not only other clocks.
@@ -61,31 +59,26 @@ _FADES = 0.98
 
 logger = logging.getLogger(__name__)
 
-Run: TypeAlias = Generator[Command | None, Window, None]
-
 
 class Controller:
     """Decides for a job, on its planning rank.
 
     Args:
         own: the framework's order.
-        knowledge: what is known of its units: nothing, or what a profile says.
+        store: what is known of its units: nothing, or what a profile says.
         num_replicas: pipelines.
-        planner: makes plans from that knowledge.
+        planner: makes plans from that store.
     """
 
-    def __init__(
-        self, own: Schedule, knowledge: Knowledge, num_replicas: int, planner: Planner
-    ) -> None:
+    def __init__(self, own: Schedule, store: Store, num_replicas: int, planner: Planner) -> None:
         self.plan: Plan | None = None
-        self._own, self._knowledge = own, knowledge
+        self._own, self._store = own, store
         self._everyone = range(num_replicas)
         self._planner = planner
         self._followers = Followers(num_replicas)
-        top_mhz = int(knowledge.clocks_mhz[-1])
+        top_mhz = int(store.clocks_mhz[-1])
         shape = (own.num_stages, own.units_per_stage)
         self._top = Clocked(own, np.full(shape, top_mhz, dtype=np.int64))
-        self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         self._baseline = Baseline()
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
@@ -95,12 +88,9 @@ class Controller:
         #: Windows between looks at the highest clock, and the one after which the next is due.
         self._look_every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
         self._since_baseline = 0
-        #: The plan that ranks have not heard of yet; the last that they have, and the one before.
-        self._adopted: Plan | None = None
-        self._heard: list[Plan | None] = [None, None]
-        self._notes: list[str] = []
-        #: What the bill is to say of steps that were too slow, and what it does not say yet.
-        self._harm, self._billed = Harm(), ""
+        self._commands = CommandMaker(store, num_replicas)
+        #: What the bill is to say of steps that were too slow.
+        self._harm = Harm()
         self._silence = Silence(own.num_stages)
         #: How often planning failed, and the window after which it is tried again, if it is.
         self._failures, self._again_at = 0, 0
@@ -110,12 +100,10 @@ class Controller:
         #: that was of a plan.
         self._drift: FloatArray = np.zeros(own.num_stages)
         self._drift_before = self._drift
-        #: Whether the order of the last command began with it.
-        self._fresh = False
         #: By which share plans must be faster than what is asked, for they turned out slower.
         self._slower = 0.0
 
-    def run(self) -> Run:
+    def run(self) -> Run[None]:
         """Everything after the warm-up: the first window has its iterations, but for the first.
 
         The first value it yields is None. Raises EnvPipeError if nothing can be planned.
@@ -126,14 +114,16 @@ class Controller:
             self._measured_baseline(first)
         else:
             yield from self._at_baseline()
-        if not self._knowledge.profiled:
-            yield from self._probe()
+        if not self._store.profiled:
+            yield from self._look(SlackProbe(self._own, at_cost=True))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
-            window = yield self._command(Phase.PROFILE, self._top, 1)
+            window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)
             self._learn_own(window)
             if plans := self._planner.quick(self._own, self._usual_own_s()):
-                self._note("a plan that was made in seconds runs until the best one is there")
+                self._commands.note(
+                    "a plan that was made in seconds runs until the best one is there"
+                )
                 break
         if plans:
             self._adopt(plans[0])
@@ -145,26 +135,16 @@ class Controller:
 
     # --- phases ---------------------------------------------------------------------------------
 
-    def _probe(self, *, again: bool = False) -> Run:
-        """Look at one clock after the other; again only where that takes no time."""
-        knowledge, below, below_all = self._knowledge, 0, 0
-        for clock_mhz in probe_clocks_mhz(knowledge.clocks_mhz.astype(int).tolist()):
-            # Below its own valley, a unit without slack never pays.
-            at_cost = not again and below <= _BELOW_VALLEY
-            clocks_mhz = probe(self._own, knowledge, clock_mhz, at_cost=at_cost)
-            clocked = Clocked(self._own, clocks_mhz)
-            count = repeats(self._own, knowledge, clocks_mhz, clock_mhz)
-            if not count:
-                return
-            self._note(f"profile: looking at {clock_mhz} MHz in {count} iteration(s)")
-            window = yield self._command(Phase.PROFILE, clocked, count)
-            self._learn(clocked, window)
-            below += knowledge.valley_mhz(waiting=False) > clock_mhz
-            below_all += knowledge.valley_mhz(waiting=True) > clock_mhz
-            if below_all > _BELOW_VALLEY:
-                return
+    def _look(self, probe: Probe) -> Run[None]:
+        """Run what a probe proposes."""
+        while (look := probe.next(self._store)) is not None:
+            self._commands.note(look.note)
+            window = yield self._commands.for_all(
+                Phase.PROFILE, look.clocked, look.iterations, look.settle
+            )
+            self._learn(look.clocked, window)
 
-    def _correct(self) -> Run:
+    def _correct(self) -> Run[None]:
         """Run the plan, correct what it was made from, and plan again, until nothing improves."""
         assert self.plan is not None
         for correction in range(_MOST_CORRECTIONS):
@@ -188,7 +168,7 @@ class Controller:
             better = self._better(new)
             # One that stays is kept with what it is known to cost by now.
             self._adopt(new if better else self.plan)
-            self._note(
+            self._commands.note(
                 f"correction {correction + 1}: time {100 * time:+.2f} %, energy "
                 f"{100 * energy:+.2f} % off what was predicted, "
                 f"{'planned again' if better else 'nothing better is found'}"
@@ -196,7 +176,7 @@ class Controller:
             if not better and max(abs(time), abs(energy)) <= _AGREE:
                 return
 
-    def _steady(self) -> Run:
+    def _steady(self) -> Run[None]:
         """One window of the steady phase, and what follows from it."""
         window = yield self._plan_command(Phase.STEADY, settle=0 if len(self._steps) else 1)
         drift = self._learn_plan(window)
@@ -212,7 +192,7 @@ class Controller:
         if self._harmed():
             yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
         elif np.abs(drift).max() > _DRIFT and not self._planner.busy:
-            self._note(self._what_drifted(drift, window) + ": planning again")
+            self._commands.note(self._what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
         elif 0 < self._again_at <= self._windows and not self._planner.busy:
             self._replan(reorder=True)
@@ -222,7 +202,7 @@ class Controller:
             eased = self._slower > 0
             self._slower = self._slower / 2 if self._slower > _LEAST_SLOWER else 0.0
             if not self._planner.busy:
-                if upset := self._knowledge.upset.any():
+                if upset := self._store.upset.any():
                     yield from self._look_again()
                 if upset or eased:
                     self._replan(reorder=True)
@@ -244,11 +224,11 @@ class Controller:
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
-        self._note(why)
+        self._commands.note(why)
         self._failures += 1
         self._again_at = self._windows + min(2**self._failures, _MOST_STRETCHES)
         if self._has_no_plan:
-            self._billed = f"The framework's own order, at the highest clocks: {why}"
+            self._commands.billed = f"The framework's own order, at the highest clocks: {why}"
 
     @property
     def _has_no_plan(self) -> bool:
@@ -256,11 +236,10 @@ class Controller:
 
     def refuse(self, command: Command, why: str) -> Command:
         """Go back, from a command whose plan has no memory, to the plan that ran before."""
-        self._heard = [self._heard[0], self._heard[0]]
-        self._notes, self._billed = [command.note] if command.note else [], command.billed
-        self._lead(self._heard[0] or self._unplanned())
+        before = self._commands.take_back(command)
+        self._lead(before or self._unplanned())
         self._failed(f"the new plan does not run: {why}")
-        return self._made(command.phase, command.iterations, 1, *self._followers.running)
+        return self._commands.make(command.phase, command.iterations, 1, *self._followers.running)
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
@@ -274,16 +253,15 @@ class Controller:
         """See what the highest clock gives today, by which harm is known; drifts of stages."""
         orders, which = self._followers.running
         looking = tuple(
-            Clocked(o.schedule, lifted(o.schedule, o.frequency_mhz, self._knowledge))
-            for o in orders
+            Clocked(o.schedule, lifted(o.schedule, o.frequency_mhz, self._store)) for o in orders
         )
-        window = yield self._made(Phase.STEADY, 1, 0, looking, which)
+        window = yield self._commands.make(Phase.STEADY, 1, 0, looking, which)
         return self._learn_usual(looking, which, window)
 
-    def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run:
+    def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
         """The framework's order at the highest clocks, until there is another plan."""
         own_s = self._own_today_s()
-        self._billed = self._harm.add(window, own_s, why)
+        self._commands.billed = self._harm.add(window, own_s, why)
         late = self._latest_s / own_s - 1
         assert self.plan is not None
         error = self._prediction_error(self._planner.repriced(self.plan))
@@ -293,7 +271,7 @@ class Controller:
         self._harmed_at = self._windows
         self._look_every, self._look_at = _LOOKS_AT_TOP, self._windows + _LOOKS_AT_TOP
         stretches = 1 if self._harms <= _UNDERSTOOD else min(2**self._harms, _MOST_STRETCHES)
-        self._note(
+        self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {stretches * (BASELINE_ITERATIONS + 1)} iterations or more"
         )
@@ -304,13 +282,15 @@ class Controller:
             stretches = min(2 * stretches, _MOST_STRETCHES)
             yield from self._plan_anew(drift)
             while (plans := self._take()) is None:
-                window = yield self._command(Phase.BASELINE, self._top, 1)
+                window = yield self._commands.for_all(Phase.BASELINE, self._top, 1)
                 self._learn_own(window)
         self._adopt(plans[0])
 
-    def _at_baseline(self) -> Run:
+    def _at_baseline(self) -> Run[None]:
         """A few iterations of the framework's order at the highest clocks."""
-        window = yield self._command(Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1)
+        window = yield self._commands.for_all(
+            Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1
+        )
         self._learn_own(window)
         self._measured_baseline(window)
         self._steps = Steps()
@@ -327,12 +307,12 @@ class Controller:
     ) -> FloatArray:
         # What follows a probe or a baseline is compared with what these have shown.
         self._drift_before = np.zeros(self._own.num_stages)
-        return self._knowledge.learn(
+        return self._store.learn(
             clocked.schedule,
             clocked.frequency_mhz,
             window,
             parking=clocked.parking,
-            fresh=self._fresh,
+            fresh=self._commands.fresh,
             replicas=replicas or self._everyone,
             fades=fades,
         )
@@ -346,11 +326,11 @@ class Controller:
         drift = self._learn(self._top, window)
         self._drift = _larger(drift, self._drift)
         if np.abs(drift).max() > _DRIFT:
-            self._knowledge.forget(_upset(drift))
+            self._store.forget(_upset(drift))
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
-        self._notes += self._silence.add(window)
+        self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         if np.abs(drift).max() > _DRIFT:
@@ -374,11 +354,11 @@ class Controller:
         both = (1 + before) * (1 + drift) - 1
         drift = np.where(np.abs(drift) > _DRIFT, _larger(both, drift), drift)
         if np.abs(drift).max() > _DRIFT:
-            self._knowledge.forget(_upset(drift))
+            self._store.forget(_upset(drift))
         return drift
 
     def _compare(self, window: Window, *, alike: bool = False) -> None:
-        tail_s = self._knowledge.tail_s
+        tail_s = self._store.tail_s
         self._followers.compare(window.own_s(tail_s), window.own_error(tail_s), alike=alike)
 
     def _measured_baseline(self, window: Window) -> None:
@@ -388,7 +368,7 @@ class Controller:
 
     def _own_predicted_s(self) -> float:
         """Return what the slowest replica takes in the framework's order at the highest clocks."""
-        own_s = self._knowledge.iteration_s(self._top.schedule, self._top.frequency_mhz)
+        own_s = self._store.iteration_s(self._top.schedule, self._top.frequency_mhz)
         return own_s * self._followers.slowest
 
     def _usual_own_s(self) -> float:
@@ -415,7 +395,7 @@ class Controller:
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def _plan_anew(self, drift: FloatArray) -> Run:
+    def _plan_anew(self, drift: FloatArray) -> Run[None]:
         """Begin a plan after stages drifted; what was upset is looked at first."""
         drift = _larger(drift, self._drift)
         self._drift = np.zeros(self._own.num_stages)
@@ -423,10 +403,10 @@ class Controller:
             yield from self._look_again()
         self._replan(reorder=bool(np.abs(drift).max() > _REORDERS))
 
-    def _look_again(self) -> Run:
+    def _look_again(self) -> Run[None]:
         """See what clocks mean to upset stages today, where that takes no time."""
-        self._knowledge.forget(self._knowledge.upset)
-        yield from self._probe(again=True)
+        self._store.forget(self._store.upset)
+        yield from self._look(SlackProbe(self._own, at_cost=False))
 
     def _replan(self, *, reorder: bool) -> None:
         if reorder:
@@ -448,9 +428,9 @@ class Controller:
 
     def _adopt(self, plan: Plan) -> None:
         if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
-            self._billed = "The framework's own order ran until there was a plan"
+            self._commands.billed = "The framework's own order ran until there was a plan"
         self._lead(self._ready(plan))
-        self._adopted = None if self._has_no_plan else self.plan
+        self._commands.adopted = None if self._has_no_plan else self.plan
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
@@ -465,7 +445,7 @@ class Controller:
         followers = self._followers
         note = followers.follow()
         if note:
-            self._note(note)
+            self._commands.note(note)
             self._steps = Steps()
         if followers.missing and not self._planner.busy:
             self._reorders = False
@@ -474,43 +454,7 @@ class Controller:
     # --- commands -------------------------------------------------------------------------------
 
     def _plan_command(self, phase: Phase, settle: int = 0) -> Command:
-        return self._made(phase, WINDOW, settle, *self._followers.running)
-
-    def _command(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
-        return self._made(phase, iterations, settle, (clocked,), (0,) * len(self._everyone))
-
-    def _made(
-        self,
-        phase: Phase,
-        iterations: int,
-        settle: int,
-        orders: tuple[Clocked, ...],
-        which: tuple[int, ...],
-    ) -> Command:
-        running = (orders, which)
-        same = self._running == running
-        self._running = running
-        self._fresh = not same and not settle
-        note, self._notes = "; ".join(self._notes), []
-        billed, self._billed = self._billed, ""
-        adopted, self._adopted = self._adopted, None
-        if adopted is not None:
-            self._heard = [self._heard[1], adopted]
-        return Command(
-            phase,
-            iterations,
-            settle,
-            self._knowledge.lateness.late_s,
-            tuple(self._knowledge.tail_s.tolist()),
-            () if same else running[0],
-            running[1],
-            adopted,
-            note,
-            billed,
-        )
-
-    def _note(self, text: str) -> None:
-        self._notes.append(text)
+        return self._commands.make(phase, WINDOW, settle, *self._followers.running)
 
     def _what_drifted(self, drift: FloatArray, window: Window) -> str:
         stage = int(np.abs(drift).argmax())

@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 
-from envpipe_megatron.control.window import Parking
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.tuning.commands import Parking
 
 #: How late a change of clock is taken to be until one was seen, s.
 _LATE_S = 0.01

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from window_reports import report_of
 
 from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.window import MeterSums, Report, Window
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.tuning.commands import Window
+from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.store import Store
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
 TOP_MHZ = PRESET.max_frequency_mhz
 SCHEDULE = builders.one_f_one_b(1, 12)
 
 
-def known() -> Knowledge:
+def known() -> Store:
     """Of one stage, all clocks down to a half."""
     profile = exact_profile(PRESET, [FORWARD_S], {})
     clocks = [mhz for mhz in profile.clocks_mhz(0) if mhz > TOP_MHZ / 2]
-    knowledge = Knowledge(1, 1, WHOLE, clocks, Sidecar())
-    knowledge.take_profile(profile)
-    return knowledge
+    store = Store(1, 1, WHOLE, clocks, Sidecar())
+    store.take_profile(profile)
+    return store
 
 
-def learn(knowledge: Knowledge, low_mhz: int, conditions: Conditions) -> None:
+def learn(store: Store, low_mhz: int, conditions: Conditions) -> None:
     """Half of an iteration ran at one clock, and half at the highest."""
     kinds = [unit.kind for unit in SCHEDULE.stages[0]]
     clocks = np.where(np.arange(len(kinds)) < len(kinds) // 2, low_mhz, TOP_MHZ)
     unit_s = np.array(
         [seconds(conditions, kind, mhz) for kind, mhz in zip(kinds, clocks, strict=True)]
     )
-    take(knowledge, clocks, unit_s)
+    take(store, clocks, unit_s)
 
 
-def take(knowledge: Knowledge, clocks: IntArray, unit_s: FloatArray) -> None:
+def take(store: Store, clocks: IntArray, unit_s: FloatArray) -> None:
     end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
-    meter = MeterSums.none(len(knowledge.sums[0].weighted))
-    report = Report(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
-    knowledge.learn(SCHEDULE, clocks[np.newaxis], Window((report,)), replicas=[0])
+    meter = MeterSums.none(len(store.sums[0].weighted))
+    report = report_of(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
+    store.learn(SCHEDULE, clocks[np.newaxis], Window((report,)), replicas=[0])
 
 
 def seconds(conditions: Conditions, kind, mhz: float) -> float:
@@ -52,32 +54,32 @@ def seconds(conditions: Conditions, kind, mhz: float) -> float:
     return conditions.unit_time_s(PRESET, kind, mhz, at_max_s)
 
 
-def assert_knows(knowledge: Knowledge, conditions: Conditions) -> None:
-    for kind, times_s in zip(WHOLE, knowledge.time_s, strict=True):
-        true_s = [seconds(conditions, kind, mhz) for mhz in knowledge.clocks_mhz]
+def assert_knows(store: Store, conditions: Conditions) -> None:
+    for kind, times_s in zip(WHOLE, store.time_s, strict=True):
+        true_s = [seconds(conditions, kind, mhz) for mhz in store.clocks_mhz]
         assert times_s == pytest.approx(true_s, rel=0.01)
 
 
 def test_two_clocks_tell_a_limit_that_comes_and_goes():
-    knowledge = known()
+    store = known()
     for conditions in (Conditions(limit_mhz=0.85 * TOP_MHZ), Conditions()):
-        learn(knowledge, 990, conditions)
-        assert_knows(knowledge, conditions)
+        learn(store, 990, conditions)
+        assert_knows(store, conditions)
 
 
 def test_a_gpu_that_is_slower_or_faster_at_two_clocks_is_so_at_all():
-    knowledge = known()
+    store = known()
     for conditions in (slower(1.2), slower(1.0)):
-        learn(knowledge, 1110, conditions)
-        assert_knows(knowledge, conditions)
+        learn(store, 1110, conditions)
+        assert_knows(store, conditions)
 
 
 def test_clocks_that_were_measured_once_stay_in_the_profile():
-    knowledge = known()
-    lowest_mhz = min(knowledge.profile(careful=True).clocks_mhz(0))
-    learn(knowledge, 990, Conditions(stuck=True, slower=dict.fromkeys(WHOLE, 1.3)))
-    learn(knowledge, 1110, Conditions(limit_mhz=0.85 * TOP_MHZ))
-    assert min(knowledge.profile(careful=True).clocks_mhz(0)) == lowest_mhz
+    store = known()
+    lowest_mhz = min(store.profile(careful=True).clocks_mhz(0))
+    learn(store, 990, Conditions(stuck=True, slower=dict.fromkeys(WHOLE, 1.3)))
+    learn(store, 1110, Conditions(limit_mhz=0.85 * TOP_MHZ))
+    assert min(store.profile(careful=True).clocks_mhz(0)) == lowest_mhz
 
 
 @pytest.mark.parametrize(
@@ -100,26 +102,23 @@ def test_how_late_changes_are_is_not_told_by_units_that_are_shorter(late_s, chan
         rest = 1 - at_old_s / seconds(Conditions(), kind, old)
         times_s.append(at_old_s + rest * seconds(Conditions(), kind, clock))
         left_s -= at_old_s
-    knowledge = known()
-    knowledge.lateness.change_s = None  # the profile knows none
-    take(knowledge, clocks, np.array(times_s))
+    store = known()
+    store.lateness.change_s = None  # the profile knows none
+    take(store, clocks, np.array(times_s))
     if seen_s is None:
-        assert knowledge.lateness.change_s is None
-        assert knowledge.lateness.late_s == pytest.approx(FORWARD_S)
-        assert (
-            known_conditions(knowledge.profile(careful=True)).change_time_s
-            == knowledge.lateness.late_s
-        )
+        assert store.lateness.change_s is None
+        assert store.lateness.late_s == pytest.approx(FORWARD_S)
+        assert known_conditions(store.profile(careful=True)).change_time_s == store.lateness.late_s
     else:
-        assert knowledge.lateness.change_s == pytest.approx(seen_s, rel=0.02)
+        assert store.lateness.change_s == pytest.approx(seen_s, rel=0.02)
 
 
 def test_units_that_run_as_one_tell_nothing_of_late_changes():
     """The first of each pair takes no time of its own."""
     order = builders.interleaved(2, 8, 2, 2, combined=True)
     kinds = [*WHOLE, Kind.COMBINED]
-    knowledge = Knowledge(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
-    none = MeterSums.none(len(knowledge.sums[0].weighted))
+    store = Store(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
+    none = MeterSums.none(len(store.sums[0].weighted))
     unknown = np.array([[np.nan]])
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     for low_mhz in (TOP_MHZ, 990):
@@ -128,10 +127,10 @@ def test_units_that_run_as_one_tell_nothing_of_late_changes():
         unit_s = np.where(order.combined, 0.0, FORWARD_S * TOP_MHZ / clocks)
         window = Window(
             tuple(
-                Report(row[np.newaxis], np.array([[row.sum()]]), unknown, unknown, none, 0)
+                report_of(row[np.newaxis], np.array([[row.sum()]]), unknown, unknown, none, 0)
                 for row in unit_s
             )
         )
-        knowledge.learn(order, clocks, window, replicas=[0])
-    assert knowledge.lateness.change_s is None or np.isfinite(knowledge.lateness.change_s)
-    assert np.isfinite(knowledge.time_s).all()
+        store.learn(order, clocks, window, replicas=[0])
+    assert store.lateness.change_s is None or np.isfinite(store.lateness.change_s)
+    assert np.isfinite(store.time_s).all()

@@ -1,4 +1,4 @@
-"""The planning rank's knowledge of units: times and powers at every clock, kept up to date.
+"""The planning rank's store of units: times and powers at every clock, kept up to date.
 
 Times are measured points, with a model between and beyond them (`curves`). A new measurement
 replaces the point at its clock, and what it differs by from what was expected moves the points at
@@ -14,17 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from envpipe_megatron.control.curves import Point, PowerModel, Times
-from envpipe_megatron.control.lateness import Lateness, asked_s
-from envpipe_megatron.control.window import (
-    WAITING,
-    MeterSums,
-    Parking,
-    Stretch,
-    Window,
-    meter_sums,
-    tail_times_s,
-)
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
@@ -34,6 +23,10 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.tuning.commands import Parking, Window, tail_times_s
+from envpipe_megatron.tuning.fit import Point, PowerModel, Times
+from envpipe_megatron.tuning.lateness import Lateness, asked_s
+from envpipe_megatron.tuning.meters import WAITING, MeterSums, Stretch, meter_sums
 
 #: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it.
@@ -55,11 +48,11 @@ _UNITS_OF_PROFILE = 100.0
 _ALIKENESS = (1e-5, 1e-3, 0.1)
 
 
-class KnowledgeError(EnvPipeError):
+class StoreError(EnvPipeError):
     """Measurements that tell nothing."""
 
 
-class Knowledge:
+class Store:
     """Times, powers and surroundings of the units of a job.
 
     Args:
@@ -205,7 +198,7 @@ class Knowledge:
         odd = self._odd(measured_s, known_s)
         measured_s = np.where(odd, known_s, measured_s)
         if np.isnan(measured_s).any():
-            raise KnowledgeError("Units of the framework's order did not run whole")
+            raise StoreError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked = asked_s(frequency_mhz, timeline, parking, fresh)
@@ -225,7 +218,7 @@ class Knowledge:
                 drifted[stage] = change
         for key, times in enumerate(self._times):
             if not times.points:
-                raise KnowledgeError("A unit of the framework's order was not measured", value=key)
+                raise StoreError("A unit of the framework's order was not measured", value=key)
             times.fit()
         self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
@@ -251,7 +244,7 @@ class Knowledge:
             careful: for a new plan: units below the highest clock take as long as they might, and
                 clocks of upset stages that slow nothing are left out.
 
-        Raises KnowledgeError if meters said too little.
+        Raises StoreError if meters said too little.
         """
         rows, waits = [], []
         for stage in range(self._num_stages):
@@ -289,10 +282,10 @@ class Knowledge:
         )
 
     def power_w(self, stage: int) -> FloatArray:
-        """[kinds + 1, nodes] of one GPU of a stage, waiting last; KnowledgeError without meters."""
+        """[kinds + 1, nodes] of one GPU of a stage, waiting last; StoreError without meters."""
         sums = self.sums[stage]
         if not np.trace(sums.products) > 0:
-            raise KnowledgeError(
+            raise StoreError(
                 f"The energy counters of stage {stage} have said nothing",
                 remedy="Look at the driver's log; a profile by file needs no counter.",
             )
@@ -307,7 +300,7 @@ class Knowledge:
                 self._power_w[stage] = power_w
             if stage in self._power_w:
                 return self._power_w[stage]
-        raise KnowledgeError(f"The energy counters of stage {stage} give no power")
+        raise StoreError(f"The energy counters of stage {stage} give no power")
 
     def valley_mhz(self, *, waiting: bool) -> float:
         """The lowest clock at which a stage's forward and backward take the least energy.

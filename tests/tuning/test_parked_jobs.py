@@ -9,22 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from on_request import on_request
+from window_reports import report_of
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, exact_profile, slower
-from envpipe_megatron.control import planner
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.parking import parked
-from envpipe_megatron.control.window import (
-    WAITING,
-    MeterSums,
-    Parking,
-    Report,
-    Stretch,
-    Window,
-    meter_sums,
-)
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -38,6 +27,11 @@ from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.tuning import planner
+from envpipe_megatron.tuning.commands import Parking, Window
+from envpipe_megatron.tuning.meters import WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.parking import parked
+from envpipe_megatron.tuning.store import Store
 
 PRESET, MICROBATCHES = load_preset("a100-sxm"), 12
 TOP_MHZ = PRESET.max_frequency_mhz
@@ -140,14 +134,14 @@ def test_waits_that_become_much_shorter_are_parked_in_for_less_long():
 # --- what is known of waiting ---------------------------------------------------------------------
 
 
-def waited(knowledge: Knowledge, *clocks_mhz: float) -> list[MeterSums]:
+def waited(store: Store, *clocks_mhz: float) -> list[MeterSums]:
     """What meters say of stages that waited a second at each of some clocks."""
-    kinds, seconds = len(knowledge.kinds), np.arange(len(clocks_mhz) + 1.0)
+    kinds, seconds = len(store.kinds), np.arange(len(clocks_mhz) + 1.0)
     stretches = [
         Stretch(second, WAITING, clock)
         for second, clock in zip(seconds[1:].tolist(), clocks_mhz, strict=True)
     ]
-    return [meter_sums(0.0, stretches, seconds, 80 * seconds, knowledge.nodes_mhz, kinds)] * 3
+    return [meter_sums(0.0, stretches, seconds, 80 * seconds, store.nodes_mhz, kinds)] * 3
 
 
 def test_a_plan_parks_by_what_was_seen_alone():
@@ -157,19 +151,19 @@ def test_a_plan_parks_by_what_was_seen_alone():
     order = builders.one_f_one_b(3, MICROBATCHES)
     at_top = max_frequencies(order, exact)
     plan = Plan("baseline", order, at_top, exact, known_conditions(exact))
-    knowledge = Knowledge(3, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
-    knowledge.take_profile(exact)
+    store = Store(3, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    store.take_profile(exact)
     for clocks_mhz, parks in (((TOP_MHZ, 700), True), ((1000,), False), ((TOP_MHZ,), False)):
-        knowledge.sums = waited(knowledge, *clocks_mhz)
-        assert (parked(plan, knowledge, 0.0, 5e-4).park_mhz is not None) is parks
-    knowledge.sums = waited(knowledge, TOP_MHZ, 700)
-    assert parked(plan, knowledge, 0.0, 0.1).park_mhz is None  # less than it must be worth
+        store.sums = waited(store, *clocks_mhz)
+        assert (parked(plan, store, 0.0, 5e-4).park_mhz is not None) is parks
+    store.sums = waited(store, TOP_MHZ, 700)
+    assert parked(plan, store, 0.0, 0.1).park_mhz is None  # less than it must be worth
     longest_s = float(plan.timeline.wait_s[:, 1:].max())
     dwell_s = longest_s - 2 * PRESET.frequency_change_s  # leaves no room for the margin
     assert park(plan, dwell_s).park_mhz is not None
-    assert parked(plan, knowledge, dwell_s, 0.0).park_mhz is None
-    knowledge.lateness.change_s = None
-    assert parked(plan, knowledge, 0.0, 5e-4).park_mhz is None
+    assert parked(plan, store, dwell_s, 0.0).park_mhz is None
+    store.lateness.change_s = None
+    assert parked(plan, store, 0.0, 5e-4).park_mhz is None
 
 
 # --- what is learned of units after a parked wait -------------------------------------------------
@@ -180,12 +174,12 @@ def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
     """The first backward of stage 0 is the only unit at its clock, and takes longer than known."""
     order, clock_mhz, change_s = builders.one_f_one_b(2, 4), 990, 0.01
     exact = exact_profile(PRESET, (0.03, 0.06), {})
-    knowledge = Knowledge(2, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
-    knowledge.take_profile(exact)
+    store = Store(2, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    store.take_profile(exact)
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     first = int(order.is_backward[0].argmax())
     clocks[0, first] = clock_mhz
-    known_s = knowledge.durations_s(order, clocks)
+    known_s = store.durations_s(order, clocks)
     unit_s = known_s.copy()
     unit_s[0, first] *= 1.2
     wait_s = float(Timeline(order, unit_s).wait_s[0, first])
@@ -193,13 +187,15 @@ def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
     own_after_s = np.zeros(clocks.shape)
     own_after_s[0, first] = wait_s - (3 * change_s if early else change_s)
     parking = Parking(np.where(clocks == clock_mhz, 705, 0), own_after_s)
-    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(knowledge.sums[0].weighted))
+    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(store.sums[0].weighted))
     window = Window(
         tuple(
-            Report(row[np.newaxis], np.full((1, 1), row.sum()), nothing, nothing, none, metered=0)
+            report_of(
+                row[np.newaxis], np.full((1, 1), row.sum()), nothing, nothing, none, metered=0
+            )
             for row in unit_s
         )
     )
-    knowledge.learn(order, clocks, window, parking=parking, replicas=[0])
-    learned_s = knowledge.durations_s(order, clocks)[0, first]
+    store.learn(order, clocks, window, parking=parking, replicas=[0])
+    learned_s = store.durations_s(order, clocks)[0, first]
     assert learned_s == pytest.approx((unit_s if early else known_s)[0, first], rel=1e-3)

@@ -9,10 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from envpipe_megatron.control.background import Background
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.parking import comes_late, parked, still_parked
-from envpipe_megatron.control.replicas import level_factor
 from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
@@ -21,6 +17,10 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import solve
 from envpipe_megatron.policies.problem import Problem
+from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.parking import comes_late, parked, still_parked
+from envpipe_megatron.tuning.replicas import level_factor
+from envpipe_megatron.tuning.store import Store
 
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4
@@ -81,7 +81,7 @@ class Planner:
     """Plans beside training from what is known now.
 
     Args:
-        knowledge: what is known of its units.
+        store: what is known of its units.
         ask: says what to plan.
         check: raises EnvPipeError for a plan that the job cannot run.
         limits: of the job.
@@ -90,13 +90,13 @@ class Planner:
 
     def __init__(
         self,
-        knowledge: Knowledge,
+        store: Store,
         ask: Ask,
         check: Callable[[Plan], None],
         limits: Limits,
         background: Callable[[], Background[Plans]],
     ) -> None:
-        self._knowledge, self._ask, self._check = knowledge, ask, check
+        self._store, self._ask, self._check = store, ask, check
         self.limits, self._make_background = limits, background
         self._background = background()
         #: Makes the plan of `quick`.
@@ -137,7 +137,7 @@ class Planner:
         try:
             if self._quick is None:
                 self._quick = self._make_background()
-                known = self._knowledge.profile(careful=True)
+                known = self._store.profile(careful=True)
                 problem, notes = self._ask(known, order, self.limits.deadline_factor)
                 conditions = replace(
                     problem.conditions, wait_power_w=None, change_time_s=0.0, change_energy_j=0.0
@@ -154,7 +154,7 @@ class Planner:
 
     def _begin(self, tries: Mapping[int, Sequence[tuple[Schedule | None, float]]]) -> None:
         try:
-            profile = self._knowledge.profile(careful=True)
+            profile = self._store.profile(careful=True)
             asked = {level: [self._ask(profile, *one) for one in of] for level, of in tries.items()}
             self._background.start(partial(first_plans, asked))
         except Exception as error:  # of any kind: whoever takes the plans raises it
@@ -167,13 +167,13 @@ class Planner:
         return plans
 
     def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
-        """An order and clocks where no plan could be made; KnowledgeError without meters."""
-        profile = self._knowledge.profile(careful=False)
+        """An order and clocks where no plan could be made; StoreError without meters."""
+        profile = self._store.profile(careful=False)
         return Plan(UNPLANNED, order, frequency_mhz, profile, known_conditions(profile))
 
     def repriced(self, plan: Plan) -> Plan:
         """The same orders and clocks, at what they take by now."""
-        profile = self._knowledge.profile(careful=False)
+        profile = self._store.profile(careful=False)
         plain = replace(
             plan,
             profile=profile,
@@ -188,7 +188,7 @@ class Planner:
         plan = self.repriced(plan)
         if not parks:
             return replace(plan, park_mhz=None)
-        return parked(plan, self._knowledge, self.limits.min_dwell_s, _WORTH)
+        return parked(plan, self._store, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """True if a ready plan saves more than one that runs, or that one is too slow or late.

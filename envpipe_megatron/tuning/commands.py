@@ -1,13 +1,16 @@
 """A `Command`, which all ranks run next, and a `Window`, what they measure in its iterations.
 
+A `Run` yields the one and is sent the other; it knows no ranks, no GPU and no clock.
+
 Of times, medians count, over iterations first and then over the replicas of a stage: a hiccup of
 one GPU is no drift. Energies add up, by which short looks at a slow counter become a long one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +19,9 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.tuning.meters import MeterSums
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +70,8 @@ class Command:
         note: what was seen and done; empty if there is nothing to say.
         billed: what the bill says of these steps from now on, in place of what it said; empty if
             nothing changes.
+        metered: whether the report says what power its steps drew, for which the energy counter is
+            waited for.
     """
 
     phase: Phase
@@ -76,46 +84,18 @@ class Command:
     plan: Plan | None = None
     note: str = ""
     billed: str = ""
+    metered: bool = False
+
+
+#: Decides what a job runs: yields None first, then commands; is sent what they measured, the
+#: warm-up first; and returns what it found.
+Run: TypeAlias = Generator[Command | None, "Window", T]
 
 
 def median_error(deviation: float, count: int) -> float:
     """Standard error of the median of so many values, from their median absolute deviation."""
     # Of normal noise 1.48 deviations are a standard deviation, and medians err by 1.25 of it.
     return 1.48 * 1.25 * deviation / float(np.sqrt(count))
-
-
-@dataclass(frozen=True)
-class MeterSums:
-    """Readings of an energy counter in iterations, as the sums that powers are fitted to.
-
-    Columns are each kind of unit at each node of the clock, then waiting at each node, then the
-    tail; see `meter_sums`.
-
-    Attributes:
-        products: [columns, columns] s^2.
-        weighted: [columns] s J.
-        time_s: in all.
-    """
-
-    products: FloatArray
-    weighted: FloatArray
-    time_s: float = 0.0
-
-    @classmethod
-    def none(cls, columns: int) -> MeterSums:
-        """Those of no measurement."""
-        return cls(np.zeros((columns, columns)), np.zeros(columns))
-
-    def __add__(self, other: MeterSums) -> MeterSums:
-        return MeterSums(
-            self.products + other.products,
-            self.weighted + other.weighted,
-            self.time_s + other.time_s,
-        )
-
-    def faded(self, share: float) -> MeterSums:
-        """The same with this share of its weight, so that what comes counts for more."""
-        return MeterSums(share * self.products, share * self.weighted)
 
 
 @dataclass(frozen=True)
@@ -128,8 +108,11 @@ class Report:
         ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
         gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
         steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
+        waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
         metered: how many of them have a meter that works.
+        power_w: [replicas, 2] mean power from the first begin to the last, and its standard
+            uncertainty; NaN if it was not asked for, or the meter failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
     """
 
@@ -137,8 +120,10 @@ class Report:
     ends_s: FloatArray
     gaps_s: FloatArray
     steps_s: FloatArray
+    waits_s: FloatArray
     meter: MeterSums
     metered: int
+    power_w: FloatArray
     problems: tuple[str, ...] = ()
 
 
@@ -147,18 +132,12 @@ def merged(parts: Sequence[Report]) -> Report:
     meter = parts[0].meter
     for part in parts[1:]:
         meter = meter + part.meter
-    unit_s, ends_s, gaps_s, steps_s = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("unit_s", "ends_s", "gaps_s", "steps_s")
-    )
+    arrays = ("unit_s", "ends_s", "gaps_s", "steps_s", "waits_s", "power_w")
     return Report(
-        unit_s,
-        ends_s,
-        gaps_s,
-        steps_s,
-        meter,
-        sum(part.metered for part in parts),
-        tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
+        meter=meter,
+        metered=sum(part.metered for part in parts),
+        problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
     )
 
 
@@ -248,70 +227,6 @@ class Window:
 def _lower_median(unit_s: FloatArray) -> FloatArray:
     whole = unit_s[np.isfinite(unit_s).all(axis=1)]
     return np.quantile(whole, 0.5, axis=0, method="lower") if len(whole) else unit_s[0]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Some time that a GPU spent in one way: in a kind of unit, waiting (-1), or in its tail (-2).
-
-    `clock_mhz` is the clock that was asked for.
-    """
-
-    end_s: float
-    kind: int
-    clock_mhz: float
-
-
-WAITING, TAIL = -1, -2
-
-
-def meter_sums(
-    begin_s: float,
-    stretches: Sequence[Stretch],
-    refreshes_s: FloatArray,
-    energies_j: FloatArray,
-    nodes_mhz: FloatArray,
-    num_kinds: int,
-) -> MeterSums:
-    """The sums of one GPU's refreshes within some stretches, which follow each other from a begin.
-
-    From one refresh of the counter to the next, energy is the sum over all that the GPU did of time
-    by power; power at a clock is that of the nodes next to it, by distance. So each pair of
-    refreshes is one linear equation for the powers at the nodes.
-
-    Args:
-        refreshes_s: [refreshes] their instants; those outside the stretches are left out.
-        energies_j: [refreshes] the counter.
-        nodes_mhz: [nodes] rising.
-    """
-    columns = (num_kinds + 1) * len(nodes_mhz) + 1
-    bounds_s = np.array([begin_s, *(stretch.end_s for stretch in stretches)])
-    inside = (refreshes_s >= begin_s) & (refreshes_s <= bounds_s[-1])
-    if inside.sum() < 2:
-        return MeterSums.none(columns)
-    spent_s = np.diff(bounds_s)
-    by_column = np.zeros((len(spent_s), columns))
-    for row, stretch in enumerate(stretches):
-        if stretch.kind == TAIL:
-            by_column[row, -1] = spent_s[row]
-            continue
-        first = (num_kinds if stretch.kind == WAITING else stretch.kind) * len(nodes_mhz)
-        at = np.clip(np.searchsorted(nodes_mhz, stretch.clock_mhz) - 1, 0, len(nodes_mhz) - 2)
-        above = (stretch.clock_mhz - nodes_mhz[at]) / (nodes_mhz[at + 1] - nodes_mhz[at])
-        above = min(max(above, 0.0), 1.0)
-        by_column[row, first + at] = (1 - above) * spent_s[row]
-        by_column[row, first + at + 1] = above * spent_s[row]
-    spent_until = np.concatenate([np.zeros((1, columns)), by_column.cumsum(axis=0)])
-    times_s, energy_j = refreshes_s[inside], energies_j[inside]
-    at_refresh = np.stack(
-        [np.interp(times_s, bounds_s, of_column) for of_column in spent_until.T], axis=1
-    )
-    equations, gained_j = np.diff(at_refresh, axis=0), np.diff(energy_j)
-    return MeterSums(
-        equations.T @ equations,
-        equations.T @ gained_j,
-        float(times_s[-1] - times_s[0]),
-    )
 
 
 def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:

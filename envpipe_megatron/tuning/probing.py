@@ -1,4 +1,6 @@
-"""Which units to slow down in an iteration, so that stages are seen at a clock at little cost.
+"""Which clocks to look at, and which units to slow down so that stages are seen at little cost.
+
+A `Probe` says which iterations to run next. `SlackProbe` is the closed loop's.
 
 A unit that others wait for only later has slack: it is slowed first, as far as its slack goes, and
 the iteration keeps its time. Where a stage has no such units, as the last one of 1F1B, as few
@@ -9,20 +11,86 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import LongestPath
+from envpipe_megatron.tuning.commands import Clocked
+from envpipe_megatron.tuning.store import Store
 
 #: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter.
 _ENOUGH_S = 0.3
 #: In so many units at least: the first ones after a change of the clock do not count.
 _ENOUGH_UNITS = 3
+#: Looks go on until this many clocks below the bottom of all energy valleys were seen.
+_BELOW_VALLEY = 1
 #: A probe that would lose less time than this share of the iteration loses none.
 _NOTHING_LOST = 1e-4
+
+
+@dataclass(frozen=True)
+class Look:
+    """Iterations by which to learn what units take.
+
+    Attributes:
+        clocked: the order and its clocks, of the framework's kinds of units.
+        iterations: how many are measured, one at least.
+        note: what the log says.
+        settle: how many run before, and are not.
+    """
+
+    clocked: Clocked
+    iterations: int
+    note: str
+    settle: int = 0
+
+
+class Probe(Protocol):
+    """Proposes what to look at; one is made for each time that clocks are to be looked at."""
+
+    def next(self, store: Store) -> Look | None:
+        """The next look, from what was measured so far; None if enough was seen."""
+
+
+class SlackProbe:
+    """One clock after the other, from the highest down, by units that have time to spare.
+
+    Ends below the bottom of all energy valleys.
+
+    Args:
+        own: the order that runs.
+        at_cost: whether units without slack are looked at too, as few as tell enough.
+    """
+
+    def __init__(self, own: Schedule, *, at_cost: bool) -> None:
+        self._own, self._at_cost = own, at_cost
+        self._seen: list[int] = []
+        #: How many looks were below their own valley, and below that of units with slack.
+        self._below, self._below_all = 0, 0
+
+    def next(self, store: Store) -> Look | None:
+        """The next clock to look at; None also where no time is left to look at it in."""
+        if self._seen:
+            last_mhz = self._seen[-1]
+            self._below += store.valley_mhz(waiting=False) > last_mhz
+            self._below_all += store.valley_mhz(waiting=True) > last_mhz
+        clocks = probe_clocks_mhz(store.clocks_mhz.astype(int).tolist())
+        if self._below_all > _BELOW_VALLEY or len(self._seen) == len(clocks):
+            return None
+        clock_mhz = clocks[len(self._seen)]
+        self._seen.append(clock_mhz)
+        # Below its own valley, a unit without slack never pays.
+        at_cost = self._at_cost and self._below <= _BELOW_VALLEY
+        clocks_mhz = probe(self._own, store, clock_mhz, at_cost=at_cost)
+        count = repeats(self._own, store, clocks_mhz, clock_mhz)
+        if not count:
+            return None
+        note = f"profile: looking at {clock_mhz} MHz in {count} iteration(s)"
+        return Look(Clocked(self._own, clocks_mhz), count, note)
 
 
 def probe_clocks_mhz(clocks_mhz: Sequence[int]) -> list[int]:
@@ -33,23 +101,23 @@ def probe_clocks_mhz(clocks_mhz: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*nearest, rising[0]]))
 
 
-def probe(schedule: Schedule, knowledge: Knowledge, clock_mhz: int, *, at_cost: bool) -> IntArray:
+def probe(schedule: Schedule, store: Store, clock_mhz: int, *, at_cost: bool) -> IntArray:
     """[num_stages, units_per_stage] clocks of an iteration that looks at one clock.
 
     All units are at the highest clock or at this one. Times at this one are those that are known;
     where none is, all of a unit's time is taken to follow the clock, which no unit exceeds.
     Without `at_cost`, units with slack alone are slowed.
     """
-    top_mhz = int(knowledge.clocks_mhz[-1])
-    keys = knowledge.keys(schedule)
+    top_mhz = int(store.clocks_mhz[-1])
+    keys = store.keys(schedule)
     frequency = np.full(keys.shape, top_mhz, dtype=np.int64)
-    own_s = knowledge.durations_s(schedule, frequency)
-    slow_s = knowledge.durations_s(schedule, np.full_like(frequency, clock_mhz))
+    own_s = store.durations_s(schedule, frequency)
+    slow_s = store.durations_s(schedule, np.full_like(frequency, clock_mhz))
     enough = _units_needed(keys, slow_s)
     path = LongestPath(schedule, own_s.ravel().tolist())
     path.find_ends()
     middle_s = np.array(path.end_s).reshape(keys.shape) - own_s / 2
-    slowed = _within_slack(path, slow_s, knowledge.tail_s, keys, enough)
+    slowed = _within_slack(path, slow_s, store.tail_s, keys, enough)
     for stage, own_keys in enumerate(keys if at_cost else ()):
         lacking = {
             key: count
@@ -60,26 +128,26 @@ def probe(schedule: Schedule, knowledge: Knowledge, clock_mhz: int, *, at_cost: 
     return schedule.pair_clocks(np.where(slowed, clock_mhz, frequency))
 
 
-def lifted(schedule: Schedule, frequency_mhz: IntArray, knowledge: Knowledge) -> IntArray:
+def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArray:
     """A plan's clocks, with a unit of each kind on each stage at the highest clock.
 
     By these the job learns what units take at the highest clock today, and loses no time. The unit
     before each is lifted too, as changes of the clock come late. They are those whose clocks are
     nearest to the highest anyway; where a stage has such pairs in its plan, nothing is changed.
     """
-    keys, clocks = knowledge.keys(schedule), frequency_mhz.copy()
+    keys, clocks = store.keys(schedule), frequency_mhz.copy()
     for own_keys, own in zip(keys, clocks, strict=True):
         for key in np.unique(own_keys[own_keys >= 0]):
             there = np.flatnonzero(own_keys[2:] == key) + 2  # the first runs at the plan's clock
             if there.size:
                 best = there[(own[there] + own[there - 1]).argmax()]
-                own[[best - 1, best]] = int(knowledge.clocks_mhz[-1])
+                own[[best - 1, best]] = int(store.clocks_mhz[-1])
     return schedule.pair_clocks(clocks)
 
 
-def repeats(schedule: Schedule, knowledge: Knowledge, clocked: IntArray, clock_mhz: int) -> int:
+def repeats(schedule: Schedule, store: Store, clocked: IntArray, clock_mhz: int) -> int:
     """How many iterations at a probe's clocks see what they look at for long enough."""
-    keys, times_s = knowledge.keys(schedule), knowledge.durations_s(schedule, clocked)
+    keys, times_s = store.keys(schedule), store.durations_s(schedule, clocked)
     there = clocked == clock_mhz
     looked_at = np.unique(keys[there & (keys >= 0)])
     seen_s = [float(times_s[there & (keys == key)].sum()) for key in looked_at]

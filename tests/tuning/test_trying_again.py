@@ -14,8 +14,6 @@ from benchmarks.online import emulated_job
 from benchmarks.online.emulated_job import Immediate
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import Ran, run_job
-from envpipe_megatron.control.controller import Controller
-from envpipe_megatron.control.knowledge import Knowledge
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
@@ -25,6 +23,8 @@ from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.job import online, phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.tuning.controller import Controller
+from envpipe_megatron.tuning.store import Store
 
 ITERATIONS = 60
 
@@ -61,7 +61,7 @@ def calm() -> float:
     ],
 )
 def test_a_first_plan_that_fails_is_not_the_last(monkeypatch, calm, name, errors):
-    fails_once(monkeypatch, online, name, errors)
+    fails_once(monkeypatch, phases if name == "plan_online" else online, name, errors)
     ran = run()
     assert ran.saved(50, ITERATIONS) == pytest.approx(calm, abs=1e-3)
     assert ran.slower(ran.profiled, ITERATIONS) < 1e-3
@@ -77,7 +77,7 @@ def test_a_later_plan_without_memory_leaves_the_one_that_runs(monkeypatch):
         rooms(job, plan)
 
     monkeypatch.setattr(online, "make_room", full)
-    monkeypatch.setattr(online, "plan_online", of_another_order(online.plan_online))
+    monkeypatch.setattr(phases, "plan_online", of_another_order(phases.plan_online))
     ran = run()
     assert any("the new plan does not run: Stages 0" in text for _, text in ran.said)
     assert ran.job[-1].phase == "steady"
@@ -126,7 +126,7 @@ def test_the_best_plan_that_is_ended_for_new_clocks_is_begun_again():
     begun: list[object] = []
     planner: Any = SimpleNamespace(busy=True, begin=lambda order, faster: begun.append(order))
     own = builders.one_f_one_b(1, 2)
-    loop = Controller(own, Knowledge(1, 1, WHOLE, [1000, 900], Sidecar()), 1, planner)
+    loop = Controller(own, Store(1, 1, WHOLE, [1000, 900], Sidecar()), 1, planner)
     loop.plan = SimpleNamespace(schedule=own)  # type: ignore[assignment]
     for reorder in (True, False):
         loop._replan(reorder=reorder)
@@ -138,7 +138,7 @@ def test_the_best_plan_that_is_ended_for_new_clocks_is_begun_again():
 
 def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
     monkeypatch.setattr(phases, "_TRIED_AFTER", 5)
-    fails_once(monkeypatch, Knowledge, "learn", [ZeroDivisionError("of a test")])
+    fails_once(monkeypatch, Store, "learn", [ZeroDivisionError("of a test")])
     ran = run(iterations=80)
     assert any("ZeroDivisionError: of a test" in text for _, text in ran.said)
     assert ran.notes == ("After a failure, the closed loop was begun anew",)
@@ -177,9 +177,9 @@ def test_iterations_that_did_not_run_whole_teach_nothing(monkeypatch, told, at):
 
 
 def test_units_that_became_much_faster_are_believed_the_second_time():
-    knowledge = Knowledge(1, 1, WHOLE, [1000, 900], Sidecar())
+    store = Store(1, 1, WHOLE, [1000, 900], Sidecar())
     known_s = np.full((1, 4), 1.0)
-    assert not knowledge._odd(known_s, known_s).any()
-    assert knowledge._odd(0.2 * known_s, known_s).all()
-    assert not knowledge._odd(0.2 * known_s, known_s).any()
-    assert knowledge._odd(np.full((1, 4), np.nan), known_s).all()
+    assert not store._odd(known_s, known_s).any()
+    assert store._odd(0.2 * known_s, known_s).all()
+    assert not store._odd(0.2 * known_s, known_s).any()
+    assert store._odd(np.full((1, 4), np.nan), known_s).all()

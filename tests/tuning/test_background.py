@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from presets import preset_profile
 
-from envpipe_megatron.control.background import Background, BackgroundError
-from envpipe_megatron.control.planner import planned
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
+from envpipe_megatron.tuning.background import Background, BackgroundError
+from envpipe_megatron.tuning.planner import planned
 
 FOR_EVER = partial(sum, count())
 CLOCKS = (1200, 1005, 855)
@@ -92,7 +92,7 @@ def test_it_ends_with_its_parent():
     """Which may be killed, and waits for nobody."""
     program = (
         "import time; from functools import partial; from itertools import count\n"
-        "from envpipe_megatron.control.background import Background\n"
+        "from envpipe_megatron.tuning.background import Background\n"
         "background = Background(); background.start(partial(sum, count()))\n"
         "print(background._child[0].pid, flush=True); time.sleep(60)"
     )

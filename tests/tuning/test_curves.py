@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envpipe_megatron.control.curves import PowerModel, Times, fit_times_s
-from envpipe_megatron.control.knowledge import Knowledge
-from envpipe_megatron.control.window import TAIL, WAITING, Stretch, meter_sums
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.tuning.fit import PowerModel, Times, fit_times_s
+from envpipe_megatron.tuning.meters import TAIL, WAITING, Stretch, meter_sums
+from envpipe_megatron.tuning.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
 CLOCKS = np.arange(800.0, 1411.0, 15.0)
@@ -103,7 +103,7 @@ def test_powers_come_out_of_a_counter_that_refreshes_slowly():
 def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     """As on a GPU that several ranks share: what one of them does is hardly seen."""
     rng = np.random.default_rng(seed)
-    knowledge = Knowledge(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
+    store = Store(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
     ends_s = np.cumsum(rng.uniform(0.01, 0.05, 24))
     kinds = [int(kind) for kind in rng.integers(-1, 2, 24)]
     stretches = [
@@ -112,9 +112,9 @@ def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     ]
     refreshes_s = np.arange(0.0, ends_s[-1], 0.1)
     energy_j = np.cumsum(rng.uniform(5.0, 20.0, len(refreshes_s)))
-    clocks, count = knowledge.nodes_mhz, len(WHOLE)
-    knowledge.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
-    power_w = knowledge.power_w(0)
+    clocks, count = store.nodes_mhz, len(WHOLE)
+    store.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
+    power_w = store.power_w(0)
     assert (power_w.max(axis=1) > 0).all()
     assert power_w.max() < 2000
 

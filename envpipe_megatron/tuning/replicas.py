@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from envpipe_megatron.control.parking import timed
-from envpipe_megatron.control.window import Clocked
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.tuning.commands import Clocked
+from envpipe_megatron.tuning.parking import timed
 
 #: Replicas differ if the slowest takes this share longer than another, and so many standard errors
 #: of what each takes: noise alone sets the slowest of 64 apart from the fastest by about five, and

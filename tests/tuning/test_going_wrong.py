@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 from on_request import on_request
+from window_reports import report_of
 
 from benchmarks.online.runs import Ran, run_job, slower
-from envpipe_megatron.control import controller
-from envpipe_megatron.control.baseline import Baseline, Harm, Silence, Steps
-from envpipe_megatron.control.window import MeterSums, Report, Window
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job import online
+from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.tuning import controller
+from envpipe_megatron.tuning.commands import Window
+from envpipe_megatron.tuning.judge import Baseline, Harm, Silence, Steps
+from envpipe_megatron.tuning.meters import MeterSums
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
 
@@ -32,7 +34,7 @@ def run_where_planning_fails(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception], iterations: int, share: float
 ) -> Ran:
     """From iteration 45 a stage is slower; the plans begun since then fail, one for each error."""
-    inner, begun = online.plan_online, []
+    inner, begun = phases.plan_online, []
 
     def plan_online(*arguments: Any) -> Any:
         if begun and errors:
@@ -44,7 +46,7 @@ def run_where_planning_fails(
             begun.append(iteration)
         return {(0, 1): slower(share)} if iteration >= 45 else {}
 
-    monkeypatch.setattr(online, "plan_online", plan_online)
+    monkeypatch.setattr(phases, "plan_online", plan_online)
     return run(iterations, faults)
 
 
@@ -116,7 +118,9 @@ def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
     steps = np.array([[*steps_s, np.nan]])
     return Window(
         tuple(
-            Report(np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, MeterSums.none(1), seen)
+            report_of(
+                np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, MeterSums.none(1), seen
+            )
             for seen in metered
         )
     )

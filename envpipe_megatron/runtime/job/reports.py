@@ -1,0 +1,152 @@
+"""What a rank reports of a window: times, and how its GPU spent them at which clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.tuning.commands import Report
+from envpipe_megatron.tuning.meters import TAIL, WAITING, Stretch, meter_sums
+
+#: A step that lasts this many times as long as its like holds something that is no training.
+_PAUSED = 2.0
+_UNKNOWN = math.nan, math.nan
+
+
+def places(schedule: Schedule, stage: int, kinds: Sequence[Kind]) -> list[int]:
+    """The place of the kind of each of a stage's units; below zero if it takes no time."""
+    places: list[int] = (schedule.unit_keys(1, kinds)[stage] - len(kinds) * stage).tolist()
+    return places
+
+
+def make_report(
+    records: Sequence[StageRecord],
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    *,
+    parked: Mapping[int, tuple[int, float]],
+    meter: EnergyMeter,
+    nodes_mhz: FloatArray,
+    num_kinds: int,
+    late_s: float,
+    tail_s: float,
+    metered: bool = False,
+    problems: tuple[str, ...] = (),
+) -> Report:
+    """The report of iterations that ran one order, one after the other.
+
+    Args:
+        records: what was measured, one iteration at least.
+        clocks_mhz: of each of this stage's units.
+        kinds: of each unit the place of its kind; below zero if it takes no time.
+        parked: as `IterationOrder.parked` gives it.
+        meter: this rank's.
+        nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
+        late_s: by how much a change of the clock comes late.
+        tail_s: what this stage does after its last unit.
+        metered: whether to wait for the counter, and say what power was drawn.
+        problems: what is wrong with this rank's GPU.
+    """
+    begins_s = np.array([record.begin_s for record in records])
+    ends_s = np.array([record.end_s[-1] for record in records])
+    steps_s = np.append(np.diff(begins_s), np.nan)
+    steps_s[:-1][[not _follows(*both) for both in pairwise(records)]] = np.nan
+    steps_s[[not record.whole for record in records]] = np.nan
+    if np.isfinite(steps_s).any():
+        steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
+    stretches: list[Stretch] = []
+    for record, step_s in zip(records, steps_s.tolist(), strict=True):
+        until_s = record.begin_s + step_s
+        if not record.whole:
+            break
+        stretches += _stretches(record, clocks_mhz, kinds, parked, late_s, tail_s, until_s)
+        if math.isnan(step_s):
+            break
+    begin_s = records[0].begin_s
+    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
+    unit_s = [record.unit_time_s for record in records if record.whole]
+    return Report(
+        unit_s=np.median(unit_s or [np.full(len(kinds), np.nan)], axis=0)[np.newaxis],
+        ends_s=ends_s[np.newaxis],
+        gaps_s=(steps_s - ends_s)[np.newaxis],
+        steps_s=steps_s[np.newaxis],
+        waits_s=np.array([[record.receive_wait_s for record in records]]),
+        meter=sums,
+        metered=int(sums.time_s > 0),
+        power_w=np.array([_power_w(meter, begins_s) if metered else _UNKNOWN]),
+        problems=problems,
+    )
+
+
+def _power_w(meter: EnergyMeter, begins_s: FloatArray) -> tuple[float, float]:
+    """Mean power from the first begin to the last, and its standard uncertainty; NaN if unknown."""
+    begin_s, end_s = float(begins_s[0]), float(begins_s[-1])
+    try:
+        if meter.last_refresh_s < end_s:
+            meter.catch_up()
+        energy = meter.window(begin_s, end_s)
+    except MeterError:
+        return _UNKNOWN
+    return energy.energy_j / (end_s - begin_s), energy.uncertainty_j / (end_s - begin_s)
+
+
+def _follows(record: StageRecord, after: StageRecord) -> bool:
+    """True if one iteration came right after another: none of another batch, and no pause."""
+    return record.followed and (record.number is None or after.number in (None, record.number + 1))
+
+
+def _stretches(
+    record: StageRecord,
+    clocks_mhz: Sequence[int],
+    kinds: Sequence[int],
+    parked: Mapping[int, tuple[int, float]],
+    late_s: float,
+    tail_s: float,
+    until_s: float,
+) -> list[Stretch]:
+    """How one stage spent an iteration up to the next one's begin, NaN if that is not known."""
+    spent: list[Stretch] = []
+    running = coming = float(clocks_mhz[0])
+    last_s = arrives_s = record.begin_s
+
+    def ask(clock_mhz: float) -> None:
+        nonlocal coming, arrives_s
+        if clock_mhz != coming:
+            coming, arrives_s = float(clock_mhz), last_s + late_s
+
+    def spend(end_s: float, kind: int) -> None:
+        nonlocal running, last_s
+        if running != coming and arrives_s < end_s:
+            if arrives_s > last_s:
+                spent.append(Stretch(arrives_s, kind, running))
+            running = coming
+        spent.append(Stretch(end_s, kind, running))
+        last_s = end_s
+
+    starts_s, ends_s = record.begin_s + record.start_s, record.begin_s + record.end_s
+    units = zip(starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True)
+    for position, (start_s, end_s, clock, kind) in enumerate(units):
+        if position in parked and start_s > last_s:
+            park_mhz, own_after_s = parked[position]
+            ask(park_mhz)
+            spend(min(last_s + own_after_s, start_s), WAITING)
+        ask(clock)
+        if start_s > last_s:
+            spend(start_s, WAITING)
+        if kind >= 0 and end_s > last_s:
+            spend(end_s, kind)
+    if until_s > last_s:  # not of the last iteration, whose step is not known
+        ask(clocks_mhz[0])
+        if tail_s:
+            spend(min(last_s + tail_s, until_s), TAIL)
+        if until_s > last_s:
+            spend(until_s, WAITING)
+    return spent

@@ -1,0 +1,108 @@
+"""Readings of a rank's energy counter, as sums that the powers of units are fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+
+
+@dataclass(frozen=True)
+class MeterSums:
+    """Readings of an energy counter in iterations, as the sums that powers are fitted to.
+
+    Columns are each kind of unit at each node of the clock, then waiting at each node, then the
+    tail; see `meter_sums`.
+
+    Attributes:
+        products: [columns, columns] s^2.
+        weighted: [columns] s J.
+        time_s: in all.
+    """
+
+    products: FloatArray
+    weighted: FloatArray
+    time_s: float = 0.0
+
+    @classmethod
+    def none(cls, columns: int) -> MeterSums:
+        """Those of no measurement."""
+        return cls(np.zeros((columns, columns)), np.zeros(columns))
+
+    def __add__(self, other: MeterSums) -> MeterSums:
+        return MeterSums(
+            self.products + other.products,
+            self.weighted + other.weighted,
+            self.time_s + other.time_s,
+        )
+
+    def faded(self, share: float) -> MeterSums:
+        """The same with this share of its weight, so that what comes counts for more."""
+        return MeterSums(share * self.products, share * self.weighted)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some time that a GPU spent in one way: in a kind of unit, waiting (-1), or in its tail (-2).
+
+    `clock_mhz` is the clock that was asked for.
+    """
+
+    end_s: float
+    kind: int
+    clock_mhz: float
+
+
+WAITING, TAIL = -1, -2
+
+
+def meter_sums(
+    begin_s: float,
+    stretches: Sequence[Stretch],
+    refreshes_s: FloatArray,
+    energies_j: FloatArray,
+    nodes_mhz: FloatArray,
+    num_kinds: int,
+) -> MeterSums:
+    """The sums of one GPU's refreshes within some stretches, which follow each other from a begin.
+
+    From one refresh of the counter to the next, energy is the sum over all that the GPU did of time
+    by power; power at a clock is that of the nodes next to it, by distance. So each pair of
+    refreshes is one linear equation for the powers at the nodes.
+
+    Args:
+        refreshes_s: [refreshes] their instants; those outside the stretches are left out.
+        energies_j: [refreshes] the counter.
+        nodes_mhz: [nodes] rising.
+    """
+    columns = (num_kinds + 1) * len(nodes_mhz) + 1
+    bounds_s = np.array([begin_s, *(stretch.end_s for stretch in stretches)])
+    inside = (refreshes_s >= begin_s) & (refreshes_s <= bounds_s[-1])
+    if inside.sum() < 2:
+        return MeterSums.none(columns)
+    spent_s = np.diff(bounds_s)
+    by_column = np.zeros((len(spent_s), columns))
+    for row, stretch in enumerate(stretches):
+        if stretch.kind == TAIL:
+            by_column[row, -1] = spent_s[row]
+            continue
+        first = (num_kinds if stretch.kind == WAITING else stretch.kind) * len(nodes_mhz)
+        at = np.clip(np.searchsorted(nodes_mhz, stretch.clock_mhz) - 1, 0, len(nodes_mhz) - 2)
+        above = (stretch.clock_mhz - nodes_mhz[at]) / (nodes_mhz[at + 1] - nodes_mhz[at])
+        above = min(max(above, 0.0), 1.0)
+        by_column[row, first + at] = (1 - above) * spent_s[row]
+        by_column[row, first + at + 1] = above * spent_s[row]
+    spent_until = np.concatenate([np.zeros((1, columns)), by_column.cumsum(axis=0)])
+    times_s, energy_j = refreshes_s[inside], energies_j[inside]
+    at_refresh = np.stack(
+        [np.interp(times_s, bounds_s, of_column) for of_column in spent_until.T], axis=1
+    )
+    equations, gained_j = np.diff(at_refresh, axis=0), np.diff(energy_j)
+    return MeterSums(
+        equations.T @ equations,
+        equations.T @ gained_j,
+        float(times_s[-1] - times_s[0]),
+    )

@@ -1,0 +1,24 @@
+"""Reports of windows without waits and powers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.tuning.commands import Report
+from envpipe_megatron.tuning.meters import MeterSums
+
+
+def report_of(
+    unit_s: FloatArray,
+    ends_s: FloatArray,
+    gaps_s: FloatArray,
+    steps_s: FloatArray,
+    meter: MeterSums,
+    metered: int,
+) -> Report:
+    """A report of some replicas; units never waited, and nobody asked for the power."""
+    replicas, iterations = ends_s.shape
+    waits_s = np.zeros((replicas, iterations, unit_s.shape[1]))
+    power_w = np.full((replicas, 2), np.nan)
+    return Report(unit_s, ends_s, gaps_s, steps_s, waits_s, meter, metered, power_w)
