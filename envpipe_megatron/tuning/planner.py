@@ -14,6 +14,7 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import solve
 from envpipe_megatron.policies.problem import Problem
@@ -24,6 +25,8 @@ from envpipe_megatron.tuning.store import Store
 
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4
+#: After so many windows at most, planning that failed is tried again.
+_LATEST = 1024
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
@@ -36,6 +39,10 @@ Ask: TypeAlias = Callable[[Profile, Schedule | None, float], Asked]
 Plans: TypeAlias = dict[int, Plan]
 
 logger = logging.getLogger(__name__)
+
+
+class PlanningError(EnvPipeError):
+    """Nothing could be planned, for a reason of any kind."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,10 @@ class Planner:
         self._quick: Background[Plans] | None = None
         #: Why nothing could be begun.
         self._failure: Exception | None = None
+        #: Whether what is planned is the best order, not only clocks.
+        self._reorders = True
+        #: How often planning failed, and the window after which it is tried again; 0: it is not.
+        self._failures, self._again_at = 0, 0
 
     @property
     def busy(self) -> bool:
@@ -110,21 +121,43 @@ class Planner:
         return self._failure is not None or self._background.busy
 
     def take(self) -> Plans | None:
-        """What was made, once; None as long as there is none. Raises what planning raised."""
+        """What was made, once; None as long as there is none; PlanningError, whatever failed."""
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return self._taken(self._background)
+        try:
+            if failure is not None:
+                raise failure
+            plans = self._taken(self._background)
+        except Exception as error:  # of any kind: there is a plan to go on with
+            if not isinstance(error, EnvPipeError):
+                logger.exception("Planning failed")
+            raise PlanningError(f"{type(error).__name__}: {error}") from error
+        if plans is not None and self._reorders:
+            self._failures = 0
+        return plans
 
-    def begin(self, order: Schedule | None, faster: float) -> None:
+    def failed(self, windows: int) -> None:
+        """Have the best plan made again, each time later; so many windows have passed."""
+        self._failures += 1
+        self._again_at = windows + min(2**self._failures, _LATEST)
+
+    def is_due(self, windows: int) -> bool:
+        """True if a plan is to be made again after a failure."""
+        return 0 < self._again_at <= windows
+
+    def begin(self, order: Schedule | None, faster: float, windows: int) -> None:
         """Make a plan for an order, or the best there is, if possible faster by a share."""
+        if order is None:
+            self._again_at = 0
+        elif self._reorders and self.busy:  # what is ended here is begun again soon
+            self._again_at = windows + 1
+        self._reorders = order is None
         factor = self.limits.deadline_factor
         tries = dict.fromkeys([(order, factor - faster), (order, factor), (None, factor)])
         self._begin({0: list(tries)})
 
     def begin_levels(self, order: Schedule, levels: Sequence[int]) -> None:
         """Make plans of an order for levels of the frontier."""
-        factor = self.limits.deadline_factor
+        self._reorders, factor = False, self.limits.deadline_factor
         self._begin({level: [(order, factor * level_factor(level))] for level in levels})
 
     def quick(self, order: Schedule, own_s: float) -> Plans:

@@ -23,7 +23,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.job import online, phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-from envpipe_megatron.tuning.controller import Controller
+from envpipe_megatron.tuning.planner import Limits, Planner
 from envpipe_megatron.tuning.store import Store
 
 ITERATIONS = 60
@@ -124,16 +124,18 @@ def test_while_the_best_plan_takes_long_a_quick_one_runs(monkeypatch, calm):
 def test_the_best_plan_that_is_ended_for_new_clocks_is_begun_again():
     """As when a quick plan turns out too slow while the best one is being made."""
     begun: list[object] = []
-    planner: Any = SimpleNamespace(busy=True, begin=lambda order, faster: begun.append(order))
+    store: Any = SimpleNamespace(profile=lambda careful: None)
+    busy: Any = SimpleNamespace(busy=True, start=begun.append)
+
+    def ask(profile: Any, order: Any, factor: float) -> Any:
+        return order, ()
+
+    planner = Planner(store, ask, lambda plan: None, Limits(0.0, 1.0, 0.0), lambda: busy)
     own = builders.one_f_one_b(1, 2)
-    loop = Controller(own, Store(1, 1, WHOLE, [1000, 900], Sidecar()), 1, planner)
-    loop.plan = SimpleNamespace(schedule=own)  # type: ignore[assignment]
-    for reorder in (True, False):
-        loop._replan(reorder=reorder)
-    assert begun == [None, own]
-    assert loop._again_at > 0
-    loop._replan(reorder=True)
-    assert loop._again_at == 0
+    for order, due in ((None, False), (own, True), (own, True), (None, False)):
+        planner.begin(order, 0.0, windows=7)
+        assert planner.is_due(8) is due
+    assert len(begun) == 4
 
 
 def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):

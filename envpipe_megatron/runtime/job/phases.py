@@ -54,7 +54,8 @@ from envpipe_megatron.runtime.profiling.wait_power import (
     measure_wait_power,
     wait_clocks,
 )
-from envpipe_megatron.tuning.controller import WINDOW, Controller
+from envpipe_megatron.tuning.controller import Controller
+from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.planner import Limits, Planner
 from envpipe_megatron.tuning.store import Store
 
