@@ -22,7 +22,7 @@ from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.judge import Baseline, Harm, Silence, Steps
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
-from envpipe_megatron.tuning.probing import Probe, SlackProbe, lifted
+from envpipe_megatron.tuning.probing import Probe, SlackProbe, first_probe, lifted
 from envpipe_megatron.tuning.replicas import Followers
 from envpipe_megatron.tuning.store import Store
 
@@ -115,7 +115,7 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            yield from self._look(SlackProbe(self._own, at_cost=True))
+            yield from self._look(first_probe(self._own))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)
