@@ -1,4 +1,4 @@
-"""What another package adds without a change to this one: an order of units, and a policy."""
+"""What another package adds without a change to this one: an order, a policy, and a probe."""
 
 import json
 import os
@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.online.pipelines import Pipelines
+from benchmarks.online.runs import run_job
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.job.config import SessionConfig
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}
 
 CODE = '''
+from dataclasses import replace
+
 import numpy as np
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.tuning.commands import Clocked
+from envpipe_megatron.tuning.probing import Look
 
 
 def in_pairs(profile, request):
@@ -41,6 +52,32 @@ def backwards_slowly(schedule, profile):
     lists = [[row.frequency_mhz for row in kinds[Kind.FORWARD]] for kinds in profile.rows]
     lowest, highest = ([[pick(clocks)] for clocks in lists] for pick in (min, max))
     return np.where(schedule.is_backward, lowest, highest)
+
+
+class WholeIterations:
+    """Looks at three clocks, each in an iteration of its own."""
+
+    def __init__(self, own):
+        self._own, self._places = own, [-4, -8, -12]
+
+    def next(self, store):
+        if not self._places:
+            return None
+        clock_mhz = int(store.clocks_mhz[self._places.pop(0)])
+        clocks_mhz = np.full(self._own.is_backward.shape, clock_mhz)
+        return Look(Clocked(self._own, clocks_mhz), iterations=1, note=f"at {clock_mhz} MHz")
+
+
+class AtNoClock(WholeIterations):
+    """Looks at a clock that is half of another."""
+
+    def next(self, store):
+        look = super().next(store)
+        return replace(look, clocked=Clocked(self._own, look.clocked.frequency_mhz // 2))
+
+
+def of_another_order(own):
+    return WholeIterations(one_more(own, own))
 '''
 ENTRY_POINTS = """
 [envpipe_megatron.schedules]
@@ -54,15 +91,20 @@ backwards-slowly = mine:backwards_slowly
 """
 
 
-@pytest.fixture
-def command(tmp_path):
-    """Runs Python where a package `mine` is installed beside this one, in a folder of a profile."""
-    package = tmp_path / "installed"
+def install(package, entry_points):
+    """A package `mine` in a folder."""
     info = package / "mine-1.0.dist-info"
     info.mkdir(parents=True)
     (package / "mine.py").write_text(CODE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs Python where a package `mine` is installed beside this one, in a folder of a profile."""
+    package = tmp_path / "installed"
+    install(package, ENTRY_POINTS)
     rows = [
         f"{stage},{kind},{mhz},{weight * time_s},{weight * energy_j}"
         for stage in range(3)
@@ -162,3 +204,44 @@ for name in sys.argv[1:]:
     assert "has 3 stages, 5 microbatches and 1 chunks a stage, and the job has 3" in other_job
     assert "'none' is not one of '1f1b'" in unknown
     assert ours.startswith("1f1b 0 ")
+
+
+def run_probed(monkeypatch, folder, probes, iterations=40):
+    """A closed loop where a package adds probes, and the clocks of each phase."""
+    install(folder, f"[envpipe_megatron.probes]\n{probes}\n")
+    monkeypatch.syspath_prepend(folder)
+    clocks_mhz, inner = {}, Pipelines.run
+
+    def watched(self, orders):
+        clocks_mhz.setdefault(orders[0].phase, set()).update(orders[0].frequency_mhz.flat)
+        return inner(self, orders)
+
+    monkeypatch.setattr(Pipelines, "run", watched)
+    config = SessionConfig(PlanRequest(12, policy="optimal"), closed_loop=True)
+    preset = load_preset("a100-sxm")
+    return run_job(config, preset, [0.03, 0.03, 0.036], iterations=iterations), clocks_mhz
+
+
+def test_a_probe_looks_at_other_clocks_and_the_job_saves(monkeypatch, tmp_path):
+    ran, clocks_mhz = run_probed(monkeypatch, tmp_path, "mine = mine:WholeIterations")
+    assert clocks_mhz[Phase.PROFILE] == {1230, 990, 750}
+    assert "at 990 MHz" in [text for _, text in ran.said]
+    assert ran.job[-1].phase == Phase.STEADY
+    assert ran.saved(ran.steady, 40) > 0.1
+    assert ran.slower(ran.steady, 40) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("probes", "why"),
+    [
+        ("mine = mine:not_there", "'mine' of envpipe_megatron.probes cannot be imported"),
+        ("a = mine:WholeIterations\nb = mine:WholeIterations", "probes (got a, b). Remove all"),
+        ("mine = mine:AtNoClock", "clocks (MHz) that plans may not use (got 615)"),
+        ("mine = mine:of_another_order", "Look at '1f1b', with clocks of shape (3, 24)"),
+    ],
+)
+def test_a_job_goes_on_without_a_probe_that_it_cannot_use(monkeypatch, tmp_path, probes, why):
+    ran, clocks_mhz = run_probed(monkeypatch, tmp_path, probes, 10)
+    assert any(why in text for _, text in ran.said)
+    assert ran.job[-1].phase == Phase.STEADY
+    assert set.union(*clocks_mhz.values()) == {1410}

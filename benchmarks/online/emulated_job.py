@@ -13,14 +13,16 @@ so that clocks come late, waits cost their power and counters refresh as for a r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.online.pipelines import Iteration, Pipelines, VirtualMeter
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -70,9 +72,13 @@ _FAILED = object()
 
 
 class Immediate(Background[Any]):
-    """Work beside training that takes no time."""
+    """Work beside training that takes no time, or is looked for so many times in vain."""
 
     _make: Callable[[], Any] | None = None
+
+    def __init__(self, looks: int = 0) -> None:
+        super().__init__()
+        self._looks = looks
 
     @property
     def busy(self) -> bool:
@@ -85,6 +91,9 @@ class Immediate(Background[Any]):
 
     def take(self, wait_s: float = 0.0) -> Any:
         """As `Background.take`."""
+        if self._make is not None and self._looks:
+            self._looks -= 1
+            return None
         make, self._make = self._make, None
         return make and make()
 
@@ -95,14 +104,27 @@ class EmulatedJob:
     Close it, or use it as a context: its ranks are threads.
 
     Raises, out of `run`, what a rank's phases raise.
+
+    Args:
+        own_order: of a framework that runs its units itself.
+        late: so many times the first best plan is looked for in vain.
+        rooms: whether plans of other orders than the framework's find memory for their messages,
+            one plan after the other; all that follow as the last.
     """
 
     def __init__(
-        self, pipelines: Pipelines, config: SessionConfig, own_order: Schedule | None = None
+        self,
+        pipelines: Pipelines,
+        config: SessionConfig,
+        own_order: Schedule | None = None,
+        *,
+        late: int = 0,
+        rooms: Sequence[bool] = (True,),
     ) -> None:
         self.pipelines = pipelines
         self.said: list[tuple[int, str]] = []
         self._replicas, self._stages = len(pipelines.gpus), len(pipelines.gpus[0])
+        self._late, self._rooms = late, rooms
         self._boxes: list[dict[tuple[int, int], SimpleQueue[Any]]] = []
         groups = _Boxes(self._boxes)
         self._inboxes = [
@@ -185,10 +207,15 @@ class EmulatedJob:
         def said(text: str) -> None:
             self.said.append((self.pipelines.begun, text))
 
+        asked = config.request
+        counts = asked.num_microbatches, asked.num_chunks, asked.group_size
+        own = framework_order(self._stages, *counts)
+        rooms = chain(self._rooms, repeat(self._rooms[-1]))
+        backgrounds = chain((self._late,), repeat(0))
         channel = SimpleNamespace(
             capacity=None,
             more_bytes=lambda schedule: 0,
-            make_room=lambda schedule, specs: True,
+            make_room=lambda schedule, specs: schedule.stages == own.stages or next(rooms),
             expect=_nothing,
             send=_nothing,
             receive=_nothing,
@@ -226,7 +253,7 @@ class EmulatedJob:
             memory=JobMemory(None, stage, collectives, said),
             say=said if collectives.is_planner else _nothing,
             print_grid=_nothing,
-            background=Immediate,
+            background=lambda: Immediate(next(backgrounds)),
         )
         if collectives.is_planner:
             self.planner = parts

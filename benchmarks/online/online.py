@@ -1,4 +1,4 @@
-"""The closed loop beside a sweep, after faults, with virtual stages, and over a long time.
+"""The closed loop beside a sweep, after faults and failures, with chunks, and over a long time.
 
 Run from the checkout:
 
@@ -21,6 +21,7 @@ import gc
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,14 +29,15 @@ from typing import Any
 import click
 
 from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Pipelines
+from benchmarks.online.pipelines import Conditions, Pipelines
 from benchmarks.online.runs import FAULTS, Ran, best_saving, restarts, run_job, scripted, slower
 from benchmarks.outputs import leave, make_console, make_table, output_option
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 
-PARTS = ("costs", "faults", "noise", "chunks", "long")
+PARTS = ("costs", "faults", "trouble", "noise", "chunks", "long")
 PRESETS = ("a100-sxm", "a40")
 MICROBATCHES = 24
 FORWARD_S = 0.03
@@ -52,6 +54,8 @@ _ITERATIONS = 200
 _STEADY = 20
 #: Faults begin and end in these iterations of the whole; jobs have so many to find out.
 _FAULT, _OVER, _ALL, _FOUND_OUT = 60, 260, 320, 10
+#: So many times the first plan of `trouble` is looked for in vain.
+_LATE = 40
 
 #: Shares of units that have a hiccup, on so many replicas and in so many iterations.
 _HICCUPS, _MANY, _NOISY = (0.0, 0.01, 0.05), 16, 160
@@ -117,7 +121,7 @@ def fault_rows() -> Iterator[dict[str, Any]]:
             faults=faults,
             starts_again=restarts(kind, _FAULT, _OVER),
         )
-        said = next((text for at, text in ran.said if _FAULT <= at < _OVER), "")
+        said = (text for at, text in ran.said if _FAULT <= at < _OVER)
         yield {
             "fault": kind,
             "worst after ten iterations (%)": 100 * ran.slower(_FAULT + _FOUND_OUT, _OVER),
@@ -127,7 +131,39 @@ def fault_rows() -> Iterator[dict[str, Any]]:
             "best during (%)": 100 * best,
             "saved after (%)": 100 * ran.saved(_OVER + _FOUND_OUT, _ALL),
             "what it is": words,
-            "what was said": said or "nothing",
+            "what was said": next(said, "nothing"),
+        }
+
+
+def trouble_rows() -> Iterator[dict[str, Any]]:
+    """What a closed loop does about what goes wrong with itself."""
+    preset, forward_s = load_preset("a100-sxm"), forward_times_s(4, even=False)
+    run = partial(run_job, WAYS["closed loop"], preset, forward_s, iterations=_ALL)
+    calm = run()
+    usual = [text for _, text in calm.said]
+
+    def partial_at(iteration: int) -> dict[str, Any]:
+        ill = {(0, 1): Conditions(partial=True)}
+        return {"faults": lambda at: ill if at == iteration else {}}
+
+    troubles: dict[str, dict[str, Any]] = {
+        "none": {},
+        "the first plan is late": {"late": _LATE},
+        "a look of the probe does not run whole": partial_at(
+            [each.phase for each in calm.job].index(Phase.PROFILE)
+        ),
+        "a look at the highest clock does not": partial_at(calm.looks_at_top[0]),
+        "the first plan finds no memory": {"rooms": (False, True)},
+        "no plan of another order does": {"rooms": (False,)},
+    }
+    for name, trouble in troubles.items():
+        ran = run(**trouble) if trouble else calm
+        yield {
+            "trouble": name,
+            "saved in the end (%)": 100 * ran.saved(_ALL - _STEADY, _ALL),
+            "worst after the profile (%)": 100 * ran.slower(ran.profiled, _ALL),
+            "lost in all (iterations)": ran.lost(0, _ALL),
+            "what was said": next((text for _, text in ran.said if text not in usual), "nothing"),
         }
 
 
@@ -236,18 +272,18 @@ def main(
     parts: dict[str, Iterator[dict[str, Any]]] = {
         "costs": cost_rows(stages, replicas),
         "faults": fault_rows(),
+        "trouble": trouble_rows(),
         "noise": noise_rows(),
         "chunks": chunk_rows(gpu),
         "long": footprints(iterations, every=min(2_000, iterations)),
     }
-    for name in names or PARTS[:3]:
+    for name in names or PARTS[:4]:
         rows = list(parts[name])
         leave(output, {name: rows})
-        console.print(
-            make_table(name, rows, [column for column in rows[0] if "what" not in column])
-        )
-        for row in rows if name == "faults" else ():
-            console.print(f"{row['fault']}: {row['what it is']}; {row['what was said']}")
+        texts = [column for column in rows[0] if "what" in column]
+        console.print(make_table(name, rows, [column for column in rows[0] if column not in texts]))
+        for row in rows if texts else ():
+            console.print("; ".join(row[column] for column in (next(iter(row)), *texts)))
 
 
 if __name__ == "__main__":

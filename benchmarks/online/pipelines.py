@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +23,8 @@ class Conditions:
 
     `slower` multiplies times of units, `hungrier` their power; no clock above `limit_mhz` is
     reached; a counter that is `silent` does not refresh; a clock that is `stuck` follows no
-    request.
+    request. Of an iteration that is `partial` only the first unit is reported as it ran, and of
+    one that is `untold`, too, the record does not say so.
     """
 
     slower: dict[Kind, float] = field(default_factory=dict)
@@ -31,6 +32,8 @@ class Conditions:
     limit_mhz: float | None = None
     silent: bool = False
     stuck: bool = False
+    partial: bool = False
+    untold: bool = False
 
     def unit_time_s(
         self, preset: GpuPreset, kind: Kind, clock_mhz: float, at_max_s: float
@@ -247,16 +250,10 @@ class Pipelines:
         )
         return [
             [
-                make_record(
-                    [start - begin_s for start in starts],
-                    [end - begin_s for end in ends],
-                    begin_s,
-                    time_s,
-                    time_s,
-                )
-                for starts, ends in zip(*times, strict=True)
+                _record(gpu.conditions, starts, ends, begin_s, time_s)
+                for gpu, starts, ends in zip(gpus, *times, strict=True)
             ]
-            for times in made
+            for gpus, times in zip(self.gpus, made, strict=True)
         ]
 
     def _run_replica(
@@ -293,3 +290,16 @@ class Pipelines:
             starts[stage].append(start_s)
             ends[stage].append(end_s)
         return starts, ends
+
+
+def _record(
+    now: Conditions, starts: list[float], ends: list[float], begin_s: float, time_s: float
+) -> StageRecord:
+    """As a rank measures it; where units did not run, as `FrameworkUnits.complete` leaves it."""
+    starts_s, ends_s = ([at - begin_s for at in times] for times in (starts, ends))
+    if now.partial:
+        for unit in range(1, len(ends_s)):
+            starts_s[unit] = ends_s[-1] + 2e-6 * unit
+            ends_s[unit] = starts_s[unit] + 1e-6
+    record = make_record(starts_s, ends_s, begin_s, time_s, time_s)
+    return replace(record, whole=now.untold or not now.partial)

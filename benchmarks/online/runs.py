@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Faults, Iteration, Pipelines
@@ -51,6 +54,13 @@ class Ran:
         phases = [iteration.phase for iteration in self.job]
         return len(phases) - phases[::-1].index(Phase.PROFILE)
 
+    @property
+    def looks_at_top(self) -> list[int]:
+        """Iterations of the steady phase in which some units ran at the highest clock, to see."""
+        energies_j = np.array([iteration.energy_j for iteration in self.job[self.steady :]])
+        more = energies_j > 1.001 * np.median(energies_j)
+        return (self.steady + np.flatnonzero(more)).tolist()
+
     def lost(self, first: int, after: int) -> float:
         """Time lost, as a multiple of the framework's own iteration."""
         return sum(j.time_s / o.time_s - 1 for j, o in self._pairs(first, after))
@@ -84,10 +94,12 @@ def run_job(
     hiccups: float = 0.0,
     scatter: float = 0.0,
     starts_again: Sequence[int] = (),
+    **trouble: Any,
 ) -> Ran:
     """Run a job, and the framework's own order; `forward_s` is of a chunk of each stage.
 
-    In the iterations of `starts_again` the job starts again, with what its folder keeps.
+    In the iterations of `starts_again` the job starts again, with what its folder keeps. `trouble`
+    is that of `EmulatedJob`.
     """
 
     def pipelines() -> Pipelines:
@@ -107,7 +119,7 @@ def run_job(
         if starts_again:
             config = replace(config, output_dir=Path(folder), fingerprint={})
         for first, after in pairwise((0, *starts_again, iterations)):
-            with EmulatedJob(controlled, config) as job:
+            with EmulatedJob(controlled, config, **trouble) as job:
                 job.run(after - first)
             said += job.said
             assert job.planner is not None

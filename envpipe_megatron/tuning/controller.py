@@ -30,7 +30,7 @@ from envpipe_megatron.tuning.judge import (
     upset,
 )
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, PlanningError, Plans
-from envpipe_megatron.tuning.probing import Probe, SlackProbe, lifted
+from envpipe_megatron.tuning.probing import Probe, SlackProbe, first_probe, lifted
 from envpipe_megatron.tuning.replicas import Followers
 from envpipe_megatron.tuning.store import Store
 
@@ -113,7 +113,7 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            yield from self._look(SlackProbe(self._top.schedule, at_cost=True))
+            yield from self._look(first_probe(self._top.schedule))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)

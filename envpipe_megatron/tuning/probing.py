@@ -1,6 +1,7 @@
 """Which clocks to look at, and which units to slow down so that stages are seen at little cost.
 
-A `Probe` says which iterations to run next. `SlackProbe` is the closed loop's.
+A `Probe` says which iterations to run next. `SlackProbe` is the closed loop's; another package can
+put its own in the place of the first one (`first_probe`).
 
 A unit that others wait for only later has slack: it is slowed first, as far as its slack goes, and
 the iteration keeps its time. Where a stage has no such units, as the last one of 1F1B, as few
@@ -19,6 +20,8 @@ import numpy as np
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import LongestPath
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.frequencies import added_functions
 from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.store import Store
 
@@ -30,6 +33,8 @@ _ENOUGH_UNITS = 3
 _BELOW_VALLEY = 1
 #: A probe that would lose less time than this share of the iteration loses none.
 _NOTHING_LOST = 1e-4
+#: Entry points of packages that add a probe: each makes one for the order that runs.
+_GROUP = "envpipe_megatron.probes"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,55 @@ class Probe(Protocol):
 
     def next(self, store: Store) -> Look | None:
         """The next look, from what was measured so far; None if enough was seen."""
+
+
+def first_probe(own: Schedule) -> Probe:
+    """Return what a job without a profile looks at its clocks by, in the order `own`.
+
+    That is the probe of an installed package, if one adds it, or else `SlackProbe`. Raises
+    EnvPipeError if several do, or it cannot be imported.
+    """
+    added = added_functions(_GROUP, known=())
+    if len(added) > 1:
+        raise EnvPipeError(
+            f"Several installed packages add an entry point of {_GROUP}",
+            value=sorted(added),
+            remedy="Remove all but one of them.",
+        )
+    for make in added.values():
+        return _Checked(make(own), own)
+    return SlackProbe(own, at_cost=True)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A probe of another package, of which nothing runs that the job has no memory or clock for."""
+
+    probe: Probe
+    own: Schedule
+
+    def next(self, store: Store) -> Look | None:
+        """The probe's next look; EnvPipeError if it is not of the order and clocks of the job."""
+        look = self.probe.next(store)
+        if look is None:
+            return None
+        own, clocks_mhz = self.own, look.clocked.frequency_mhz
+        shape = own.num_stages, own.units_per_stage
+        if look.clocked.schedule.stages != own.stages or clocks_mhz.shape != shape:
+            raise EnvPipeError(
+                "A probe looks at another order than the one that runs, or has no clock for each "
+                "unit",
+                value=(look.clocked.schedule.name, clocks_mhz.shape),
+                remedy=f"Look at '{own.name}', with clocks of shape {shape}.",
+            )
+        lacking = np.setdiff1d(clocks_mhz, store.clocks_mhz)
+        if lacking.size:
+            raise EnvPipeError(
+                "A probe looks at clocks (MHz) that plans may not use",
+                value=lacking.tolist(),
+                remedy="Take clocks of `store.clocks_mhz`.",
+            )
+        return look
 
 
 class SlackProbe:

@@ -65,9 +65,7 @@ def calm() -> Ran:
 
 def test_looks_at_the_highest_clock_become_rare(calm):
     """They come after two reports, four, and then each time eight, of four iterations each."""
-    energies_j = np.array([each.energy_j for each in calm.job[calm.steady :]])
-    looks = np.flatnonzero(energies_j > 1.001 * np.median(energies_j))
-    assert np.diff(looks).tolist() == [17, 33, 33]
+    assert np.diff(calm.looks_at_top).tolist() == [17, 33, 33]
 
 
 #: Times of forwards.

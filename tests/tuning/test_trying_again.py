@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.online import emulated_job
-from benchmarks.online.emulated_job import Immediate
-from benchmarks.online.pipelines import Pipelines
+from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.job import online, phases
+from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.tuning.planner import Limits, Planner
 from envpipe_megatron.tuning.store import Store
 
 ITERATIONS = 60
 
 
-def run(schedule: str = "auto", iterations: int = ITERATIONS) -> Ran:
+def run(schedule: str = "auto", iterations: int = ITERATIONS, **trouble: Any) -> Ran:
     config = SessionConfig(PlanRequest(12, schedule=schedule, policy="optimal"), closed_loop=True)
-    return run_job(config, load_preset("a100-sxm"), [0.03, 0.03, 0.036], iterations=iterations)
+    preset, forward_s = load_preset("a100-sxm"), [0.03, 0.03, 0.036]
+    return run_job(config, preset, forward_s, iterations=iterations, **trouble)
 
 
 def fails_once(
@@ -53,33 +49,22 @@ def calm() -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "errors"),
-    [
-        ("plan_online", [TimeoutError("no end"), MemoryError()]),
-        # Of each of the three ranks.
-        ("make_room", [MemoryFullError("Stages 0 have no memory")] * 3),
-    ],
+    ("errors", "trouble"),
+    [([TimeoutError("no end"), MemoryError()], {}), ([], {"rooms": (False, True)})],
+    ids=["not planned", "no memory"],
 )
-def test_a_first_plan_that_fails_is_not_the_last(monkeypatch, calm, name, errors):
-    fails_once(monkeypatch, phases if name == "plan_online" else online, name, errors)
-    ran = run()
+def test_a_first_plan_that_fails_is_not_the_last(monkeypatch, calm, errors, trouble):
+    fails_once(monkeypatch, phases, "plan_online", errors)
+    ran = run(**trouble)
     assert ran.saved(50, ITERATIONS) == pytest.approx(calm, abs=1e-3)
     assert ran.slower(ran.profiled, ITERATIONS) < 1e-3
     assert ran.notes == ("The framework's own order ran until there was a plan",)
 
 
 def test_a_later_plan_without_memory_leaves_the_one_that_runs(monkeypatch):
-    rooms = online.make_room
-
-    def full(job: Any, plan: Any) -> None:
-        if job.state.plan is not None:
-            raise MemoryFullError("Stages 0 have no memory")
-        rooms(job, plan)
-
-    monkeypatch.setattr(online, "make_room", full)
     monkeypatch.setattr(phases, "plan_online", of_another_order(phases.plan_online))
-    ran = run()
-    assert any("the new plan does not run: Stages 0" in text for _, text in ran.said)
+    ran = run(rooms=(False,))
+    assert any("the new plan does not run: A GPU has no memory" in text for _, text in ran.said)
     assert ran.job[-1].phase == "steady"
     assert ran.saved(50, ITERATIONS) > 0.1
     assert ran.notes == ()
@@ -97,23 +82,8 @@ def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
     return plan_online
 
 
-def test_while_the_best_plan_takes_long_a_quick_one_runs(monkeypatch, calm):
-    class Slow(Immediate):
-        """The first that is made is not ready for so many looks."""
-
-        made = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.looks = 0 if Slow.made else 24
-            Slow.made += 1
-
-        def take(self, wait_s: float = 0.0) -> Any:
-            self.looks -= 1
-            return None if self.looks > 0 else super().take(wait_s)
-
-    monkeypatch.setattr(emulated_job, "Immediate", Slow)
-    ran = run(iterations=130)
+def test_while_the_best_plan_takes_long_a_quick_one_runs(calm):
+    ran = run(iterations=130, late=23)
     (quick,) = (at for at, text in ran.said if "made in seconds" in text)
     assert quick == ran.profiled
     assert 0.02 < ran.saved(quick + 2, 60) < calm
@@ -147,30 +117,12 @@ def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
     assert ran.saved(70, 80) == pytest.approx(calm, abs=1e-3)
 
 
-def completed(record: StageRecord) -> StageRecord:
-    """As `Followed.complete` leaves it: all units but the first take no time."""
-    starts_s, ends_s = record.start_s.tolist(), record.end_s.tolist()
-    for unit in range(1, len(ends_s)):
-        starts_s[unit] = ends_s[-1] + 2e-6 * unit
-        ends_s[unit] = starts_s[unit] + 1e-6
-    rest = record.begin_s, record.iteration_time_s, record.wall_time_s
-    return make_record(starts_s, ends_s, *rest)
-
-
 @pytest.mark.parametrize(("at", "told"), [(4, True), (25, True), (4, False)])
-def test_iterations_that_did_not_run_whole_teach_nothing(monkeypatch, told, at):
+def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
     """In a probe, and at a look at the highest clock; if it is told, and nearly so if it is not."""
-    inner = Pipelines.run
-
-    def odd(self: Pipelines, orders: Any) -> Any:
-        records = inner(self, orders)
-        if self.begun - 1 == at and self.begun == len(self.iterations):
-            records[0][1] = replace(completed(records[0][1]), whole=not told)
-        return records
-
+    ill = {(0, 1): Conditions(partial=True, untold=not told)}
     usual = run("1f1b")
-    monkeypatch.setattr(Pipelines, "run", odd)
-    ran = run("1f1b")
+    ran = run("1f1b", faults=lambda iteration: ill if iteration == at else {})
     assert ran.saved(50, ITERATIONS) == pytest.approx(
         usual.saved(50, ITERATIONS), abs=1e-3 if told else 1e-2
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,15 +135,7 @@ class Site:
             },
         )
         log = folder / "log.txt"
-        with log.open("wb") as file:
-            code = subprocess.run(
-                launch.command,
-                env=dict(launch.environment),
-                cwd=folder,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ).returncode
-        if code:
+        if code := launch.start(folder, log).wait():
             tail = log.read_text(errors="replace")[-3000:]
             raise click.ClickException(f"{name} ended with code {code}; the end of {log}:\n{tail}")
         return folder / "envpipe"
