@@ -19,14 +19,10 @@ from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.judge import (
-    MOST_STRETCHES,
     WINDOW,
-    Drifts,
     Judge,
     Silence,
-    drifted,
     larger,
-    reorders,
     upset,
 )
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, PlanningError, Plans
@@ -34,13 +30,13 @@ from envpipe_megatron.tuning.probing import Probe, SlackProbe, first_probe, lift
 from envpipe_megatron.tuning.replicas import Followers
 from envpipe_megatron.tuning.store import Store
 
-#: Prediction and measurement agree within this share, of time and of energy.
-_AGREE = 0.005
 #: Corrections that gain nothing end after so many.
 _MOST_CORRECTIONS = 6
 #: The framework's order runs at the highest clocks for so many iterations, each time that so many
 #: others have passed: less than a hundredth of what is saved.
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
+#: So many times the iterations of a baseline pass at most before another plan is tried.
+_MOST_STRETCHES = 1024
 #: After so many windows a few units run at the highest clock, if no others do; after twice as many
 #: each time that all is as before, up to the second number.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
@@ -98,7 +94,6 @@ class Controller:
         self._commands = CommandMaker(store, num_replicas)
         self._judge = Judge(planner.limits.allowed)
         self._calendar = Calendar()
-        self._drifts = Drifts(own.num_stages)
         self._silence = Silence(own.num_stages)
 
     def run(self) -> Run[None]:
@@ -118,7 +113,7 @@ class Controller:
         while (plans := self._take()) is None:
             window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)
             self._learn_own(window)
-            if plans := self._planner.quick(self._top.schedule, self._usual_own_s()):
+            if plans := self._planner.quick(self._top.schedule):
                 made = "a plan that was made in seconds runs until the best one is there"
                 self._commands.note(made)
                 break
@@ -177,7 +172,7 @@ class Controller:
                 f"{100 * energy:+.2f} % off what was predicted, "
                 f"{'planned again' if better else 'nothing better is found'}"
             )
-            if not better and max(abs(time), abs(energy)) <= _AGREE:
+            if not better:
                 return
 
     def _steady(self) -> Run[None]:
@@ -185,16 +180,16 @@ class Controller:
         judge, planner = self._judge, self._planner
         window = yield self._plan_command(Phase.STEADY, settle=1 if judge.begins else 0)
         drift = self._learn_plan(window)
-        look = drifted(drift) or self._calendar.look_is_due(judge.windows)
+        look = drift.any() or self._calendar.look_is_due(judge.windows)
         if look and not self._harmed():
             at_top = yield from self._look_at_the_top()
             drift = larger(at_top, drift)
-            self._calendar.looked(judge.windows, calm=not drifted(drift))
-        # What came while a plan was being made is not in that plan.
-        drift = self._drifts.unplanned = larger(drift, self._drifts.unplanned)
+            self._calendar.looked(judge.windows, calm=not drift.any())
         if self._harmed():
             yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
-        elif drifted(drift) and not planner.busy:
+        elif drift.any() and planner.busy:  # it is not in the plan that is being made
+            planner.begin_again(judge.windows)
+        elif drift.any():
             self._commands.note(self._what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
         elif planner.is_due(judge.windows) and not planner.busy:
@@ -225,17 +220,18 @@ class Controller:
         own_s, judge = self._own_predicted_s(), self._judge
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
-        stretches, self._commands.billed = judge.blame(window, own_s, error, why)
+        self._commands.billed = judge.blame(window, own_s, error, why)
         self._calendar.looked(judge.windows, calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
-            f"for {stretches * (BASELINE_ITERATIONS + 1)} iterations or more"
+            f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
         plans: Plans | None = None
+        stretches = 1  # longer each time that planning fails
         while not plans:
             for _ in range(stretches):
                 yield from self._at_baseline()
-            stretches = min(2 * stretches, MOST_STRETCHES)
+            stretches = min(2 * stretches, _MOST_STRETCHES)
             yield from self._plan_anew(drift)
             while (plans := self._take()) is None:
                 window = yield self._commands.for_all(Phase.BASELINE, self._top, 1)
@@ -261,7 +257,6 @@ class Controller:
         *,
         fades: float = 1.0,
     ) -> FloatArray:
-        self._drifts.forget_last()
         return self._store.learn(
             clocked.schedule,
             clocked.frequency_mhz,
@@ -273,23 +268,17 @@ class Controller:
         )
 
     def _learn_own(self, window: Window) -> None:
-        """Take in a window of the framework's order at the highest clocks.
-
-        What drifted there is known from then on, and no later window differs from it: so the plan
-        that runs must answer for it.
-        """
+        """Take in a window of the framework's order at the highest clocks."""
         drift = self._learn(self._top, window)
-        self._drifts.add_own(drift)
-        if drifted(drift):
+        if drift.any():
             self._store.forget(upset(drift))
+            self._planner.begin_again(self._judge.windows)
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
-        if drifted(drift):
-            self._judge.begin()
         self._judge.add(window)
         self._calendar.pass_window()
         return drift
@@ -300,10 +289,8 @@ class Controller:
         """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
         usual = which[self._followers.usual]
         replicas = [replica for replica in self._everyone if which[replica] == usual]
-        before = self._drifts.before
         drift = self._learn(orders[usual], window, replicas, fades=_FADES)
-        drift = self._drifts.whole(before, drift)
-        if drifted(drift):
+        if drift.any():
             self._store.forget(upset(drift))
         return drift
 
@@ -336,10 +323,9 @@ class Controller:
 
     def _plan_anew(self, drift: FloatArray) -> Run[None]:
         """Begin a plan after stages drifted; what was upset is looked at first."""
-        drift = self._drifts.take(drift)
         if upset(drift).any():
             yield from self._look_again()
-        self._replan(reorder=reorders(drift))
+        self._replan(reorder=True)
 
     def _look_again(self) -> Run[None]:
         """See what clocks mean to upset stages today, where that takes no time."""
@@ -348,7 +334,7 @@ class Controller:
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        self._planner.begin(order, self._judge.faster, self._judge.windows)
+        self._planner.begin(order, self._judge.faster)
 
     def _take(self) -> Plans | None:
         """Return what was planned, if that has ended: nothing if it failed."""
@@ -378,8 +364,7 @@ class Controller:
             self._adopt(plans[0])
 
     def _ready(self, plan: Plan) -> Plan:
-        """As it would run; it does not park if harm that is not understood has come lately."""
-        return self._planner.ready(plan, parks=not self._judge.unclear)
+        return self._planner.ready(plan)
 
     def _better(self, plan: Plan) -> bool:
         assert self.plan is not None
@@ -417,6 +402,6 @@ class Controller:
     def _what_drifted(self, drift: FloatArray, window: Window) -> str:
         stage = int(np.abs(drift).argmax())
         text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
-        if not drifted(drift):
+        if not drift.any():
             text = "steps last longer than they may, and no stage's units tell why"
         return "; ".join([text, *window.problems])

@@ -16,10 +16,8 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
-#: So many units tell how late it is, and of so many the latest are kept.
-_ENOUGH, _KEPT = 10, 64
-#: From this share of a unit's time on, all of it passed before the change.
-_WHOLLY = 0.95
+#: Of so many units that tell how late it is, the latest, the median counts.
+_KEPT = 64
 
 
 def asked_s(
@@ -54,19 +52,17 @@ class Lateness:
 
     def __init__(self) -> None:
         self.change_s: float | None = None
-        #: No less than this.
-        self._least_s = 0.0
         self._seen_s: deque[float] = deque(maxlen=_KEPT)
 
     @property
     def late_s(self) -> float:
         """How late a change is, or is taken to be."""
-        return max(_LATE_S, self._least_s) if self.change_s is None else self.change_s
+        return _LATE_S if self.change_s is None else self.change_s
 
     @property
     def planned_s(self) -> float:
         """The same for plans: 0 where no clock makes a difference, as in a dry run."""
-        return self.late_s if self.change_s or self._least_s else 0.0
+        return self.change_s or 0.0
 
     def at_their_clock(self, asked: FloatArray, timeline: Timeline) -> BoolArray:
         """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
@@ -100,13 +96,5 @@ class Lateness:
             return
         longest_s = np.minimum(own_s, old_s)
         late_s = (own_s - took_s) / (own_s / old_s - 1)
-        # A unit that ran at the old clock until its end tells no more than that.
-        ended = late_s > _WHOLLY * longest_s
-        late_s = np.clip(late_s, 0.0, longest_s) + waited_s
-        if ended.all():
-            self._least_s = max(self._least_s, float(late_s.max()))
-            return
-        self._seen_s.extend(late_s[~ended].tolist())
+        self._seen_s.extend((np.clip(late_s, 0.0, longest_s) + waited_s).tolist())
         self.change_s = float(np.median(self._seen_s))
-        if len(self._seen_s) < _ENOUGH:
-            self.change_s = max(self.change_s, _LATE_S)

@@ -144,28 +144,27 @@ class Planner:
         """True if a plan is to be made again after a failure."""
         return 0 < self._again_at <= windows
 
-    def begin(self, order: Schedule | None, faster: float, windows: int) -> None:
+    def begin_again(self, windows: int) -> None:
+        """Have the best plan made once more when this one is there; so many windows have passed."""
+        self._again_at = windows + 1
+
+    def begin(self, order: Schedule | None, faster: float) -> None:
         """Make a plan for an order, or the best there is, if possible faster by a share."""
-        if order is None:
-            self._again_at = 0
-        elif self._reorders and self.busy:  # what is ended here is begun again soon
-            self._again_at = windows + 1
         self._reorders = order is None
+        if self._reorders:
+            self._again_at = 0
         factor = self.limits.deadline_factor
-        tries = dict.fromkeys([(order, factor - faster), (order, factor), (None, factor)])
-        self._begin({0: list(tries)})
+        self._begin({0: list(dict.fromkeys([(order, factor - faster), (order, factor)]))})
 
     def begin_levels(self, order: Schedule, levels: Sequence[int]) -> None:
         """Make plans of an order for levels of the frontier."""
         self._reorders, factor = False, self.limits.deadline_factor
         self._begin({level: [(order, factor * level_factor(level))] for level in levels})
 
-    def quick(self, order: Schedule, own_s: float) -> Plans:
+    def quick(self, order: Schedule) -> Plans:
         """A plan of an order, made in seconds: begun by the first call, and there once.
 
         It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
-        None is there that would take longer than the user allows, where the framework's own order
-        takes `own_s`.
         """
         try:
             if self._quick is None:
@@ -177,13 +176,10 @@ class Planner:
                 )
                 asked = replace(problem, conditions=conditions), notes
                 self._quick.start(partial(first_plans, {0: [asked]}))
-            plans = self._taken(self._quick) or {}
+            return self._taken(self._quick) or {}
         except Exception:  # of any kind: the best plan comes later
             logger.exception("No quick plan")
             return {}
-        allowed_s = own_s * self.limits.allowed
-        times_s = {at: self.repriced(plan).cost.iteration_time_s for at, plan in plans.items()}
-        return {at: plan for at, plan in plans.items() if times_s[at] <= allowed_s}
 
     def _begin(self, tries: Mapping[int, Sequence[tuple[Schedule | None, float]]]) -> None:
         try:
@@ -216,12 +212,9 @@ class Planner:
         )
         return still_parked(plain, plan.park_mhz)
 
-    def ready(self, plan: Plan, *, parks: bool) -> Plan:
-        """A plan as it would run: repriced, and parked if it may be and that pays."""
-        plan = self.repriced(plan)
-        if not parks:
-            return replace(plan, park_mhz=None)
-        return parked(plan, self._store, self.limits.min_dwell_s, _WORTH)
+    def ready(self, plan: Plan) -> Plan:
+        """A plan as it would run: repriced, and parked if that pays."""
+        return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """True if a ready plan saves more than one that runs, or that one is too slow or late.

@@ -15,10 +15,10 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.parking import timed
 
-#: Replicas differ if the slowest takes this share longer than another, and so many standard errors
-#: of what each takes: noise alone sets the slowest of 64 apart from the fastest by about five, and
-#: four iterations make errors seem a quarter smaller than they are.
-_DIFFER, _SURELY = 0.01, 7.0
+#: Replicas differ if the slowest takes so many standard errors of what each takes longer than
+#: another: noise alone sets the slowest of 64 apart from the fastest by about five, and four
+#: iterations make errors seem a quarter smaller than they are.
+_SURELY = 7.0
 #: From one level of the frontier to the next, plans take this share longer.
 _LEVEL = 0.005
 
@@ -42,8 +42,7 @@ class Followers:
         #: A replica that is as fast as the median, or the next faster one.
         self.usual = 0
         self._factor: FloatArray = np.ones(num_replicas)
-        self._factor_before = self._factor
-        self._differ, self._error = _DIFFER, 0.0
+        self._differ = 0.0
         self._orders: dict[int, Clocked] = {}
         self._times_s: dict[int, float] = {}
 
@@ -79,24 +78,18 @@ class Followers:
         The error is the standard error of these times, as a share.
         """
         times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
-        factor, self._factor_before = own_s / times_s, self._factor
-        self._factor = factor
-        self._differ = max(_DIFFER, _SURELY * max(error, self._error))
-        self._error = error
+        factor = self._factor = own_s / times_s
+        self._differ = _SURELY * error
         self.usual = int(factor.argsort()[(len(factor) - 1) // 2])
         self.slowest = float(factor.max() / factor[self.usual])
 
     def follow(self) -> str:
-        """Choose levels by what was compared last; what changed, in words.
-
-        To take longer, a replica must have had the room for it twice: noise seldom comes back.
-        """
-        factor, before = self._factor, self._factor_before
-        room = np.minimum(factor.max() / factor, before.max() / before)
+        """Choose levels by what was compared last; what changed, in words."""
+        factor = self._factor
+        room = factor.max() / factor
         wanted = np.where(room < 1 + self._differ, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
-        levels = [
-            self._nearest(int(level), now) for level, now in zip(wanted, self.levels, strict=True)
-        ]
+        # The highest level that is planned and no higher.
+        levels = [max(known for known in self._orders if known <= level) for level in wanted]
         known = set(self._orders) | self._asked
         self.missing = sorted(set(wanted.astype(int).tolist()) - known)
         if levels == self.levels:
@@ -109,9 +102,3 @@ class Followers:
             f"replica {int(factor.argmax())} takes {100 * (self.slowest - 1):.1f} % longer than "
             f"others: {following} follow it along the frontier"
         )
-
-    def _nearest(self, level: int, now: int) -> int:
-        """The highest level that is planned and no higher; up only for what is a difference."""
-        if now < level < now + self._differ / _LEVEL:
-            return now
-        return max(known for known in self._orders if known <= level)

@@ -34,18 +34,14 @@ _NUM_NODES, _LOWEST_NODE = 23, 0.45
 #: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
 #: of one refresh of a counter.
 _SEEN_S2 = 0.01
-#: What meters said counts this much less after something has changed, and where all has.
-_KEEPS, _KEEPS_UPSET = 0.1, 1e-4
+#: What meters said counts this much less after something has changed.
+_KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
 _NO_SLOWER = 1.01
-#: So many iterations of one order tell how they differ as a whole, and so many windows are kept.
-_TELLS_COMMON, _KEPT_COMMON = 3, 9
+#: So many windows tell how iterations of one order differ as a whole.
+_KEPT_COMMON = 9
 #: A unit that takes less than this share of what is known did not run.
 _IMPLAUSIBLE = 0.3
-#: A row of a profile stands for so many units.
-_UNITS_OF_PROFILE = 100.0
-#: How much it counts that all kinds of units draw the same power, until each draws some.
-_ALIKENESS = (1e-5, 1e-3, 0.1)
 
 
 class StoreError(EnvPipeError):
@@ -89,8 +85,6 @@ class Store:
         #: For each key (part, then kind), what units take.
         self._times = [Times(self.clocks_mhz) for _ in range(keys)]
         self._power_model = PowerModel(self.nodes_mhz, len(self.kinds))
-        #: By stage, what was last found.
-        self._power_w: dict[int, FloatArray] = {}
         columns = (len(self.kinds) + 1) * _NUM_NODES + 1
         self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
 
@@ -121,7 +115,7 @@ class Store:
                     continue
                 times = self._times[part * len(self.kinds) + place]
                 for row in kinds[kind]:
-                    times.points[row.frequency_mhz] = Point(row.time_s, _UNITS_OF_PROFILE)
+                    times.points[row.frequency_mhz] = Point(row.time_s, 1.0)
                 times.fit()
                 for row in kinds[kind]:
                     self._look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
@@ -161,11 +155,10 @@ class Store:
     def forget(self, upset: BoolArray) -> None:
         """Something has changed, [num_stages] where so much that it must be looked at again.
 
-        What meters said counts for little from now on, and of upset stages for next to nothing.
+        What meters said counts for little from now on.
         """
         self.upset = self.upset | upset
-        kept = np.where(upset, _KEEPS_UPSET, _KEEPS).tolist()
-        self.sums = [sums.faded(share) for sums, share in zip(self.sums, kept, strict=True)]
+        self.sums = [sums.faded(_KEEPS) for sums in self.sums]
 
     def learn(
         self,
@@ -222,7 +215,7 @@ class Store:
             times.fit()
         self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
-            if report.metered:  # else nothing new replaces what is known
+            if report.metered:  # in weeks of silence, what is known would fade to nothing
                 self.sums[stage] = self.sums[stage].faded(fades) + report.meter
         return drifted
 
@@ -292,15 +285,8 @@ class Store:
         keys = self._num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]
         limit_mhz = max(times.limit_mhz for times in of_stage)
-        for alikeness in _ALIKENESS:
-            power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz, alikeness)
-            # A few noisy refreshes may not tell one way of spending time from the others, nor may
-            # what is left when some was forgotten.
-            if (power_w.max(axis=1) > 0).all():
-                self._power_w[stage] = power_w
-            if stage in self._power_w:
-                return self._power_w[stage]
-        raise StoreError(f"The energy counters of stage {stage} give no power")
+        power_w, _ = self._power_model.fit(sums.products, sums.weighted, limit_mhz)
+        return power_w
 
     def valley_mhz(self, *, waiting: bool) -> float:
         """The lowest clock at which a stage's forward and backward take the least energy.
@@ -332,10 +318,9 @@ class Store:
     def _common_error(self, window: Window) -> float:
         """By which share all units of a window may be off together: heat, hosts, the network."""
         count = window.num_iterations
-        if count >= _TELLS_COMMON:
-            self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
+        self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
         # A window in which something changed differs in itself, and tells nothing.
-        return float(np.median(self._common or 0.0) / np.sqrt(count))
+        return float(np.median(self._common) / np.sqrt(count))
 
     def _learn_tails(self, window: Window) -> None:
         ends_s, gaps_s = window.ends_s, window.gaps_s

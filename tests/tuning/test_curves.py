@@ -148,7 +148,7 @@ def test_scatter_stays_known_where_no_two_units_run_alike():
     assert learned(times, {1410: [1.2 * 0.03]}) == pytest.approx(0.2, abs=0.02)
 
 
-def test_what_passes_raises_no_time_at_a_clock_that_was_not_seen():
+def test_what_passes_leaves_no_trace_at_a_clock_that_was_not_seen():
     """The slowest stage runs at the highest clock alone."""
     times = Times(CLOCKS_MHZ)
     learned(times, {1410: [0.03] * 3, 1125: [0.036] * 3})
@@ -157,5 +157,3 @@ def test_what_passes_raises_no_time_at_a_clock_that_was_not_seen():
         assert times.points[1125].time_s == pytest.approx(1.02 * 0.036)
         assert learned(times, {1410: [0.03] * 3}) == pytest.approx(-0.02, abs=0.001)
     assert times.points[1125].time_s == pytest.approx(0.036, rel=1e-3)
-    learned(times, {1410: [0.027] * 3})
-    assert times.points[1125].time_s == pytest.approx(0.036, rel=1e-3), "as measured, not faster"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.tuning.planner import Limits, Planner
 from envpipe_megatron.tuning.store import Store
 
 ITERATIONS = 60
@@ -89,23 +87,6 @@ def test_while_the_best_plan_takes_long_a_quick_one_runs(calm):
     assert 0.02 < ran.saved(quick + 2, 60) < calm
     assert ran.saved(120, 130) == pytest.approx(calm, abs=1e-3)
     assert ran.slower(quick, 130) < 0.01
-
-
-def test_the_best_plan_that_is_ended_for_new_clocks_is_begun_again():
-    """As when a quick plan turns out too slow while the best one is being made."""
-    begun: list[object] = []
-    store: Any = SimpleNamespace(profile=lambda careful: None)
-    busy: Any = SimpleNamespace(busy=True, start=begun.append)
-
-    def ask(profile: Any, order: Any, factor: float) -> Any:
-        return order, ()
-
-    planner = Planner(store, ask, lambda plan: None, Limits(0.0, 1.0, 0.0), lambda: busy)
-    own = builders.one_f_one_b(1, 2)
-    for order, due in ((None, False), (own, True), (own, True), (None, False)):
-        planner.begin(order, 0.0, windows=7)
-        assert planner.is_due(8) is due
-    assert len(begun) == 4
 
 
 def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
