@@ -83,7 +83,7 @@ class Immediate(Background[Any]):
         """Begin; it is done when its result is taken."""
         self._make = make
 
-    def take(self, wait_s: float = 0.0) -> Any:
+    def take(self) -> Any:
         """As `Background.take`."""
         make, self._make = self._make, None
         return make and make()

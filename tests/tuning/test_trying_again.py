@@ -108,9 +108,9 @@ def test_while_the_best_plan_takes_long_a_quick_one_runs(monkeypatch, calm):
             self.looks = 0 if Slow.made else 24
             Slow.made += 1
 
-        def take(self, wait_s: float = 0.0) -> Any:
+        def take(self) -> Any:
             self.looks -= 1
-            return None if self.looks > 0 else super().take(wait_s)
+            return None if self.looks > 0 else super().take()
 
     monkeypatch.setattr(emulated_job, "Immediate", Slow)
     ran = run(iterations=130)
