@@ -275,6 +275,26 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
     assert made.frequency_mhz.tolist() == smooth.frequency_mhz.tolist()
 
 
+def test_an_iteration_that_did_not_run_whole_tells_nothing():
+    pipeline = Pipeline()
+    run = Reconfigurer(
+        pipeline.plan,
+        replace(RECONFIGURE_POLICIES["balanced"], max_steps=2),
+        FRAMEWORKS,
+        [range(1050, 1411, 30)] * 4,
+        lambda text: pytest.fail("there is nothing to see"),
+    ).run()
+    next(run)
+    unknown = window_of(*[(np.full((1, 1, 16), 9.0), np.full((1, 16), np.nan))] * 4)
+    first, second = run.send(warm_up(0.004)), run.send(unknown)
+    assert np.array_equal(first.orders[0].frequency_mhz, second.orders[0].frequency_mhz)
+    with pytest.raises(StopIteration) as ended:
+        run.send(unknown)
+    plan, *found = ended.value.value
+    assert np.array_equal(plan.frequency_mhz, pipeline.plan.frequency_mhz)
+    assert found == [0, Ended.STEP_LIMIT]
+
+
 def test_grid_has_the_form_of_the_sample():
     lines = SAMPLE.strip().splitlines()
     cells = [line.split("|")[1].replace("[", " [ ").split() for line in lines]
