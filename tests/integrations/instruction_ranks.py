@@ -202,7 +202,8 @@ def train_letters(
     reports = []
     try:
         for _ in range(steps):
-            step(pipeline, own, group)
+            with plans_are_waited_for():
+                step(pipeline, own, group)
             pipeline.pause()
             with pipeline.instruction("forward"):
                 pass  # an evaluation
