@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers" / "planning"))
 import deepspeed
 import plain_stages
 import torch
