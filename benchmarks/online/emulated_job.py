@@ -89,7 +89,7 @@ class Immediate(Background[Any]):
         """Begin; it is done when its result is taken."""
         self._make = make
 
-    def take(self, wait_s: float = 0.0) -> Any:
+    def take(self) -> Any:
         """As `Background.take`."""
         if self._make is not None and self._looks:
             self._looks -= 1

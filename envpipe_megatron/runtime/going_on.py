@@ -13,14 +13,11 @@ from typing import TypeVar
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How often the planner says that it is still busy: more often than any collective's time-out.
-_LOOK_S = 5.0
 #: Longest text of an error: notes go through the sockets of agents.
 _MOST_CHARACTERS = 1000
 
@@ -53,23 +50,6 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
     if failure is not None:
         raise GoesOnError(failure)
     return made[0]
-
-
-def by_background(
-    collectives: Collectives,
-    background: Background[T],
-    prepare: Callable[[], Callable[[], T]],
-    look_s: float = _LOOK_S,
-) -> T:
-    """As `by_planner`, for what may take longer than a collective waits, or forever.
-
-    The planner prepares what its background runs; every `look_s`, it lets the other ranks know that
-    it is still busy.
-    """
-    by_planner(collectives, lambda: background.start(prepare()))
-    while (made := by_planner(collectives, lambda: background.take(look_s))) is None:
-        pass
-    return made
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:

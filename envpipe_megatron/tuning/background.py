@@ -73,21 +73,20 @@ class Background(Generic[T]):
             self._child = start_child(_PROCESS, order, [answer.fileno()], **streams), answer
         self._until_s = time.monotonic() + self._limit_s
 
-    def take(self, wait_s: float = 0.0) -> T | None:
-        """The result, once; None as long as there is none, after a wait of `wait_s` at most.
+    def take(self) -> T | None:
+        """The result, once; None as long as there is none.
 
         Raises what the work raised, BackgroundError if it was given up or its process has died.
         """
         if self._child is None:
             return None
         process, answer = self._child
-        try:
-            status = process.wait(max(0.0, min(wait_s, self._until_s - time.monotonic())))
-        except subprocess.TimeoutExpired:
+        status = process.poll()
+        if status is None:
             if time.monotonic() < self._until_s:
                 return None
             self.close()
-            raise BackgroundError(f"No end in {self._limit_s:g} s") from None
+            raise BackgroundError(f"No end in {self._limit_s:g} s")
         self._child = None
         with answer:
             if status:

@@ -63,9 +63,9 @@ class Command:
         iterations: how many are measured.
         settle: how many run before them, and are not.
         late_s: by how much a change of the clock comes late, as far as it is known.
-        tail_s: for each stage, what it does after its last unit.
+        tail_s: for each stage, what it does after its last unit, likewise; empty for nothing.
         orders: what replicas run; empty if it is what they ran last.
-        which: for each replica, its place among the orders.
+        which: for each replica, its place among the orders; empty for the first.
         plan: what level 0 of the frontier is from now on, if that is new.
         note: what was seen and done; empty if there is nothing to say.
         billed: what the bill says of these steps from now on, in place of what it said; empty if
@@ -76,9 +76,9 @@ class Command:
 
     phase: Phase
     iterations: int
-    settle: int
-    late_s: float
-    tail_s: tuple[float, ...]
+    settle: int = 0
+    late_s: float = 0.0
+    tail_s: tuple[float, ...] = ()
     orders: tuple[Clocked, ...] = ()
     which: tuple[int, ...] = ()
     plan: Plan | None = None
@@ -160,6 +160,14 @@ class Window:
     def whole(self) -> bool:
         """True if each replica of each stage ran an iteration whole."""
         return all(np.isfinite(stage.unit_s).all() for stage in self.stages)
+
+    @property
+    def waits_s(self) -> FloatArray:
+        """[iterations, num_stages, units_per_stage] waits for inputs, medians over replicas.
+
+        The hiccup of one of them must not look like a bubble.
+        """
+        return np.array([np.median(stage.waits_s, axis=0) for stage in self.stages]).swapaxes(0, 1)
 
     @property
     def num_iterations(self) -> int:

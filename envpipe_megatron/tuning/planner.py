@@ -15,10 +15,12 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.commands import Command, Run
 from envpipe_megatron.tuning.parking import comes_late, parked, still_parked
 from envpipe_megatron.tuning.replicas import level_factor
 from envpipe_megatron.tuning.store import Store
@@ -82,6 +84,27 @@ def first_plans(asked: Mapping[int, Sequence[Asked]]) -> Plans:
         else:
             plans[level], _ = planned(*last)
     return plans
+
+
+@dataclass(frozen=True)
+class PlannedBeside:
+    """Has one plan made while training goes on as it ran last.
+
+    Args:
+        background: makes it.
+        asked: what to plan.
+    """
+
+    background: Background[tuple[Plan, tuple[str, ...]]]
+    asked: Asked
+
+    def run(self) -> Run[tuple[Plan, tuple[str, ...]]]:
+        """What `planned` returns; raises what planning raises, BackgroundError if it is ended."""
+        yield None
+        self.background.start(partial(planned, *self.asked))
+        while (made := self.background.take()) is None:
+            yield Command(Phase.PROFILE, 1)
+        return made
 
 
 class Planner:

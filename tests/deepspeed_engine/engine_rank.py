@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked_ranks import run_forked
 from presets import preset_profile
 from transformers import BertConfig, GPT2Config, LlamaConfig
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.formats.energy import Phase
@@ -305,7 +306,8 @@ def main(folder: Path, num_steps: int, names: Sequence[str], rank: int) -> None:
                 settings["plan"] = f"{folder}/{settings['plan']}"
             if settings.get("type") == "baseline":
                 del settings["profile"]
-            results[name][run] = train(jobs, case, settings, num_steps)
+            with plans_are_waited_for():
+                results[name][run] = train(jobs, case, settings, num_steps)
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
 
 

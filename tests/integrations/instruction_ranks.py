@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import plain_stages
 import torch
 import torch.distributed as dist
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
@@ -93,7 +94,8 @@ def train_example(
 
     ours = model()
     said: list[str] = []
-    losses = example.train(ours, data, steps, say=said.append, **settings)
+    with plans_are_waited_for():
+        losses = example.train(ours, data, steps, say=said.append, **settings)
     (pipeline,) = FastPipeline.made
     own = model()
     stage = PipelineStage(own, rank, dist.get_world_size(), data.device)
@@ -134,7 +136,7 @@ def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps:
         preset=str(preset),
         time_at_max_s={Kind.FORWARD: FORWARD_S[rank], Kind.BACKWARD: 2 * FORWARD_S[rank]},
     )
-    try:
+    with closing(session), plans_are_waited_for():
         for _ in range(steps):
             session.begin_step()
             session.run_iteration(
@@ -144,8 +146,6 @@ def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps:
             )
             session.end_step()
         session.gather(session.lap())
-    finally:
-        session.close()
     return seen(session)
 
 
@@ -202,7 +202,8 @@ def train_letters(
     reports = []
     try:
         for _ in range(steps):
-            step(pipeline, own, group)
+            with plans_are_waited_for():
+                step(pipeline, own, group)
             pipeline.pause()
             with pipeline.instruction("forward"):
                 pass  # an evaluation

@@ -37,6 +37,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
@@ -125,6 +126,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
         if ours is not None:
             session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
+            stack.enter_context(plans_are_waited_for())
         _train(job, ours, session, result, collectives)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]

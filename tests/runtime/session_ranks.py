@@ -6,7 +6,7 @@ import pkgutil
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import memory_ranks
 import plain_stages
 import torch
+from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
@@ -44,15 +45,13 @@ def _until_steady(rank: int, session: Session, most: int, before: Any = lambda n
 
     `before` is called with the number of each iteration that is about to run.
     """
-    try:
+    with closing(session), plans_are_waited_for():
         for number in range(most):
             before(number)
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes, session.state.plan is None
-    finally:
-        session.close()
 
 
 def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int) -> Any:

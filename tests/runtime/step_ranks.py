@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,7 +291,7 @@ def start_job(
     )
     session = made.session
     phases = []
-    try:
+    with closing(session), plans_are_waited_for():
         for count in range(steps):
 
             def before_unit(unit: Any, count: int = count) -> None:
@@ -300,8 +300,6 @@ def start_job(
 
             made.step(first + count, before_unit=before_unit)
             phases.append(session.state.phase.value)
-    finally:
-        session.close()
     state = session.state
     plan = state.plan.to_json() if state.plan else None
     csv = state.profile.to_csv() if state.profile else None
@@ -358,9 +356,7 @@ def train_kept(
     )
     made = Framework(rank, session, gpu)
     steps, reports = [], []
-    with ExitStack() as last:
-        last.callback(session.close)
-        last.enter_context(plans_are_waited_for())
+    with closing(session), plans_are_waited_for():
         for count in counts:
             made.begin()
             order = builders.one_f_one_b(3, count)

@@ -92,8 +92,8 @@ class Batches:
             return left.order
         if left is not None:
             self._job.state.several_sizes = True
-            # A sweep's iterations must follow each other; a closed loop knows that its do not.
-            if self._job.config.closed_loop or left.order.phase is not Phase.PROFILE:
+            # A sweep's iterations must follow each other; what may be read late need not.
+            if left.order.billed_late or left.order.phase is not Phase.PROFILE:
                 self._waiting[left.num_microbatches] = left
         self.now = self._waiting.pop(num_microbatches, None)
         if self.now is None:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
@@ -40,6 +40,10 @@ class Tuner(Protocol[T]):
 
     def run(self) -> Run[T]:
         """Everything after the warm-up."""
+
+
+class _Swaps(Tuner[T], Protocol):
+    """Has new plans in its commands."""
 
     def refuse(self, command: Command, why: str) -> Command:
         """Return another command in place of one whose plan has no memory."""
@@ -72,7 +76,7 @@ def run_commands(
     replica = _replica(job)
     top_mhz = max(clocks_mhz)
     order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
-    command = Command(Phase.WARMUP, 0, 0, 0.0, (0.0,) * job.num_stages)
+    command = Command(Phase.WARMUP, 0)
     tuner: Tuner[T] | None = None
     run: Run[T] | None = None
 
@@ -94,7 +98,7 @@ def run_commands(
             nodes_mhz=nodes_mhz,
             num_kinds=len(kinds),
             late_s=command.late_s,
-            tail_s=command.tail_s[job.stage],
+            tail_s=command.tail_s[job.stage] if command.tail_s else 0.0,
             metered=command.metered,
             problems=job.problems(),
         )
@@ -108,7 +112,7 @@ def run_commands(
             refused = partial(_instead, tuner, command, why)
             command = by_planner(job.collectives, refused)
         if command.orders:
-            clocked = command.orders[command.which[replica]]
+            clocked = command.orders[command.which[replica] if command.which else 0]
             order = replace(
                 order,
                 schedule=clocked.schedule,
@@ -161,8 +165,7 @@ def _whole(run: Run[T]) -> Run[T]:
 
 def _instead(tuner: Tuner[Any] | None, command: Command, why: str) -> Command:
     """Return the tuner's command in place of one whose plan is refused; likewise."""
-    assert tuner is not None
-    return tuner.refuse(command, why)
+    return cast(_Swaps[Any], tuner).refuse(command, why)
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -30,16 +31,16 @@ from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import (
-    adopt_plan,
     check_files,
     check_plan,
     clocks_of_stages,
+    known_plan,
+    make_room,
     make_room_for_messages,
     megatron_order,
     plan_online,
     profiled_clocks,
 )
-from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
@@ -56,7 +57,8 @@ from envpipe_megatron.runtime.profiling.wait_power import (
 )
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
-from envpipe_megatron.tuning.planner import Limits, Planner
+from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
+from envpipe_megatron.tuning.reconfigure import Reconfigurer
 from envpipe_megatron.tuning.store import Store
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
@@ -97,7 +99,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
         elif config.closed_loop:
             yield from _closed_loop(job, at_top, records[1:])
         elif not config.measures_alone(schedule.name):
-            order = yield from _save_energy(job, schedule, records[1:])
+            order = yield from _save_energy(job, schedule, records)
             own_order = False
     except GoesOnError as error:
         _go_on(job, schedule, error)
@@ -213,34 +215,55 @@ def _save_energy(
     Args:
         job: this rank's parts.
         schedule: the framework's.
-        records: records of the warm-up, but for its first iteration.
+        records: of the warm-up; its first iteration tells nothing of the units.
     """
-    config, state = job.config, job.state
-    profile = known_profile(job, schedule, records)
+    profile = known_profile(job, schedule, records[1:])
     if profile is None:
         profile = yield from _profile(job, schedule)
-    state.profile = profile
-    clocks_mhz = clocks_of_stages(job)
-    adopted = adopt_plan(job, profile, clocks_mhz)
-    plan = state.plan = adopted.plan
-    _note(job, *adopted.notes)
+    job.state.profile = profile
+    plan = yield from adopt_plan(job, schedule, records, profile, clocks_of_stages(job))
+    job.state.plan = plan
+    return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
+
+
+def adopt_plan(
+    job: PhaseParts,
+    schedule: Schedule,
+    records: Sequence[StageRecord],
+    profile: Profile,
+    clocks_mhz: Sequence[set[int]],
+) -> PhaseRun[Plan]:
+    """The plan to start from, whose memory is ready: a known one, or one made beside training.
+
+    Only that is reconfigured, and kept. Clocks are, for each stage, those that all its GPUs have.
+
+    Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
+    """
+    config, state, own_clocks = job.config, job.state, job.gpu.supported_frequencies_mhz
+    known = known_plan(job, profile, clocks_mhz)
+    if known is not None:
+        if config.plan_file is not None and not job.batch:
+            job.folder.copy_plan(known, config.plan_file)
+        return known
+
+    def planner() -> PlannedBeside:
+        return PlannedBeside(job.background(), plan_online(job, profile))
+
+    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], planner)
+    by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
+    make_room(job, plan)
+    state.plan = plan
+    _note(job, *notes)
     policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
-    if policy and adopted.made_now:
-        extra = list(plan.schedule.extra_forwards)
-        job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
-        threshold_s = measured_threshold_s(schedule, records, job.collectives)
-        loop = reconfigure_online(
-            plan, policy, threshold_s, clocks_mhz, job.collectives, job.print_grid
-        )
-        plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop
-        state.plan = plan
+    if policy:
+        job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
+        tuner = Reconfigurer(plan, policy, schedule, clocks_mhz, job.print_grid)
+        run = run_commands(job, schedule, own_clocks, records[1:], lambda: tuner)
+        (plan, state.reconfigure_steps, state.reconfigure_ended), _ = yield from run
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
-    if adopted.made_now:
-        job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended, job.batch)
-    elif config.plan_file is not None and not job.batch:
-        job.folder.copy_plan(plan, config.plan_file)
-    return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
+    job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended, job.batch)
+    return plan
 
 
 def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:

@@ -1,10 +1,9 @@
-"""The plan that a job starts from: one by file, that of an earlier start, or one made online."""
+"""What a job is to plan, and the plan that it has already, by file or from an earlier start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
@@ -16,22 +15,13 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.going_on import GoesOnError, by_background, by_planner
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
 from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit
-from envpipe_megatron.tuning.planner import Asked, planned
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """The plan that a job starts from; one that no file gave is to be reconfigured and kept."""
-
-    plan: Plan
-    notes: tuple[str, ...]
-    made_now: bool
+from envpipe_megatron.tuning.planner import Asked
 
 
 def check_files(job: PhaseParts) -> None:
@@ -58,14 +48,14 @@ def check_files(job: PhaseParts) -> None:
     job.collectives.agreed(look)
 
 
-def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
-    """The plan to start from, whose memory is ready; every rank calls it.
+def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
+    """The plan by file or of an earlier start, whose memory is ready; every rank calls it.
 
-    An earlier start's plan that does not run any more is replaced, and so is one by file where the
-    job has trained batches of another size before: that is for the full batch alone. Clocks are,
-    for each stage, those that all its GPUs have.
+    None if one is to be made. An earlier start's plan that does not run any more is none, and
+    neither is one by file where the job has trained batches of another size before: that is for the
+    full batch alone. Clocks are, for each stage, those that all its GPUs have.
 
-    Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
+    Raises GoesOnError if another one cannot be run: training is under way, whoever gave it.
     """
     given = None if job.batch else job.config.plan_file
     found = job.folder.found.plans.get(job.batch)
@@ -80,17 +70,12 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
         plan = by_planner(job.collectives, known)
         if plan is not None:
             make_room(job, plan)
-            return Adopted(plan, (), made_now=False)
     except GoesOnError as error:
         if not (found or job.state.several_sizes):
             raise
         job.say(f"the plan {'of an earlier start' if found else given} is made again: {error}")
-    plan, notes = by_background(
-        job.collectives, job.background(), lambda: partial(planned, *plan_online(job, profile))
-    )
-    by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
-    make_room(job, plan)
-    return Adopted(plan, notes, made_now=True)
+        return None
+    return plan
 
 
 def make_room(job: PhaseParts, plan: Plan) -> None:

@@ -233,8 +233,8 @@ class Session:
     ) -> None:
         """Execute one training iteration in the job's present phase.
 
-        If a phase has ended, the work between two phases (measurements, planning) comes first. The
-        number of microbatches may change: see `Batches`.
+        If a phase has ended, the work between two phases (measurements) comes first. The number of
+        microbatches may change: see `Batches`.
 
         Args:
             num_microbatches: M of this iteration.

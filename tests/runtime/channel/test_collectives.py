@@ -29,7 +29,6 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.going_on import (
     GoesOnError,
-    by_background,
     by_planner,
     in_words,
     on_every_rank,
@@ -253,18 +252,7 @@ def test_planning_goes_on_without_what_fails():
     def fails() -> None:
         raise ValueError("of a test")
 
-    background: Any = SimpleNamespace(start=lambda work: work(), take=lambda wait_s: None)
-    for planned in (by_planner, lambda c, make: by_background(c, background, lambda: make)):
-        with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
-            planned(told.seen_by(0), fails)
-        with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
-            planned(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))
-
-
-def test_planning_may_take_longer_than_the_others_wait_to_hear_of_it():
-    looks = []
-    heard: Any = SimpleNamespace(is_planner=True, from_planner=lambda own: looks.append(0) or own)
-    takes = iter([None, None, 5])
-    slow: Any = SimpleNamespace(start=lambda work: None, take=lambda wait_s: next(takes))
-    assert by_background(heard, slow, lambda: pytest.fail, look_s=0.01) == 5
-    assert len(looks) == 4
+    with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+        by_planner(told.seen_by(0), fails)
+    with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+        by_planner(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))

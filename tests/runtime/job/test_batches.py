@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.formats.energy import read_energy_logs, split_phase
+from envpipe_megatron.formats.energy import Phase, read_energy_logs, split_phase
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.run_folder import read_run_folder
+from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.job import iterations
+from envpipe_megatron.runtime.job.parts import JobParts, SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -168,3 +171,23 @@ def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
             own = phases(told, counts, count)
             assert own[-1] == "steady"
             assert own == sorted(own, key=list(dict.fromkeys(own)).index)
+
+
+@pytest.mark.parametrize(("swept", "begun"), [(True, [4, 2, 4]), (False, [4, 2])])
+def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, swept, begun):
+    own = builders.one_f_one_b(2, 4)
+    order = replace(constant_order(Phase.PROFILE, own, 1410, 1410), billed_late=not swept)
+    found = []
+
+    def run_phases(parts):
+        found.append(parts.num_microbatches)
+        while True:
+            yield order
+
+    monkeypatch.setattr(iterations, "run_phases", run_phases)
+    parts = dict.fromkeys((field.name for field in fields(JobParts)), None)
+    job = JobParts(**{**parts, "state": SessionState()})
+    batches = iterations.Batches(job, lambda facts: None)
+    for count in (4, 2, 4):
+        assert batches.next_order(None, count, None, None, full_batch=count == 4) is order
+    assert found == begun

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
-from itertools import count
-from types import SimpleNamespace
 
 import memory_ranks
 import pytest
@@ -17,8 +14,6 @@ from session_ranks import Fault
 
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.problem import PlannerError
-from envpipe_megatron.runtime.going_on import GoesOnError, by_background
-from envpipe_megatron.tuning.background import Background
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -56,7 +51,7 @@ def check_own_order(told, text):
                 Fault("runtime.memory.peak:StageMemory.peak_bytes_of", victim=None),
                 on_request("PIPELINE"),
             ),
-            (Fault("runtime.job.reconfigurer:step", call=2), on_request("PIPELINE")),
+            (Fault("tuning.reconfigure:step", call=2), on_request("PIPELINE")),
         )
     ],
 )
@@ -80,19 +75,8 @@ def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
         assert one.peak_in_flight != ()
 
 
-def test_planning_that_never_ends_is_ended():
-    looks = []
-    collectives = SimpleNamespace(is_planner=True, from_planner=lambda own: looks.append(0) or own)
-    background = Background(limit_s=0.05)
-    with pytest.raises(GoesOnError, match=r"No end in 0\.05 s"):
-        by_background(collectives, background, lambda: partial(sum, count()), look_s=0.01)
-    assert len(looks) > 2  # the others heard of it meanwhile
-    assert not background.busy
-    assert by_background(collectives, Background(), lambda: partial(abs, -1), look_s=0.01) == 1
-
-
 def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
-    fault = Fault("runtime.job.planning:plan_online", error=MemoryError)
+    fault = Fault("runtime.job.phases:plan_online", error=MemoryError)
     run = three_ranks.run
     check_own_order(
         run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,)), "MemoryError"
@@ -113,7 +97,7 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     given = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
-    wrong = Fault("runtime.job.planning:plan_online", error=PlannerError)
+    wrong = Fault("runtime.job.phases:plan_online", error=PlannerError)
     plenty = (10**9,) * 3
     told = three_ranks.run(
         session_ranks.train_with_faults, tmp_path, ENVELOPE, (wrong,), plenty, given

@@ -30,11 +30,12 @@ from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.parts import SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import Adopted
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.profiling.profiler import ProfilerError, ProfilerSettings
+from envpipe_megatron.tuning.planner import PlannedBeside
+from envpipe_megatron.tuning.reconfigure import Reconfigurer
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4
@@ -126,6 +127,7 @@ class Rank:
         self.collectives.is_planner = self.is_planner
         self.clock = SimpleNamespace(error=None)
         self.say = self.said.append
+        self.background = lambda: "background"
 
     def run(self, count: int) -> list[tuple[IterationOrder, Any]]:
         """So many iterations, and what was watched in each."""
@@ -240,7 +242,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     rank.state.plan = "plan"  # type: ignore[assignment]
     order, _ = rank.run(4)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
-    assert asked == ([["record 1", "record 2"]] if saves else [])
+    assert asked == ([["record 0", "record 1", "record 2"]] if saves else [])
     notes = "The framework's own order, at the highest clock: Of a test"
     assert rank.state.notes == ((notes,) if saves else ())
     assert (notes in rank.said) is saves
@@ -256,87 +258,105 @@ def plan_of(clock: int = 1200) -> Plan:
 
 @pytest.fixture
 def saving(monkeypatch) -> Any:
-    """What is adopted and reconfigured, by hand."""
-    parts = SimpleNamespace(adopted=Adopted(plan_of(), ("A note.",), made_now=True), calls=[])
+    """What is known, planned and reconfigured, by hand; a known plan is where one is put."""
+    parts = SimpleNamespace(known=None, calls=[])
 
-    def known(job: Any, schedule: Schedule, records: Any) -> Any:
+    def profile(job: Any, schedule: Schedule, records: Any) -> Any:
         assert schedule.name == "1f1b"
+        assert "record 0" not in records
         return profile_of()
 
-    def adopt(job: Any, profile: Any, clocks_mhz: Any) -> Any:
-        parts.calls.append(("adopt", profile, clocks_mhz))
-        return parts.adopted
+    def known(job: Any, profile: Any, clocks_mhz: Any) -> Any:
+        parts.calls.append((profile, clocks_mhz))
+        return parts.known
 
-    def reconfigure(*arguments: Any) -> Any:
-        parts.calls.append(("reconfigure", *arguments))
-        yield "reconfiguring"
-        return plan_of(1410), 7, Ended.ENVELOPE
+    def run(job: Any, schedule: Schedule, clocks_mhz: Any, records: Any, make: Any) -> Any:
+        assert clocks_mhz == CLOCKS
+        parts.calls.append((schedule.name, records, make()))
+        order = yield "tuning"
+        planned = isinstance(parts.calls[-1][2], PlannedBeside)
+        found = (plan_of(), ("A note.",)) if planned else (plan_of(1410), 7, Ended.ENVELOPE)
+        return found, order
 
     monkeypatch.setattr(phases, "check_files", lambda job: None)
-    monkeypatch.setattr(phases, "known_profile", known)
-    monkeypatch.setattr(phases, "adopt_plan", adopt)
-    monkeypatch.setattr(phases, "measured_threshold_s", lambda *arguments: arguments)
-    monkeypatch.setattr(phases, "reconfigure_online", reconfigure)
+    monkeypatch.setattr(phases, "known_profile", profile)
+    monkeypatch.setattr(phases, "known_plan", known)
+    monkeypatch.setattr(phases, "plan_online", lambda job, profile: (profile, "asked"))
+    monkeypatch.setattr(phases, "by_planner", lambda collectives, make: make())
+    monkeypatch.setattr(phases, "check_plan", lambda job, plan, clocks_mhz: None)
+    monkeypatch.setattr(phases, "make_room", lambda job, plan: parts.calls.append(plan))
+    monkeypatch.setattr(phases, "run_commands", run)
     return parts
 
 
-@pytest.mark.parametrize("made_now", [True, False])
-def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, made_now):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, is_known):
     request = replace(ENVELOPE, reconfigure="balanced")
-    saving.adopted = replace(saving.adopted, made_now=made_now)
+    saving.known = plan_of() if is_known else None
     both = {set: lambda own: own - {1200}}
     rank = Rank(
         SessionConfig(request, warmup_iterations=2, output_dir=tmp_path),
         replica=lambda own: both.get(type(own), lambda same: same)(own),
         other=lambda own: own - {1005} if isinstance(own, set) else own,
     )
-    *_, (order, _) = rank.run(3 + made_now)
+    *_, (order, _) = rank.run(3 if is_known else 5)
     clocks = [{1005, 1410}, {1410}]
-    assert saving.calls[0] == ("adopt", profile_of(), clocks)
-    assert rank.state.notes == ("A note.",)
-    assert "A note." in rank.said
-    plan = plan_of(1410 if made_now else 1200)
+    (profile, clocks_mhz), *made = saving.calls
+    assert (profile, clocks_mhz) == (profile_of(), clocks)
+    plan = plan_of(1200 if is_known else 1410)
     assert (order.phase, order.schedule) == (Phase.STEADY, plan.schedule)
     assert (order.frequency_mhz == plan.frequency_mhz).all()
     assert rank.state.plan.to_json() == plan.to_json()
     assert rank.state.profile == profile_of()
-    if not made_now:
-        assert len(saving.calls) == 1
+    if is_known:
+        assert not made
+        assert rank.state.notes == ()
         assert rank.state.reconfigure_ended is None
         return
-    _, start, policy, threshold, *rest = saving.calls[-1]
-    assert start.to_json() == plan_of().to_json()
-    assert policy is RECONFIGURE_POLICIES["balanced"]
+    (name, records, planner), with_memory, (_, measured, reconfigurer) = made
+    assert (name, records, measured) == ("1f1b", ["record 1"], ["record 1"])
+    assert planner == PlannedBeside("background", (profile_of(), "asked"))
+    assert with_memory.to_json() == reconfigurer.plan.to_json() == plan_of().to_json()
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
-    assert threshold == (own, ["record 1"], rank.collectives)
-    assert rest == [clocks, rank.collectives, "grid"]
+    policy = RECONFIGURE_POLICIES["balanced"]
+    assert reconfigurer == Reconfigurer(reconfigurer.plan, policy, own, clocks, "grid")  # type: ignore[arg-type]
+    assert rank.state.notes == ("A note.",)
     assert (rank.state.reconfigure_steps, rank.state.reconfigure_ended) == (7, Ended.ENVELOPE)
-    assert rank.said[-3:] == [
+    assert rank.said[-4:] == [
+        "A note.",
         "reconfigure: balanced, extra forwards [2, 0]",
         f"reconfigure: ended after 7 steps, since {Ended.ENVELOPE.value}",
         "steady: envpipe",
     ]
 
 
+def test_one_iteration_is_warm_up_enough_to_plan_beside(saving):
+    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=1))
+    rank.state.profile = profile_of()
+    *_, (order, _) = rank.run(3)
+    assert order.phase is Phase.STEADY
+    assert [call[1] for call in saving.calls[1:2]] == [["record 0"]]
+
+
 @pytest.mark.parametrize(
-    ("options", "is_planner", "made_now", "left"),
+    ("options", "is_planner", "is_known", "left"),
     [
-        ({}, True, True, True),
-        ({}, False, True, False),
-        (FILES, True, False, True),
-        ({**FILES, "plan_file": "own"}, True, False, False),
-        ({**FILES, "plan_file": "own"}, True, True, True),
+        ({}, True, False, True),
+        ({}, False, False, False),
+        (FILES, True, True, True),
+        ({**FILES, "plan_file": "own"}, True, True, False),
+        ({**FILES, "plan_file": "own"}, True, False, True),
     ],
 )
 @pytest.mark.usefixtures("written_at_once")
 def test_the_plan_is_left_where_it_is_not_yet(
-    saving, tmp_path, options, is_planner, made_now, left
+    saving, tmp_path, options, is_planner, is_known, left
 ):
     if options.get("plan_file") == "own":
         options = {**options, "plan_file": tmp_path / "plan.json"}
-    saving.adopted = replace(saving.adopted, made_now=made_now)
-    config = SessionConfig(ENVELOPE, warmup_iterations=1, output_dir=tmp_path, **options)
-    Rank(config, is_planner=is_planner).run(2)
+    saving.known = plan_of() if is_known else None
+    config = SessionConfig(ENVELOPE, warmup_iterations=2, output_dir=tmp_path, **options)
+    Rank(config, is_planner=is_planner).run(3 if is_known else 4)
     assert (tmp_path / "plan.json").exists() is left
 
 
@@ -443,12 +463,12 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, mo
     def fails(*arguments: Any) -> Any:
         raise GoesOnError("Of a test")
 
-    monkeypatch.setattr(phases, "adopt_plan", fails)
-    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=1), batch="m4")
+    monkeypatch.setattr(phases, "known_plan", fails)
+    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=2), batch="m4")
     rank.folder.forget_profile = lambda: pytest.fail("others use it")  # type: ignore[method-assign]
     rank.state.several_sizes = True
     rank.state.notes = ("Of another.",)
-    order, _ = rank.run(2)[-1]
+    order, _ = rank.run(3)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
     note = "The framework's own order, at the highest clock: Of a test"
     assert rank.state.notes == ("Of another.", f"m4: {note}")

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +34,13 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import Limits, PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import GoesOnError
-from envpipe_megatron.runtime.job import planning
+from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.planning import adopt_plan, check_files, plan_online, predicted
+from envpipe_megatron.runtime.job.parts import SessionState
+from envpipe_megatron.runtime.job.phases import adopt_plan
+from envpipe_megatron.runtime.job.planning import check_files, plan_online, predicted
 from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.tuning import planner
@@ -112,6 +115,11 @@ class Starting:
     specs: Any = None
     said: list[str] = field(default_factory=list)
     predicted: list[Any] = field(default_factory=list)
+    #: Plans that were made, with what reconfiguring has come to.
+    kept: list[Any] = field(default_factory=list)
+    stage: int = 0
+    problems: Any = tuple
+    print_grid: Any = None
 
     def __post_init__(self) -> None:
         by_file = self.path if self.path.exists() else None
@@ -127,8 +135,14 @@ class Starting:
         plans = {}
         if by_file and self.keeps_plan:
             plans[self.batch] = read_plan(by_file, profile_of_two().with_split_backwards(ASSUMED))
-        self.folder = SimpleNamespace(found=StoredJob(plans=plans))
-        self.state = SimpleNamespace(several_sizes=False)
+        self.folder = SimpleNamespace(
+            found=StoredJob(plans=plans),
+            keep_plan=lambda *what: self.kept.append(what),
+            copy_plan=lambda *what: None,
+        )
+        self.state = SessionState()
+        self.gpu = SimpleNamespace(supported_frequencies_mhz=(1410, 1200, 1005))
+        self.meter = SimpleNamespace(refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)))
         self.channel = SimpleNamespace(
             capacity=self.capacity,
             more_bytes=lambda s: s.num_units,
@@ -153,14 +167,21 @@ class Starting:
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
 
-    def adopt(self) -> Any:
+    def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
+        """What `phases.adopt_plan` does after a warm-up of one iteration."""
         job: Any = self
-        return adopt_plan(job, profile_of_two(), CLOCKS)
+        schedule = builders.one_f_one_b(2, 2)
+        empty = np.zeros(schedule.units_per_stage)
+        records = [StageRecord(empty, empty, empty, 0.0, 0.0, 0.0)]
+        run = adopt_plan(job, schedule, records, profile or profile_of_two(), clocks_mhz or CLOCKS)
+        with pytest.raises(StopIteration) as ended:
+            next(run)
+        return ended.value.value
 
     def check(self) -> None:
         """As before the first iteration; the profile lies beside the plan."""
         self.config.profile_file = self.path.parent / "profile.csv"
-        self.gpu = SimpleNamespace(supported_frequencies_mhz=CLOCKS[0])
+        self.gpu.supported_frequencies_mhz = CLOCKS[0]
         self.collectives.by_stage = lambda own, merge: [merge([own])] * 2
         job: Any = self
         check_files(job)
@@ -185,17 +206,15 @@ def by_file(tmp_path) -> Path:
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
     for keeps in (False, True):
         job = Starting(by_file, keeps_plan=keeps)
-        adopted = job.adopt()
-        assert adopted.plan.schedule.name == "envpipe"
-        assert (adopted.notes, adopted.made_now) == ((), False)
-        assert (job.predicted, job.said) == (["envpipe"], [])
+        assert job.adopt().schedule.name == "envpipe"
+        assert (job.kept, job.predicted, job.said) == ([], ["envpipe"], [])
 
 
 def test_without_a_file_a_plan_is_made(tmp_path):
     job = Starting(tmp_path / "none")
-    adopted = job.adopt()
-    assert (adopted.plan.schedule.name, adopted.plan.policy) == ("1f1b", "uniform")
-    assert (adopted.made_now, job.predicted, job.said) == (True, ["1f1b"], [])
+    plan = job.adopt()
+    assert (plan.schedule.name, plan.policy) == ("1f1b", "uniform")
+    assert (job.kept, job.predicted, job.said) == ([(plan, 0, None, "")], ["1f1b"], [])
 
 
 REFUSED = [
@@ -216,8 +235,8 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
         Starting(by_file, **options).adopt()  # it became so since
     job = Starting(by_file, keeps_plan=True, **options)
     job.check()
-    adopted = job.adopt()
-    assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
+    assert job.adopt().schedule.name == "1f1b"
+    assert len(job.kept) == 1
     (told,) = job.said
     assert told.startswith("the plan of an earlier start is made again: ")
 
@@ -239,7 +258,7 @@ def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, o
     with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'.*runnable"):
         Starting(path).check()
     job = Starting(path, keeps_plan=True)
-    assert job.adopt().plan.schedule.name == "1f1b"
+    assert job.adopt().schedule.name == "1f1b"
     assert "which no job runs yet" in job.said[0]
     assert job.predicted == ["1f1b"]
 
@@ -258,15 +277,15 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
     request = PlanRequest(4, "auto", "optimal")
     assert make_plan(profile, request).plan.schedule.split
     job: Any = Starting(tmp_path / "none", request=request)
-    adopted = adopt_plan(job, profile, CLOCKS)
-    assert not adopted.plan.schedule.split
-    assert adopted.plan.profile.kinds == WHOLE
+    plan = job.adopt(profile)
+    assert not plan.schedule.split
+    assert plan.profile.kinds == WHOLE
 
 
 def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     job = Starting(by_file, keeps_plan=True, full=1)
-    adopted = job.adopt()
-    assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
+    assert job.adopt().schedule.name == "1f1b"
+    assert len(job.kept) == 1
     assert job.predicted == ["envpipe", "1f1b"]
     assert job.said == ["the plan of an earlier start is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
@@ -274,7 +293,7 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, full=1).adopt()
     job = Starting(by_file, keeps_plan=True, no_slots=("envpipe",))
-    assert job.adopt().plan.schedule.name == "1f1b"
+    assert job.adopt().schedule.name == "1f1b"
     assert "no memory for messages between stages in the order 'envpipe'" in job.said[0]
     with pytest.raises(MemoryFullError, match="messages"):
         Starting(by_file, keeps_plan=True, no_slots=("envpipe", "1f1b")).adopt()
@@ -311,10 +330,19 @@ def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one_or_later_on
     job = Starting(by_file, num_microbatches=5)
     job.state.several_sizes = True
     job.check()
-    assert job.adopt().made_now
+    job.adopt()
+    assert len(job.kept) == 1
 
 
-@pytest.mark.parametrize("part", ["planned", "known_conditions", "make_problem", "check_plan"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        (planner, "planned"),
+        (planning, "known_conditions"),
+        (planning, "make_problem"),
+        (phases, "check_plan"),
+    ],
+)
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError, MemoryError, RecursionError, LinearProgramError, PlannerError]
 )
@@ -322,7 +350,7 @@ def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
     def fails(*arguments: Any) -> Any:
         raise error("of a test")
 
-    monkeypatch.setattr(planning, part, fails)
+    monkeypatch.setattr(*part, fails)
     said = "of a test" if issubclass(error, EnvPipeError) else f"{error.__name__}: of a test"
     with pytest.raises(GoesOnError, match=f"^{said}"):
         Starting(tmp_path / "none", named_profile=True).adopt()
@@ -350,7 +378,7 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
 
     monkeypatch.setattr(planner, "solve", profiled)
     job = Starting(tmp_path / "none", request=PlanRequest(4, "auto", "optimal"))
-    assert job.adopt().made_now
+    job.adopt()
     total, rng = calls, random.Random(0)
     assert total > 100
     for at_call in (1, *(rng.randint(2, total) for _ in range(8))):  # noqa: B007 - of `count`
@@ -363,7 +391,7 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
 def test_chunks_keep_the_frameworks_order_over_one_hardware_queue(tmp_path, schedule, limit):
     request = PlanRequest(6, schedule, "optimal", num_chunks=2, max_in_flight=limit)
     job = Starting(tmp_path / "none", request=request, num_microbatches=6, capacity=1)
-    plan = job.adopt().plan
+    plan = job.adopt()
     assert plan.schedule.stages == builders.interleaved(2, 6, 2).stages
     assert plan.cost.energy_j < plan.baseline.cost.energy_j
     assert job.predicted == ["interleaved"]
@@ -379,7 +407,7 @@ def test_chunks_get_no_plan_where_one_hardware_queue_cannot_run_the_frameworks_o
     said = r"'interleaved' needs a deeper channel.*CONNECTIONS=8\.\nposition .*\nstage 0 .*\["
     with pytest.raises(GoesOnError, match=said):
         Starting(tmp_path / "none", request=request, capacity=1).adopt()
-    assert Starting(tmp_path / "none", request=request).adopt().made_now
+    Starting(tmp_path / "none", request=request).adopt()
 
 
 def online_job(seed: int) -> tuple[Starting, Any]:
@@ -416,9 +444,7 @@ def planned_online(seed: int) -> Plan:
         {row.frequency_mhz for part in profile.parts(stage) for kind in WHOLE for row in part[kind]}
         for stage in range(profile.num_stages)
     ]
-    adopted = adopt_plan(cast(Any, job), profile, clocks)
-    assert adopted.made_now
-    return adopted.plan
+    return job.adopt(profile, clocks)
 
 
 @pytest.mark.parametrize(

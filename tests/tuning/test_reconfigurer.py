@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,10 @@ from envpipe_megatron.core.timeline import Timeline, critical_path
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
-from envpipe_megatron.runtime.going_on import GoesOnError
-from envpipe_megatron.runtime.job import reconfigurer
-from envpipe_megatron.runtime.job.reconfigurer import (
-    grid,
-    measured_threshold_s,
-    no_bubble_threshold_s,
-    reconfigure_online,
-)
+from envpipe_megatron.tuning import reconfigure as reconfiguring
+from envpipe_megatron.tuning.commands import Report, Window
+from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.reconfigure import Reconfigurer, grid, no_bubble_threshold_s
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order
 # but for the last stage.
@@ -40,44 +35,46 @@ Stage 3 | [F0 1980 59.5] [B0 1980 0.0] [F1 1980 0.6] [B1 1980 0.0] [F2 1980 0.6]
 """  # noqa: E501
 
 
+def window_of(*stages: tuple[Any, Any]) -> Window:
+    """What stages measured: of each, waits [replicas, iterations, units], and times of units."""
+    return Window(
+        tuple(
+            Report(
+                unit_s=np.array(unit_s),
+                waits_s=np.array(waits_s),
+                **dict.fromkeys(("ends_s", "gaps_s", "steps_s", "power_w"), np.zeros((1, 1))),
+                meter=MeterSums.none(1),
+                metered=0,
+            )
+            for waits_s, unit_s in stages
+        )
+    )
+
+
 def test_the_threshold_is_the_least_wait_and_what_it_varies_by():
-    # The second receive waits least: by median 2 ms, and off it by 0, 1, 1, 2 and 8 ms.
-    waits_s = [[9e-3, 2e-3], [9e-3, 3e-3], [8e-3, 1e-3], [7e-3, 4e-3], [9e-3, 10e-3]]
-    median_s, off_s = 3e-3, 1e-3
-    found_s = no_bubble_threshold_s([np.array(waits) for waits in waits_s], 0.5)
-    assert found_s == pytest.approx(median_s + 4 * 1.4826 * off_s + 0.01 * 0.5)
-
-
-def test_only_receives_behind_the_filling_of_the_pipeline_are_looked_at():
     """A unit without a receive, and the first of a stage, say nothing of a message."""
     schedule = builders.one_f_one_b(2, 2)
-    waits_s = np.where(schedule.receives, 2e-3, 0.0)
-    waits_s[:, 0] = 0.0
-    told: Any = {"waits": None, "shortest": None}
-
-    def medians(own: Any) -> Any:
-        told["waits"] = own
-        return [np.array([w] * 3) for w in waits_s]
-
-    def to_planner(own: Any, merge: Any) -> Any:
-        told["shortest"] = own
-        return [0.5, 0.25]
-
-    collectives: Any = SimpleNamespace(
-        stage=1,
-        medians=medians,
-        to_planner=to_planner,
-        is_planner=True,
-        from_planner=lambda own: own,
+    # Of what is looked at, F1 on stage 1 waits least: by median 3 ms, off it by 0, 1, 2, 1, 7 ms.
+    least_s = [3e-3, 2e-3, 1e-3, 4e-3, 10e-3]
+    more_s = [9e-3, 9e-3, 8e-3, 7e-3, 9e-3]
+    first = [[0.0, 0.0, more, more] for more in more_s]
+    last = [[1e-3, 0.0, least, 0.0] for least in least_s]
+    hiccup = [[1e-3, 0.0, 5.0, 0.0]] * 5
+    unit_s = [[0.5, 0.75, 0.375, 1.0], [0.5, 0.625, 0.75, 1.0], [0.5, np.nan, 0.75, 1.0]]
+    window = window_of(
+        ([first, first, first], np.full((3, 4), 0.5)), ([last, hiccup, last], unit_s)
     )
-    units_s = [np.array([0.5, 0.75, 0.375, 1.0]), np.array([0.5, 0.625, 0.75, 1.0])]
-    records: Any = [
-        SimpleNamespace(receive_wait_s=waits_s[1], unit_time_s=times_s) for times_s in units_s
-    ]
-    found_s = measured_threshold_s(schedule, records, collectives)
-    assert found_s == pytest.approx(2e-3 + 0.01 * 0.25)
-    assert told["waits"].tolist() == [waits_s[1].tolist()] * 2
-    assert told["shortest"] == 0.375
+    found_s = no_bubble_threshold_s(schedule, window)
+    assert found_s == pytest.approx(3e-3 + 4 * 1.4826 * 1e-3 + 0.01 * 0.375)
+
+
+FRAMEWORKS = builders.one_f_one_b(2, 2)
+
+
+def warm_up(threshold_s: float) -> Window:
+    """By which a wait counts from there on, where no unit takes time."""
+    waits_s = np.full((2, 1, 4), threshold_s)
+    return window_of(*[(waits_s, np.zeros((2, 4)))] * 2)
 
 
 def reconfigured(
@@ -97,31 +94,28 @@ def reconfigured(
         return next(steps)
 
     if by_hand:
-        monkeypatch.setattr(reconfigurer, "step", step)
-    pipeline = SimpleNamespace(
-        medians=lambda own: [np.median([own, own, own + 5.0], axis=0), 2 * own],
-        is_planner=True,
-        from_planner=lambda own: own,
-        by_stage=lambda own, merge: [own],
-    )
+        monkeypatch.setattr(reconfiguring, "step", step)
     policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
     said: list[str] = []
-    run = reconfigure_online(
-        plan,
-        policy,
-        0.03,
-        [(1410, 1200), (1410, 1305, 1200)],
-        pipeline,
-        said.append,  # type: ignore[arg-type]
-    )
-    record, ran = None, []
+    known = [(1410, 1200), (1410, 1305, 1200)]
+    run = Reconfigurer(plan, policy, FRAMEWORKS, known, said.append).run()
     waits_s = np.array([0.0, 0.0, 0.01, 0.04])
+    # Of three replicas, one of stage 0 has a hiccup.
+    first, last = (
+        np.array([waits_s, waits_s, waits_s + 5.0]),
+        np.array([2 * waits_s] * 3),
+    )
+    window = window_of((first[:, None], first + 0.1), (last[:, None], last + 0.1))
+    ran = []
+    assert next(run) is None
     try:
+        command = run.send(warm_up(0.03))
         while True:
-            order = run.send(record)  # type: ignore[arg-type]  # a generator begins with None
-            assert (order.phase, order.schedule) == (Phase.RECONFIGURE, schedule)
-            ran.append(order.frequency_mhz.copy())
-            record = SimpleNamespace(receive_wait_s=waits_s, unit_time_s=waits_s + 0.1, whole=True)
+            assert (command.phase, command.iterations, command.settle) == (Phase.RECONFIGURE, 1, 0)
+            (clocked,) = command.orders
+            assert clocked.schedule == schedule
+            ran.append(clocked.frequency_mhz.copy())
+            command = run.send(window)
     except StopIteration as ended:
         path = critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.03)
         assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
@@ -159,16 +153,6 @@ def test_reconfiguring_ends_by_its_limit_of_steps(monkeypatch):
     assert frequencies == [[1410, 1200, 1200, 1200], [1200] * 4]
 
 
-@pytest.mark.parametrize("part", ["step", "grid", "critical_path", "replace"])
-def test_reconfiguring_may_fail_anywhere(monkeypatch, part):
-    def fails(*arguments: Any, **named: Any) -> Any:
-        raise MemoryError("of a test")
-
-    monkeypatch.setattr(reconfigurer, part, fails)
-    with pytest.raises(GoesOnError, match="MemoryError"):
-        reconfigured(monkeypatch, [Step([0], {0: 1410}, None)] * 2, 1, by_hand=part != "step")
-
-
 class Pipeline:
     """A job of four stages that differ, in its place: each iteration is a timeline.
 
@@ -194,31 +178,24 @@ class Pipeline:
         return replace(self.plan, frequency_mhz=clocks).cost
 
     def reconfigured(self, name: str, max_steps: int = 3000) -> tuple[Plan, int, Ended]:
-        collectives: Any = SimpleNamespace(
-            medians=list,
-            is_planner=True,
-            from_planner=lambda own: own,
-            by_stage=lambda own, merge: [own],
-        )
         policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
         known = [range(1050, 1411, 30)] * 4
-        run = reconfigure_online(
-            self.plan, policy, self.THRESHOLD_S, known, collectives, lambda text: None
-        )
-        record: Any = None
+        run = Reconfigurer(self.plan, policy, FRAMEWORKS, known, lambda text: None).run()
+        next(run)
+        window = warm_up(self.THRESHOLD_S)
         while True:
             try:
-                order = run.send(record)
+                command = run.send(window)
             except StopIteration as ended:
                 return ended.value
-            self.ran.append(order.frequency_mhz.copy())
-            profiled_s, _ = self.profile.lookup(self.schedule, order.frequency_mhz)
-            timeline = Timeline(self.schedule, self._seconds(profiled_s, order.frequency_mhz))
+            (clocked,) = command.orders
+            self.ran.append(clocked.frequency_mhz.copy())
+            profiled_s, _ = self.profile.lookup(self.schedule, clocked.frequency_mhz)
+            timeline = Timeline(self.schedule, self._seconds(profiled_s, clocked.frequency_mhz))
             waits_s = timeline.start_s
             waits_s[:, 1:] -= timeline.end_s[:, :-1]
-            record = SimpleNamespace(
-                receive_wait_s=waits_s, unit_time_s=timeline.duration_s, whole=True
-            )
+            units = zip(waits_s, timeline.duration_s, strict=True)
+            window = window_of(*[([[waits]], [times]) for waits, times in units])
 
     def moves(self) -> list[str]:
         """For each unit, how its clock moved: `+` for up and `-` for down, runs as one."""
@@ -231,7 +208,7 @@ class Pipeline:
 def without_lowering(name: str, **options: Any) -> tuple[Pipeline, tuple[Plan, int, Ended]]:
     pipeline = Pipeline(**options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reconfigurer, "lower", lambda *arguments: {})
+        patched.setattr(reconfiguring, "lower", lambda *arguments: {})
         return pipeline, pipeline.reconfigured(name)
 
 
@@ -296,6 +273,26 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
     assert late
     smooth, *_ = Pipeline().reconfigured("balanced")
     assert made.frequency_mhz.tolist() == smooth.frequency_mhz.tolist()
+
+
+def test_an_iteration_that_did_not_run_whole_tells_nothing():
+    pipeline = Pipeline()
+    run = Reconfigurer(
+        pipeline.plan,
+        replace(RECONFIGURE_POLICIES["balanced"], max_steps=2),
+        FRAMEWORKS,
+        [range(1050, 1411, 30)] * 4,
+        lambda text: pytest.fail("there is nothing to see"),
+    ).run()
+    next(run)
+    unknown = window_of(*[(np.full((1, 1, 16), 9.0), np.full((1, 16), np.nan))] * 4)
+    first, second = run.send(warm_up(0.004)), run.send(unknown)
+    assert np.array_equal(first.orders[0].frequency_mhz, second.orders[0].frequency_mhz)
+    with pytest.raises(StopIteration) as ended:
+        run.send(unknown)
+    plan, *found = ended.value.value
+    assert np.array_equal(plan.frequency_mhz, pipeline.plan.frequency_mhz)
+    assert found == [0, Ended.STEP_LIMIT]
 
 
 def test_grid_has_the_form_of_the_sample():

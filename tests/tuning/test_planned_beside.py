@@ -1,0 +1,71 @@
+"""Training goes on, on all ranks, while the plan of a job with a sweep is made."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+from benchmarks.online import emulated_job
+from benchmarks.online.emulated_job import Immediate
+from benchmarks.online.runs import Ran, run_job
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.background import Background, BackgroundError
+from envpipe_megatron.tuning.commands import Command, Window
+from envpipe_megatron.tuning.planner import PlannedBeside
+
+LOOKS = 7
+
+
+class Slow(Immediate):
+    """Work whose end is seen at a later look."""
+
+    def start(self, make: Any) -> None:
+        super().start(make)
+        self._left = LOOKS
+
+    def take(self) -> Any:
+        self._left -= 1
+        return None if self._left >= 0 else super().take()
+
+
+def run(reconfigure: str) -> Ran:
+    request = PlanRequest(6, "envpipe", "envelope", reconfigure)
+    config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0))
+    preset = load_preset("a100-sxm")
+    return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2)
+
+
+@pytest.mark.parametrize("reconfigure", ["default", "balanced"])
+def test_training_goes_on_while_the_plan_is_made(monkeypatch, reconfigure):
+    at_once = run(reconfigure)
+    monkeypatch.setattr(emulated_job, "Immediate", Slow)
+    slow = run(reconfigure)
+    phases, before = ([one.phase for one in ran.job] for ran in (slow, at_once))
+    first, planned = at_once.profiled, at_once.profiled + LOOKS
+    assert phases == [*before[:first], *[Phase.PROFILE] * LOOKS, *before[first:-LOOKS]]
+    # The framework's order at the highest clocks, once these have come.
+    assert slow.slower(first + 1, planned) < 1e-9
+    assert abs(slow.saved(first + 1, planned)) < 1e-9
+    assert slow.saved(129, 130) == pytest.approx(at_once.saved(129, 130)) != 0
+    assert slow.notes == at_once.notes == ()
+
+
+def test_planning_that_never_ends_is_ended(monkeypatch):
+    start = Background.start
+    monkeypatch.setattr(Background, "start", lambda self, make: start(self, partial(sum, count())))
+    background: Background[Any] = Background(limit_s=0.05)
+    asked: Any = None, ()
+    run = PlannedBeside(background, asked).run()
+    assert next(run) is None
+    commands = iter(lambda: run.send(Window(())), None)
+    assert next(commands) == Command(Phase.PROFILE, 1)
+    with pytest.raises(BackgroundError, match=r"No end in 0\.05 s"):
+        any(command is None for command in commands)
+    assert not background.busy
