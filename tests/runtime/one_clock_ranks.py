@@ -15,9 +15,9 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.gpu.base import DryRunGpu, Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job import one_clock
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning import one_clock
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)

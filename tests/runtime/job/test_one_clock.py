@@ -13,11 +13,11 @@ import one_clock_ranks
 import pytest
 
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import StepEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, ClockSearch, Tried
+from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, ClockSearch
 
 #: Time in s and energy in J of a step at a clock in MHz.
 Model = Callable[[int], tuple[float, float]]
@@ -54,7 +54,8 @@ def found(
         share = 1 + sums[clock] / rounds
         error_s = abs(off) and time_s * 0.005 / math.sqrt(rounds)
         step = StepEnergy(5 * rounds, time_s * share, error_s, energy_j * share, 0.0)
-        search.tried[clock] = Tried(step, rounds)
+        search.windows[clock].append(None)
+        search.tried[clock] = step
     return search.best_mhz(), measured
 
 
