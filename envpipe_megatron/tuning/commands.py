@@ -106,14 +106,13 @@ class Report:
         unit_s: [replicas, units_per_stage] how long each unit took: its median over iterations that
             ran whole; NaN if none did.
         ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
-        gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one, and in
-            steps that were held up.
+        gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
         steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
         waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
         metered: how many of them have a meter that works.
-        power_w: [replicas, 2] mean power in these steps, of units alone if none is known, and its
-            standard uncertainty; NaN if it was not asked for, or the meter failed.
+        power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
+            is known, and its standard uncertainty; NaN if nobody asked for it, or the meter failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
         lost: whether the control of a clock has ended, which is among the problems then.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.steps import RunningMean, StepEnergy, compare, percent
+from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare, percent
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
@@ -254,9 +254,9 @@ class OneClock:
 
 
 def _mean_step(windows: Sequence[Window]) -> StepEnergy:
-    """Return the mean of an average GPU's steps at one clock."""
-    time_s = RunningMean()
-    for step_s in np.concatenate([window.steps_s for window in windows]).tolist():
+    """Return the mean of an average GPU's steps at one clock, without those that were held up."""
+    time_s, steps_s = RunningMean(), np.concatenate([window.steps_s for window in windows])
+    for step_s in steps_s[steps_s <= HELD_UP * np.median(steps_s)].tolist():
         time_s.add(step_s)
     power_w = np.array([[report.power_w for report in window.stages] for window in windows])
     metered = np.isfinite(power_w).all(axis=-1)

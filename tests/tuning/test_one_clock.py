@@ -136,11 +136,13 @@ class Job:
     Attributes:
         metered: [STAGES, REPLICAS] whose meters work.
         lost: whether the control of a clock has ended.
+        held_up: so many times as long as the others the second step of a window takes.
         kept: what the tuner had kept.
     """
 
     def __init__(self, costs: Costs, **options: Any) -> None:
         self.costs, self.metered, self.lost = costs, np.ones((STAGES, REPLICAS), bool), False
+        self.held_up = 1.0
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
             "slowdown_percent": 1.0,
@@ -181,6 +183,7 @@ class Job:
         step_s, power_w = self.costs[clock_mhz]
         steps_s = np.full((REPLICAS, iterations), step_s)
         steps_s[:, -1] = np.nan
+        steps_s[:, 1] *= self.held_up
         unit_s, ends_s = np.full((REPLICAS, 1), step_s), np.full((REPLICAS, iterations), step_s)
         meter = MeterSums.none(1)
         report = report_of(unit_s, ends_s, steps_s - ends_s, steps_s, meter, REPLICAS)
@@ -256,6 +259,13 @@ def test_what_speaks_against_a_clock_must_do_so_twice(steady):
     assert search == "one clock: measuring 1400 MHz"
     steady.until(Phase.STEADY)
     assert (steady.clock_mhz, steady.kept[-1][0]) == (1300, 1300)
+
+
+def test_a_step_that_was_held_up_says_nothing_of_its_clock(steady):
+    steady.held_up = 1.5
+    assert steady.go_on() == KEPT[:1]
+    steady.held_up = 1.0
+    assert steady.go_on(2) == [KEPT[1], KEPT[0]]
 
 
 def test_a_gpu_without_a_meter_is_like_the_others_of_its_stage():

@@ -20,6 +20,7 @@ from typing import Any
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
 from envpipe_megatron.formats.steps import (
+    HELD_UP,
     ComparedSteps,
     IntervalEnergy,
     RunningMean,
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 64
 #: A step of a baseline that takes this much longer than the median loads, compiles or captures.
 _REPRESENTATIVE = 1.2
-#: At one clock, one that takes this much longer was held up.
-HELD_UP = 1.1
 
 
 @dataclass

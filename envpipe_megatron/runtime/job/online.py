@@ -71,7 +71,7 @@ def run_commands(
         job: this rank's parts.
         schedule: the framework's order.
         clocks_mhz: those that plans may use, the same on every rank.
-        records: of the warm-up, but for its first iteration.
+        records: of the iterations before, one at least.
         make: makes the tuner, on the planning rank.
     """
     kinds, nodes_mhz = profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)

@@ -11,7 +11,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.energy.log import HELD_UP
+from envpipe_megatron.formats.steps import HELD_UP
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.tuning.commands import Report
@@ -64,8 +64,7 @@ def make_report(
     steps_s[:-1][[not _follows(*both) for both in pairwise(records)]] = np.nan
     steps_s[[not record.whole for record in records]] = np.nan
     if np.isfinite(steps_s).any():
-        most = HELD_UP if metered else _PAUSED  # what is metered is compared by itself
-        steps_s[steps_s > most * np.nanmedian(steps_s)] = np.nan
+        steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
     stretches: list[Stretch] = []
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
         until_s = record.begin_s + step_s
@@ -94,11 +93,12 @@ def make_report(
 def _power_w(
     meter: EnergyMeter, begins_s: FloatArray, ends_s: FloatArray, steps_s: FloatArray
 ) -> tuple[float, float]:
-    """Mean power in the known steps, and its standard uncertainty; NaN if unknown."""
-    # Those that follow each other are metered together; the last one is never known.
-    edges = np.flatnonzero(np.diff(np.isfinite(steps_s), prepend=False))
-    spans = begins_s[edges].reshape(-1, 2)
-    if not len(spans):  # something lies behind each iteration
+    """Mean power in steps that were not held up, and its standard uncertainty; NaN if unknown."""
+    if np.isfinite(steps_s).any():
+        usual = steps_s <= HELD_UP * np.nanmedian(steps_s)
+        # Those that follow each other are metered together; the last one is never known.
+        spans = begins_s[np.flatnonzero(np.diff(usual, prepend=False))].reshape(-1, 2)
+    else:  # something lies behind each iteration
         spans = np.stack([begins_s, begins_s + ends_s], axis=1)
     try:
         if meter.last_refresh_s < spans[-1, 1]:
