@@ -184,7 +184,7 @@ class OneClock:
             why = yield from self._stay(clock, told)
 
     def _find(self, note: str) -> Run[tuple[int, str]]:
-        """The clock to keep, and what the bill says of it.
+        """Return the clock to keep, and what the bill says of it.
 
         There are six to 18 measurements. In one to three of them steps last longer than allowed, by
         what a clock lower by a sixth, a twelfth and a 25th costs: about two steps' time in all.
@@ -206,7 +206,7 @@ class OneClock:
         return best, "\n".join([choice, *map(search.told, steps)])
 
     def _stay(self, kept: int, told: str) -> Run[str]:
-        """Keep a clock until the highest is better, twice in a row, and say why."""
+        """Keep a clock until two comparisons in a row speak against it; return what they say."""
         top = self.clocks_mhz[0]
         while True:
             search = ClockSearch(self.clocks_mhz, self.slowdown_percent)

@@ -1,6 +1,6 @@
 """The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all.
 
-Where the job has one clock, the search for it stands in the place of profile, plan and reconfigure.
+Where the job has one clock, the search for it takes the place of profile, plan and reconfigure.
 """
 
 from __future__ import annotations
