@@ -22,6 +22,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import StepEnergy, step_sums
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.clock.controller import ClockController
 from envpipe_megatron.policies.request import PlanRequest
@@ -29,7 +30,6 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.energy.steps import StepEnergy, step_sums
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.energy import Phase, split_phase
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, percent
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, percent
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.core.plan import NORMAL_95
-from envpipe_megatron.runtime.energy.steps import RunningMean
+from envpipe_megatron.formats.steps import RunningMean
 from envpipe_megatron.trials.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
 
 #: An arm that is slower by less is as fast.

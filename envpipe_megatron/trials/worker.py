@@ -23,6 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import DryRunGpu, Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import read_temperature_c
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -32,7 +33,6 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks import latency
-from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
 from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE, plan_file
 from envpipe_megatron.runtime.job.session import Session, SessionConfig

@@ -67,9 +67,9 @@ class Command:
         orders: what replicas run; empty if it is what they ran last.
         which: for each replica, its place among the orders; empty for the first.
         plan: what level 0 of the frontier is from now on, if that is new.
-        note: what was seen and done; empty if there is nothing to say.
-        billed: what the bill says of these steps from now on, in place of what it said; empty if
-            nothing changes.
+        note: what was seen and done, in lines; empty if there is nothing to say.
+        billed: what the bill says of these steps from now on, in lines, in place of what it said;
+            empty if nothing changes.
         metered: whether the report says what power its steps drew, for which the energy counter is
             waited for.
     """
@@ -111,9 +111,10 @@ class Report:
         waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
         metered: how many of them have a meter that works.
-        power_w: [replicas, 2] mean power from the first begin to the last, and its standard
-            uncertainty; NaN if it was not asked for, or the meter failed.
+        power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
+            is known, and its standard uncertainty; NaN if nobody asked for it, or the meter failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
+        lost: whether the control of a clock has ended, which is among the problems then.
     """
 
     unit_s: FloatArray
@@ -125,6 +126,7 @@ class Report:
     metered: int
     power_w: FloatArray
     problems: tuple[str, ...] = ()
+    lost: bool = False
 
 
 def merged(parts: Sequence[Report]) -> Report:
@@ -138,6 +140,7 @@ def merged(parts: Sequence[Report]) -> Report:
         meter=meter,
         metered=sum(part.metered for part in parts),
         problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
+        lost=any(part.lost for part in parts),
     )
 
 

@@ -220,6 +220,7 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
     assert compared["slowdown_percent"] == pytest.approx(slower, abs=0.1)
     (line,) = (output / "one_clock.jsonl").read_text().splitlines()
     assert json.loads(line)["chosen_mhz"] == best
+    assert not (output / "loop.jsonl").exists(), "nothing is predicted"
     units_seen = json_lines(output / "timeline.jsonl")
     steady = [seen for seen in units_seen if seen.get("phase") == "steady"]
     assert {seen["rank"] for seen in steady} == {0, 1, 2, 3}

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.hooking import HookError, Reached
 from envpipe_megatron.integrations.job import Job, JobError, WithoutEnvPipeError
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy
 
 pytestmark = pytest.mark.xdist_group("megatron")
 

@@ -12,10 +12,10 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.restarts import folder as job_folder_module
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder

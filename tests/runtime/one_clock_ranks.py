@@ -12,23 +12,25 @@ import plain_stages
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.gpu.base import DryRunGpu, Gpu
+from envpipe_megatron.gpu.base import DryRunGpu, Gpu, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job import one_clock
+from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning import one_clock
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)
 
 
-def step(session: Session) -> None:
+def step(session: Session) -> IterationOrder:
     session.begin_step()
     run = session.open_iteration(builders.whole_iteration(len(UNSEEN_S)), plain_stages.SPECS)
     run.begin_unit()
     run.end_unit()
     session.end_step()
+    return run.order
 
 
 def train_on(rank: int, root: Path, waits_first: float, waits_later: float) -> Any:
@@ -68,8 +70,12 @@ def train_unseen(
     allowed_percent: float,
     dry_run: bool,
     clocks_mhz: tuple[int, ...] = (),
+    victim: int | None = None,
 ) -> Any:
-    """Train a framework that runs whole iterations of which no unit is seen."""
+    """Train a framework that runs whole iterations of which no unit is seen.
+
+    The control of the victim's clock ends while clocks are measured.
+    """
     config = SessionConfig(
         PlanRequest(1, policy="uniform"),
         warmup_iterations=2,
@@ -85,15 +91,21 @@ def train_unseen(
         rank, config, root, time_at_max_s={Kind.FORWARD: UNSEEN_S[rank]}, seen_as=seen_as
     )
     requested: dict[str, set[int | None]] = {"warm-up": set(), "profile": set(), "steady": set()}
+    timed: list[bool] = []
     try:
-        while not requested["steady"]:
-            step(session)
+        while len(timed) < 12:
+            order = step(session)
+            if rank == victim and requested["profile"]:
+                session.clock.stop(GpuError("the driver of a test"))
             requested[session.state.phase.value].add(gpu.requested_frequency_mhz)
+            if requested["steady"]:
+                timed.append(order.times_units)
         state = session.state
         return {
             "notes": state.notes,
             "requested": requested,
             "executed": session.executed,
+            "timed": timed,
             "iterations": [time_s for _, time_s, _ in session.iterations.latest],
         }
     finally:

@@ -21,10 +21,10 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.steps import BaselineEnergy, compare
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy, compare
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings

@@ -30,6 +30,7 @@ from envpipe_megatron.formats.energy import (
     Phase,
     name_of_run,
 )
+from envpipe_megatron.formats.steps import StepEnergy, compare, percent
 from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
 from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
@@ -46,7 +47,6 @@ from envpipe_megatron.report.facts import (
     gpu_shares,
 )
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.runtime.energy.steps import StepEnergy, compare, percent
 
 #: An order of so many units is planned within seconds.
 _MOST_UNITS = 2_000

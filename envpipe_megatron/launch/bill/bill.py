@@ -29,7 +29,7 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     split_phase,
 )
-from envpipe_megatron.runtime.energy.steps import (
+from envpipe_megatron.formats.steps import (
     ComparedSteps,
     Comparison,
     RunningMean,

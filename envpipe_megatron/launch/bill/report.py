@@ -29,9 +29,9 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
+from envpipe_megatron.formats.steps import percent
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
-from envpipe_megatron.runtime.energy.steps import percent
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,14 @@ from typing import Any
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
-from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
-from envpipe_megatron.runtime.energy.steps import (
+from envpipe_megatron.formats.steps import (
+    HELD_UP,
     ComparedSteps,
     IntervalEnergy,
     RunningMean,
     StepEnergy,
 )
+from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 64
 #: A step of a baseline that takes this much longer than the median loads, compiles or captures.
 _REPRESENTATIVE = 1.2
-#: At one clock, one that takes this much longer was held up.
-_USUAL = 1.1
 
 
 @dataclass
@@ -308,7 +307,7 @@ class Interval:
 def usual(steps: Sequence[Window]) -> Interval:
     """Steps at one clock, without those that were held up: they say nothing of the clock."""
     median_s = statistics.median([step.duration_s for step in steps if step.iterations] or [0.0])
-    return Interval(step for step in steps if step.duration_s <= _USUAL * median_s)
+    return Interval(step for step in steps if step.duration_s <= HELD_UP * median_s)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:

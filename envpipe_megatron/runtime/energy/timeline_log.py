@@ -45,6 +45,8 @@ class TimelineLog:
         self._append = append
         self._labels = dict(labels)
         self._seen: Counter[str] = Counter()
+        #: Phases of which an iteration is to be recorded.
+        self._due: set[str] = set()
         self._samples: list[tuple[float, int | None, int, str]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
         self._left_out = 0
@@ -61,8 +63,12 @@ class TimelineLog:
         """An iteration has run; returns at once. `timeline_line` has what is written of it."""
         index = self._seen[phase]
         self._seen[phase] += 1
-        if self._append is None or not (is_recorded(phase, index) and record.timed):
+        # Where few iterations have their units timed, the next of those stands for one without.
+        if is_recorded(phase, index):
+            self._due.add(phase)
+        if self._append is None or phase not in self._due or not record.timed:
             return
+        self._due.remove(phase)
         self._put(
             timeline_line(self._labels, phase, iteration, record, executed(), frequencies_mhz)
         )

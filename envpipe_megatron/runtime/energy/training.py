@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
-from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline, usual
-from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
-from envpipe_megatron.runtime.energy.steps import (
+from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     ComparedSteps,
     IntervalEnergy,
@@ -31,6 +28,9 @@ from envpipe_megatron.runtime.energy.steps import (
     mean_steps,
     step_sums,
 )
+from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
+from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline, usual
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,6 @@ class TrainingEnergy:
         #: Of those whose baseline is known.
         self._warm: dict[str, list[Window]] = {}
         self._settled = set(baselines)
-        #: What the steps of the present measurement are added to as well.
-        self._measured: list[Window] | None = None
         #: By batch, the sums of the job's GPUs of steady steps, `ComparedSteps.sums`.
         self._job: dict[str, FloatArray] = {}
         #: When the step began whose iteration is still to come.
@@ -202,27 +200,18 @@ class TrainingEnergy:
         self._settled.remove(batch)
         self.log.hold_against(phase_in_batch(Phase.STEADY, batch), None)
 
-    def measure_into(self, steps: list[Window] | None) -> None:
-        """Add each step that ends from now on to these, until the next call."""
-        self.catch_up()
-        self._count()
-        self._measured = steps
+    def warm_step(self, batch: str) -> StepEnergy | None:
+        """A usual step of the warm-up of a batch whose baseline was known, without the first.
 
-    def mean_step(self, steps: Sequence[Window]) -> StepEnergy | None:
-        """A usual step of those that all ranks measured; on all ranks together.
-
-        It is that of an average GPU of the job; None if a rank has no step. Waits for a look at the
-        counter if there was none since the last step.
+        It is that of an average GPU of the job, on all ranks together; None if a rank has no step.
+        Waits for a look at the counter if there was none since the last step.
         """
         self.catch_up()
+        self._count()
+        steps = self._warm.pop(batch, [])[1:]
         if steps and self._meter.last_refresh_s < steps[-1].end_s:
             self._meter.catch_up()
         return self._over_gpus(usual(steps).measure(self._meter).step)[0]
-
-    def warm_step(self, batch: str) -> StepEnergy | None:
-        """`mean_step` of the warm-up of a batch whose baseline was known, without the first."""
-        self.measure_into(None)
-        return self.mean_step(self._warm.pop(batch, [])[1:])
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; does not wait for the meter.
@@ -322,8 +311,6 @@ class TrainingEnergy:
         self._counted = True
         self.log.add(step)
         self._lap.add(step)
-        if self._measured is not None:
-            self._measured.append(step)
         phase, batch = split_phase(step.phase)
         if phase == Phase.BASELINE or (phase == Phase.WARMUP and batch not in self._settled):
             self._warmups.setdefault(batch, []).append(step)

@@ -10,11 +10,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
     MOST_TRIES,
@@ -69,7 +71,7 @@ def run_commands(
         job: this rank's parts.
         schedule: the framework's order.
         clocks_mhz: those that plans may use, the same on every rank.
-        records: of the warm-up, but for its first iteration.
+        records: of the iterations before, one at least.
         make: makes the tuner, on the planning rank.
     """
     kinds, nodes_mhz = profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
@@ -87,7 +89,8 @@ def run_commands(
         next(run)
 
     by_planner(job.collectives, begin)
-    records, billed = list(records), ""
+    records, steady = list(records), count()
+    billed: list[str] = []
     while True:
         report = make_report(
             records,
@@ -101,6 +104,7 @@ def run_commands(
             tail_s=command.tail_s[job.stage] if command.tail_s else 0.0,
             metered=command.metered,
             problems=job.problems(),
+            lost=job.clock.error is not None,
         )
         stages = job.collectives.to_planner(report, merged)
 
@@ -120,18 +124,22 @@ def run_commands(
                 parking=clocked.parking,
             )
         order = replace(order, phase=command.phase)
-        if command.note:
-            job.say(command.note)
-        if job.collectives.is_planner and (command.note or command.plan is not None):
+        for line in command.note.splitlines():
+            job.say(line)
+        told = job.config.closed_loop and (command.note or command.plan is not None)
+        if job.collectives.is_planner and told:
             job.folder.append("loop", _described(job, command))
         if command.billed:
-            kept = [note for note in job.state.notes if note != billed]
-            billed = f"{job.batch}: {command.billed}" if job.batch else command.billed
-            job.state.notes = (*kept, billed)
+            kept = [note for note in job.state.notes if note not in billed]
+            named = f"{job.batch}: " if job.batch else ""
+            billed = [named + line for line in command.billed.splitlines()]
+            job.state.notes = (*kept, *billed)
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
         for _ in range(command.settle):
-            yield order
+            # But for the timeline, nobody looks at times of their units.
+            timed = command.phase is not Phase.STEADY or is_recorded(command.phase, next(steady))
+            yield replace(order, times_units=timed)
         for _ in range(command.iterations):
             records.append((yield order))
 

@@ -1,12 +1,12 @@
 """The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all.
 
-Where the job has one clock, the search for it stands in the place of profile, plan and reconfigure.
+Where the job has one clock, the search for it takes the place of profile, plan and reconfigure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
@@ -15,6 +15,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
@@ -27,7 +28,6 @@ from envpipe_megatron.runtime.execution.orders import (
     whole,
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import (
@@ -57,6 +57,7 @@ from envpipe_megatron.runtime.profiling.wait_power import (
 )
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
+from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
 from envpipe_megatron.tuning.store import Store
@@ -120,17 +121,33 @@ def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
 
 def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
     """Find a clock, and another when it is not right any more, forever. As `_save_energy`."""
-    one = OneClock(job, schedule, _swept_clocks(job, ONE_CLOCK_STEP))
-    clock = yield from one.find_or_keep()
+    config, supported = job.config, job.gpu.supported_frequencies_mhz
+    assert config.one_clock_slowdown_percent is not None
+    found, top = job.folder.found.one_clock_mhz, max(supported)
+    if not job.collectives.on_all(found in supported):
+        found = None
+    clocks = (top, *(clock for clock in _swept_clocks(job, ONE_CLOCK_STEP) if clock < top))
     _keep_own_order(job, schedule)
-    while True:
-        steady = _steady(job, constant_order(Phase.STEADY, schedule, clock, clock))
-        right = True
-        while right:
-            for _ in range(one.compared_after):
-                yield next(steady)
-            right = yield from one.is_right(clock)
-        clock = yield from one.find()
+    first, phase = found or top, Phase.STEADY if found else Phase.PROFILE
+    records = yield from _compared(job, constant_order(phase, schedule, first, first))
+
+    def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
+        measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
+        job.folder.append("one_clock", {"chosen_mhz": clock, "clocks": measured})
+        job.folder.keep_one_clock(clock)
+
+    tuner = OneClock(
+        schedule,
+        job.collectives.num_replicas,
+        clocks,
+        config.one_clock_slowdown_percent,
+        config.profiler.measured_iterations,
+        config.profiler.min_window_s,
+        job.collectives.on_all(job.gpu.changes_clock),
+        found,
+        keep,
+    )
+    yield from run_commands(job, schedule, clocks, records, lambda: tuner)
 
 
 def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
@@ -271,15 +288,20 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     order = replace(order, billed_late=True)
     # But for the timeline nobody looks at times of units, which take half of what is done at them.
     untimed = replace(order, times_units=False)
-    orders = (order if is_recorded(Phase.STEADY, index) else untimed for index in count())
-    peaks = []
+    yield from _compared(job, order)
+    for index in count(_COMPARED_ITERATIONS):
+        yield order if is_recorded(Phase.STEADY, index) else untimed
+
+
+def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
+    """Run an order, and hold its peak of memory against the prediction."""
+    records, peaks = [], []
     for _ in range(_COMPARED_ITERATIONS):
-        yield next(orders)
+        records.append((yield order))
         peaks.append(job.memory.peak_bytes())
     job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
     job.memory.watch = Watch.NOTHING
-    while True:
-        yield next(orders)
+    return records
 
 
 def _note(job: PhaseParts, *notes: str) -> None:

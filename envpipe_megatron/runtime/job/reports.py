@@ -11,6 +11,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.steps import HELD_UP
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.tuning.commands import Report
@@ -40,6 +41,7 @@ def make_report(
     tail_s: float,
     metered: bool = False,
     problems: tuple[str, ...] = (),
+    lost: bool = False,
 ) -> Report:
     """The report of iterations that ran one order, one after the other.
 
@@ -54,6 +56,7 @@ def make_report(
         tail_s: what this stage does after its last unit.
         metered: whether to wait for the counter, and say what power was drawn.
         problems: what is wrong with this rank's GPU.
+        lost: whether the control of its clock has ended.
     """
     begins_s = np.array([record.begin_s for record in records])
     ends_s = np.array([record.end_s[-1] for record in records])
@@ -81,21 +84,31 @@ def make_report(
         waits_s=np.array([[record.receive_wait_s for record in records]]),
         meter=sums,
         metered=int(sums.time_s > 0),
-        power_w=np.array([_power_w(meter, begins_s) if metered else _UNKNOWN]),
+        power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s) if metered else _UNKNOWN]),
         problems=problems,
+        lost=lost,
     )
 
 
-def _power_w(meter: EnergyMeter, begins_s: FloatArray) -> tuple[float, float]:
-    """Mean power from the first begin to the last, and its standard uncertainty; NaN if unknown."""
-    begin_s, end_s = float(begins_s[0]), float(begins_s[-1])
+def _power_w(
+    meter: EnergyMeter, begins_s: FloatArray, ends_s: FloatArray, steps_s: FloatArray
+) -> tuple[float, float]:
+    """Mean power in steps that were not held up, and its standard uncertainty; NaN if unknown."""
+    if np.isfinite(steps_s).any():
+        usual = steps_s <= HELD_UP * np.nanmedian(steps_s)
+        # Those that follow each other are metered together; the last one is never known.
+        spans = begins_s[np.flatnonzero(np.diff(usual, prepend=False))].reshape(-1, 2)
+    else:  # something lies behind each iteration
+        spans = np.stack([begins_s, begins_s + ends_s], axis=1)
     try:
-        if meter.last_refresh_s < end_s:
+        if meter.last_refresh_s < spans[-1, 1]:
             meter.catch_up()
-        energy = meter.window(begin_s, end_s)
+        windows = [meter.window(*span) for span in spans.tolist()]
     except MeterError:
         return _UNKNOWN
-    return energy.energy_j / (end_s - begin_s), energy.uncertainty_j / (end_s - begin_s)
+    time_s = float(np.diff(spans).sum())
+    energy_j = math.fsum(window.energy_j for window in windows)
+    return energy_j / time_s, math.hypot(*(window.uncertainty_j for window in windows)) / time_s
 
 
 def _follows(record: StageRecord, after: StageRecord) -> bool:

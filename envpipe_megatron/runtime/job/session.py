@@ -10,6 +10,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -19,7 +20,6 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywher
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.energy.steps import IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from on_request import examples
 from rich.console import Console
 
+from envpipe_megatron.formats.steps import RunningMean, StepEnergy, compare
 from envpipe_megatron.launch.bill.bill import Bill, NodeBill, Ranges, bill_of
 from envpipe_megatron.launch.bill.report import (
     Tariff,
@@ -23,7 +24,6 @@ from envpipe_megatron.launch.bill.report import (
     bill_lines,
     show_bill,
 )
-from envpipe_megatron.runtime.energy.steps import RunningMean, StepEnergy, compare
 
 # Sums ----------------------------------------------------------------------------------------
 

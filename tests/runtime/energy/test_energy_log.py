@@ -20,11 +20,11 @@ from on_request import asked_for
 
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.energy_sums import steps_of
+from envpipe_megatron.formats.steps import StepEnergy, mean_steps
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
-from envpipe_megatron.runtime.energy.steps import StepEnergy, mean_steps
 
 
 class Logged:

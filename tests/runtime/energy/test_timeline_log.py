@@ -80,6 +80,16 @@ def test_times_that_stand_for_others_are_not_written():
     assert [line["iteration"] for line in lines] == [0, 2]
 
 
+def test_the_next_iteration_whose_units_are_timed_is_written_for_one_that_was_due():
+    lines = []
+    log = TimelineLog(lines.append, LABELS)
+    for number in range(250):
+        record = replace(RECORD, timed=number < 13 or number % 100 == 7)
+        log.add(Phase.STEADY, number, record, lambda: ["F0", "B0"], None)
+    log.close()
+    assert [line["iteration"] for line in lines] == [*range(10), 107, 207]
+
+
 def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
     path = tmp_path / "timeline.jsonl"
     log = TimelineLog(partial(append_line, path), LABELS)

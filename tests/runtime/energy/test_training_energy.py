@@ -19,16 +19,16 @@ from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline, usual
-from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.energy.steps import (
+from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     IntervalEnergy,
     RunningMean,
     StepEnergy,
 )
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline, usual
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import StageRecord
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.job.reports import make_report
 
@@ -17,8 +19,20 @@ FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each
 
 
 def meter(power_w: float = 100.0) -> Any:
+    """It says as much each second, but ten times that from 2 s to 4 s."""
     times_s = np.arange(0.0, 20.0, 0.1)
-    return SimpleNamespace(refreshes=lambda begin_s: (times_s, power_w * times_s))
+
+    def window(begin_s: float, end_s: float) -> Any:
+        if begin_s < 0:
+            raise MeterError("Of a test")
+        more_s = max(min(end_s, 4.0) - max(begin_s, 2.0), 0.0)
+        return SimpleNamespace(energy_j=power_w * (end_s - begin_s + 9 * more_s), uncertainty_j=3.0)
+
+    return SimpleNamespace(
+        refreshes=lambda begin_s: (times_s, power_w * times_s),
+        window=window,
+        last_refresh_s=20.0,
+    )
 
 
 def record(begin_s: float) -> StageRecord:
@@ -27,7 +41,12 @@ def record(begin_s: float) -> StageRecord:
 
 
 def report(
-    records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0, parked: Any = None
+    records: list[StageRecord],
+    late_s: float = 0.0,
+    tail_s: float = 0.0,
+    parked: Any = None,
+    *,
+    metered: bool = False,
 ) -> Any:
     return make_report(
         records,
@@ -39,7 +58,7 @@ def report(
         num_kinds=2,
         late_s=late_s,
         tail_s=tail_s,
-        problems=(),
+        metered=metered,
     )
 
 
@@ -64,6 +83,25 @@ def test_what_lies_between_iterations_that_do_not_follow_each_other_is_no_tail()
 def test_a_stage_that_ends_long_before_others_has_steps():
     made = report([record(begin_s) for begin_s in (0.0, 4.0, 8.0)])
     np.testing.assert_allclose(made.steps_s, [[4.0, 4.0, np.nan]])
+
+
+def test_power_is_that_of_steps_that_were_not_held_up():
+    records = [record(begin_s) for begin_s in (0.0, 1.0, 2.0, 3.9, 5.0, 6.0)]
+    assert np.isnan(report(records).power_w).all(), "nobody asked"
+    made = report(records, metered=True)
+    # From 0 s to 2 s, and from 3.9 s to 6 s.
+    power_w, error_w = (410 + 90) / 4.1, math.hypot(3.0, 3.0) / 4.1
+    np.testing.assert_allclose(made.power_w, [[power_w * 1.0, error_w]])
+
+
+def test_where_no_step_follows_another_power_is_that_of_units():
+    records = [replace(record(begin_s), followed=False) for begin_s in (0.0, 1.0)]
+    made = report(records, metered=True)
+    np.testing.assert_allclose(made.power_w, [[100.0, math.hypot(3.0, 3.0) / 1.8]])
+
+
+def test_the_power_that_a_meter_does_not_know_is_not_known():
+    assert np.isnan(report([record(-1.0), record(0.0)], metered=True).power_w).all()
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.25])

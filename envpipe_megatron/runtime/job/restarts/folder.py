@@ -26,11 +26,11 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.files import lock_file, lock_holder
 from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.restarts.job_file import (
     JOB_FILE,

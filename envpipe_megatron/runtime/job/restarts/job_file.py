@@ -35,8 +35,8 @@ from envpipe_megatron.core.plan import Plan, plan_of_fields
 from envpipe_megatron.core.profile import Profile, profile_of_json, read_profile
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 
 _JOB_FORMAT = "envpipe-job/3"
 JOB_FILE, PROFILE_FILE = "job.json", "profile.csv"

@@ -29,11 +29,11 @@ from kept_job import (
 from locked_file import locked_file
 
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError, PowerState
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.restarts import folder as folder_module
 from envpipe_megatron.runtime.job.restarts import job_file

@@ -13,8 +13,8 @@ import pytest
 from kept_job import BASELINE, KEYS, STEP, job_folder, kept_job, of_units, planned, profiled
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")

@@ -18,6 +18,9 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.formats.energy import STEP
 
+#: Of steps at one clock, one that takes so many times as long as their median was held up.
+HELD_UP = 1.1
+
 
 @dataclass(frozen=True)
 class StepEnergy:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from envpipe_megatron.runtime.energy.steps import (
+from envpipe_megatron.formats.steps import (
     ComparedSteps,
     RunningMean,
     StepEnergy,

@@ -1,0 +1,270 @@
+"""One clock for the whole job, found while training goes on: `OneClock` is the tuner.
+
+It is for jobs without a pipeline, and for those whose units no code on the host sees: all units of
+an iteration, on all GPUs, run at the same clock, and so do gradient reduction and optimizer. Whole
+training steps are measured at a few clocks, on all GPUs, with all that they wait for. Kept is the
+clock of least energy among those at which a step lasts no longer than the user allows. With 0 %,
+these are the clocks that a power cap makes free, and those of a job that waits for something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare, percent
+from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
+
+#: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
+ONE_CLOCK_STEP = 0.0075
+#: Clocks that the search first goes down at once, a power of two: some sixth of the highest.
+_COARSE = 16
+#: It goes no further down after this many rises of energy in a row.
+_RISES_TO_STOP = 2
+#: The highest clock and the best are measured this often.
+_ROUNDS = 2
+#: The kept clock is held against the highest when so many iterations have passed, and so many times
+#: those of a measurement: less than a hundredth of what is saved.
+_COMPARED_AFTER, _MEASUREMENTS_APART = 1000, 100
+#: Two steps are the least whose scatter is known.
+_LEAST_STEPS = 2
+#: Steps without units are taken to last so long, s: else they would set how many are measured.
+_LEAST_S = 1e-3
+#: Noise may not excuse a slower clock by more, percent.
+_MOST_EXCUSED_PERCENT = 0.25
+#: Times that differ by no more are equal but for rounding, percent.
+_ROUNDING_PERCENT = 1e-6
+
+
+@dataclass
+class ClockSearch:
+    """Which clock to measure next, and which is the best, from what was measured so far.
+
+    Args:
+        clocks_mhz: the highest first; slowdowns and savings are against it.
+        slowdown_percent: what the user allows.
+        windows: what was measured at each clock, round by round.
+        tried: the mean step at each, on an average GPU of the job; to search, all energies are
+            known.
+    """
+
+    clocks_mhz: Sequence[int]
+    slowdown_percent: float
+    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
+    tried: dict[int, StepEnergy] = field(default_factory=dict)
+
+    def add(self, clock: int, window: Window) -> None:
+        """Take in a round at a clock."""
+        self.windows[clock].append(window)
+        self.tried[clock] = _mean_step(self.windows[clock])
+
+    def next_mhz(self) -> int | None:
+        """The clock to measure next; None once the best one is known.
+
+        First a sixth of the highest clock at a time, until steps last too long or energy rises;
+        then, with half of that distance and so on down to the next clocks, to both sides of the
+        best. Last, the highest clock and the best are measured again, next to each other: the best
+        of several noisy measurements looks better than it is, and GPUs grow warm meanwhile.
+        """
+        coarse = self.clocks_mhz[::_COARSE]
+        down = [clock for clock in coarse if clock in self.tried]
+        if len(down) < len(coarse) and not self._ends(down):
+            return coarse[len(down)]
+        best = self.best_mhz()
+        at = self.clocks_mhz.index(best)
+        distance = _COARSE
+        while distance := distance // 2:
+            for near in (at + distance, at - distance) if at % distance == 0 else ():
+                if 0 <= near < len(self.clocks_mhz) and self.clocks_mhz[near] not in self.tried:
+                    return self.clocks_mhz[near]
+        again = (self.clocks_mhz[0], best) if at else ()
+        return next((clock for clock in again if len(self.windows[clock]) < _ROUNDS), None)
+
+    def best_mhz(self) -> int:
+        """The clock of least energy of those that are fast enough, as the highest always is.
+
+        Below it, the lowest that cannot be told from it, by time nor energy: where a power cap
+        holds the clock, requests above it are all alike.
+        """
+        fast = [clock for clock in self.tried if not self._too_slow(clock)]
+        least = min(fast, key=lambda clock: self.tried[clock].energy_j or 0.0)
+        below = [clock for clock in fast if clock <= least and not self._slower(clock, least)]
+        return min(clock for clock in below if not self._takes_more(clock, least))
+
+    def is_right(self, clock: int) -> bool:
+        """True if a clock saves, and is no slower than allowed, as far as can be told."""
+        return not self._too_slow(clock) and not self._takes_more(clock, self.clocks_mhz[0])
+
+    def told(self, clock: int) -> str:
+        """Put into words what was measured at a clock."""
+        step = self.tried[clock]
+        compared = compare(step, self.tried[self.clocks_mhz[0]])
+        saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
+        slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
+        energy = "unknown energy" if step.energy_j is None else f"{step.energy_j:.1f} J"
+        return (
+            f"{clock} MHz: {step.time_s:.4f} s and {energy} a step on an average GPU, "
+            f"saved: {saved}, slower: {slower}"
+        )
+
+    def _too_slow(self, clock: int) -> bool:
+        return self._slower(clock, self.clocks_mhz[0], self.slowdown_percent)
+
+    def _slower(self, clock: int, other: int, allowed_percent: float = 0.0) -> bool:
+        """True if a clock's steps last longer than allowed by more than can be noise.
+
+        That is one standard uncertainty of the two means' ratio, if it is not large.
+        """
+        compared = compare(self.tried[clock], self.tried[other])
+        noise = min(compared.slowdown_uncertainty_percent or 0.0, _MOST_EXCUSED_PERCENT)
+        more = compared.slowdown_percent or 0.0  # one that is not known is none
+        return more > allowed_percent + noise + _ROUNDING_PERCENT
+
+    def _takes_more(self, clock: int, other: int) -> bool:
+        """True if a clock's steps take more energy, by more than can be noise."""
+        compared = compare(self.tried[clock], self.tried[other])
+        noise = (compared.saving_uncertainty_percent or 0.0) + _ROUNDING_PERCENT
+        return (compared.saving_percent or 0.0) < -noise
+
+    def _ends(self, down: Sequence[int]) -> bool:
+        """True if no lower clock than these, which were tried, can be better."""
+        rises = [self._takes_more(low, high) for high, low in pairwise(down)]
+        past_valley = len(rises) >= _RISES_TO_STOP and all(rises[-_RISES_TO_STOP:])
+        return bool(down) and (past_valley or self._too_slow(down[-1]))
+
+
+@dataclass
+class OneClock:
+    """Finds a clock for a job, keeps it while it is right, and finds another then.
+
+    Args:
+        schedule: the framework's order, in which all iterations run.
+        num_replicas: its pipelines.
+        clocks_mhz: those to choose from, the highest first.
+        slowdown_percent: what the user allows.
+        least_steps: a measurement has as many, and two at least.
+        min_window_s: one at the highest clock lasts as long.
+        follows: whether clocks change; in a dry run they do not, and the highest is kept.
+        found_mhz: the clock that an earlier start of the job found, if one did.
+        keep: called with each clock that is found, and the mean step at all that were measured.
+    """
+
+    schedule: Schedule
+    num_replicas: int
+    clocks_mhz: Sequence[int]
+    slowdown_percent: float
+    least_steps: int
+    min_window_s: float
+    follows: bool
+    found_mhz: int | None
+    keep: Callable[[int, Mapping[int, StepEnergy]], None]
+    _steps: int = 0
+
+    def run(self) -> Run[None]:
+        """Everything after the warm-up, forever.
+
+        Raises EnvPipeError if the control of a clock ended or, in a search, a meter failed: whether
+        a clock is right, times tell without.
+        """
+        self._fill((yield None))
+        why = ""
+        if self.found_mhz is not None:
+            told = f"One clock for the whole job: {self.found_mhz} MHz, as found before"
+            why = yield from self._stay(self.found_mhz, told)
+        while True:
+            clock, told = yield from self._find(why)
+            why = yield from self._stay(clock, told)
+
+    def _find(self, note: str) -> Run[tuple[int, str]]:
+        """Return the clock to keep, and what the bill says of it.
+
+        There are six to 18 measurements. In one to three of them steps last longer than allowed, by
+        what a clock lower by a sixth, a twelfth and a 25th costs: about two steps' time in all.
+        """
+        search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
+        while (clock := search.next_mhz()) is not None:
+            note += f"one clock: measuring {clock} MHz"
+            yield from self._measure(search, Phase.PROFILE, clock, note)
+            if search.tried[clock].energy_j is None:
+                raise EnvPipeError("The energy counter failed while clocks were measured")
+            note = ""
+        best, why = search.best_mhz(), f"at most {self.slowdown_percent:g} % slower was allowed"
+        if not self.follows:
+            best = self.clocks_mhz[0]
+            why = "a dry run changes no clock, so what was measured shows the loop alone"
+        steps = dict(sorted(search.tried.items(), reverse=True))
+        self.keep(best, steps)
+        choice = f"One clock for the whole job: {best} MHz; {why}"
+        return best, "\n".join([choice, *map(search.told, steps)])
+
+    def _stay(self, kept: int, told: str) -> Run[str]:
+        """Keep a clock until two comparisons in a row speak against it; return what they say."""
+        top = self.clocks_mhz[0]
+        while True:
+            search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
+            settle = max(_COMPARED_AFTER, _MEASUREMENTS_APART * self._steps)
+            for _ in range(_ROUNDS):
+                yield from self._measure(search, Phase.STEADY, kept, told, settle)
+                told, settle = "", 1
+                if kept != top:
+                    yield from self._measure(search, Phase.BASELINE, top)
+                if search.is_right(kept):
+                    break
+            else:
+                return f"one clock: not right any more, {search.told(kept)}\n"
+
+    def _measure(
+        self, search: ClockSearch, phase: Phase, clock: int, note: str = "", settle: int = 1
+    ) -> Run[None]:
+        """Add a round to a search: steps at a clock, and the begin of another, which ends them."""
+        stages = self.schedule.num_stages
+        clocks_mhz = np.full((stages, self.schedule.units_per_stage), clock)
+        window = yield Command(
+            phase,
+            self._steps + 1,
+            settle,
+            late_s=0.0,
+            tail_s=(0.0,) * stages,
+            orders=(Clocked(self.schedule, clocks_mhz),),
+            which=(0,) * self.num_replicas,
+            note=note,
+            billed=note if phase is Phase.STEADY else "",
+            metered=True,
+        )
+        for stage, report in enumerate(window.stages):
+            if report.lost:
+                why = "; ".join(report.problems)
+                raise EnvPipeError(f"Stage {stage}: Clock control ended while measuring: {why}")
+        search.add(clock, window)
+        if clock == self.clocks_mhz[0]:
+            self._fill(window)
+
+    def _fill(self, window: Window) -> None:
+        """Let measurements last long enough, by what steps took at the highest clock."""
+        step_s = max(_LEAST_S, float(np.median(window.steps_s)))
+        self._steps = max(_LEAST_STEPS, self.least_steps, math.ceil(self.min_window_s / step_s))
+
+
+def _mean_step(windows: Sequence[Window]) -> StepEnergy:
+    """Return the mean of an average GPU's steps at one clock, without those that were held up."""
+    time_s, steps_s = RunningMean(), np.concatenate([window.steps_s for window in windows])
+    for step_s in steps_s[steps_s <= HELD_UP * np.median(steps_s)].tolist():
+        time_s.add(step_s)
+    power_w = np.array([[report.power_w for report in window.stages] for window in windows])
+    metered = np.isfinite(power_w).all(axis=-1)
+    # A GPU without a meter is taken to be like the others of its stage, which do the same work.
+    of_stage = metered.sum(axis=-1, keepdims=True)
+    energy_j = metering_j = None
+    if of_stage.all():
+        shares = (metered / of_stage / of_stage.size)[..., np.newaxis]
+        each_j = (time_s.mean * shares * np.nan_to_num(power_w)).reshape(-1, 2).T
+        energy_j, metering_j = math.fsum(each_j[0]), math.hypot(*each_j[1])
+    return StepEnergy(time_s.count, time_s.mean, time_s.uncertainty, energy_j, metering_j)

@@ -1,0 +1,308 @@
+"""Which clock is kept for a whole job, how few are measured, and when it is kept no longer."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from window_reports import report_of
+
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.steps import StepEnergy
+from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
+from envpipe_megatron.tuning.commands import Window
+from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, ClockSearch, OneClock
+
+#: Time in s and energy in J of a step at a clock in MHz.
+Model = Callable[[int], tuple[float, float]]
+
+
+def model_of(preset: str) -> tuple[list[int], Model]:
+    """The clocks of a kind of GPU, and steps on it: a forward, and a backward twice as long."""
+    gpu = load_preset(preset)
+    clocks = sweep_range(gpu.supported_frequencies_mhz, override_for(gpu.gpu), ONE_CLOCK_STEP)
+
+    def step(clock: int) -> tuple[float, float]:
+        units = [
+            (gpu.unit_time_s(kind.value, clock, time_s), gpu.busy_power_w(kind.value, clock))
+            for kind, time_s in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
+        ]
+        return sum(time_s for time_s, _ in units), math.fsum(t * watts for t, watts in units)
+
+    return list(clocks), step
+
+
+def found(
+    clocks: list[int], model: Model, allowed: float, noise: Callable[[], float] = lambda: 0.0
+) -> tuple[int, list[int]]:
+    """The clock that is kept, and those that were measured; times are off by shares of noise."""
+    search = ClockSearch(clocks, allowed)
+    measured: list[int] = []
+    sums: dict[int, float] = {}
+    while (clock := search.next_mhz()) is not None:
+        measured.append(clock)
+        time_s, energy_j = model(clock)
+        off = noise()
+        sums[clock] = sums.get(clock, 0.0) + off
+        rounds = measured.count(clock)
+        share = 1 + sums[clock] / rounds
+        error_s = abs(off) and time_s * 0.005 / math.sqrt(rounds)
+        step = StepEnergy(5 * rounds, time_s * share, error_s, energy_j * share, 0.0)
+        search.windows[clock].append(None)
+        search.tried[clock] = step
+    return search.best_mhz(), measured
+
+
+@pytest.mark.parametrize("allowed", [0.0, 1.0, 3.0, 5.0, 20.0, 1000.0])
+@pytest.mark.parametrize("preset", ["a100-sxm", "a100-pcie", "a40", "h100", "v100"])
+def test_the_best_clock_is_found_with_few_measurements(preset, allowed):
+    clocks, model = model_of(preset)
+    top_s = model(clocks[0])[0]
+    allowed_s = top_s * (1 + allowed / 100) * (1 + 1e-9)
+    best, measured = found(clocks, model, allowed)
+    fast_enough = [clock for clock in clocks if model(clock)[0] <= allowed_s]
+    least_j = min(model(clock)[1] for clock in fast_enough)
+    assert model(best)[1] == pytest.approx(least_j, rel=1e-9)
+    assert best in fast_enough
+    assert measured[0] == clocks[0]
+    assert len(measured) <= 16
+    # At most a sixth of the highest clock below what is fast enough.
+    assert min(measured) >= min(fast_enough) - 0.2 * clocks[0]
+    if best != clocks[0]:
+        assert measured[-2:] == [clocks[0], best]
+        assert measured.count(best) == 2
+
+
+def test_clocks_above_a_power_cap_are_free_and_none_below():
+    """An A40 under load does not get above 1470 MHz."""
+    clocks, model = model_of("a40")
+    best, measured = found(clocks, model, 0.0)
+    assert best == min(clock for clock in clocks if clock >= 1470) < clocks[0]
+    assert len(measured) <= 12
+
+
+def test_a_job_that_waits_for_memory_gets_the_lowest_clock():
+    clocks = list(range(1400, 190, -15))
+    best, measured = found(clocks, lambda clock: (1.0, 100.0 + clock), 0.0)
+    assert best == clocks[-1]
+    assert len(measured) <= 16
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 9, 17, 40])
+def test_any_number_of_clocks_is_searched(count):
+    clocks = list(range(2000, 2000 - 20 * count, -20))
+    for valley in range(count):
+        best, _ = found(clocks, lambda clock, at=clocks[valley]: (1.0, abs(clock - at) + 1.0), 0.0)
+        assert best == clocks[valley]
+
+
+def test_noise_does_not_excuse_a_slower_clock():
+    """Steps that scatter by 0.5 %, and clocks that are slower by what they are lower."""
+    clocks = list(range(1400, 690, -14))
+    slower = []
+    for seed in range(200):
+        noise = partial(random.Random(seed).gauss, 0.0, 0.005)
+        best, _ = found(clocks, lambda clock: (1400 / clock, clock / 1400), 0.0, noise)
+        slower.append(100 * (1400 / best - 1))
+    assert sum(slower) / len(slower) < 0.5
+    assert max(slower) < 3
+
+
+STAGES, REPLICAS = 2, 3
+CLOCKS = (1400, 1300, 1200, 1100)
+#: At each clock the time of a step in s, and the power of a GPU in W.
+Costs = dict[int, tuple[float, float]]
+SLOW_AT_1100: Costs = {
+    1400: (0.5, 400.0),
+    1300: (0.5, 350.0),
+    1200: (0.5, 300.0),
+    1100: (0.6, 200.0),
+}
+
+
+class Job:
+    """Runs what a tuner says, and tells it what steps take, by `costs`.
+
+    Attributes:
+        metered: [STAGES, REPLICAS] whose meters work.
+        lost: whether the control of a clock has ended.
+        held_up: so many times as long as the others the second step of a window takes.
+        kept: what the tuner had kept.
+    """
+
+    def __init__(self, costs: Costs, **options: Any) -> None:
+        self.costs, self.metered, self.lost = costs, np.ones((STAGES, REPLICAS), bool), False
+        self.held_up = 1.0
+        self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
+        given: dict[str, Any] = {
+            "slowdown_percent": 1.0,
+            "least_steps": 5,
+            "min_window_s": 1.0,
+            "follows": True,
+            "found_mhz": None,
+            "keep": lambda *kept: self.kept.append(kept),
+        }
+        order = builders.whole_iteration(STAGES)
+        self._run = OneClock(order, REPLICAS, CLOCKS, **{**given, **options}).run()
+        next(self._run)
+        self.command = self._run.send(self._window(CLOCKS[0], 3))
+
+    @property
+    def clock_mhz(self) -> int:
+        """The clock of the command that runs."""
+        (clocked,) = self.command.orders
+        assert clocked.frequency_mhz.shape == (STAGES, 1)
+        assert self.command.which == (0,) * REPLICAS
+        (clock,) = set(clocked.frequency_mhz.ravel().tolist())
+        return clock
+
+    def go_on(self, count: int = 1) -> list[tuple[Phase, int, int]]:
+        """Run commands: phase, clock and iterations to settle of each."""
+        ran = []
+        for _ in range(count):
+            ran.append((self.command.phase, self.clock_mhz, self.command.settle))
+            self.command = self._run.send(self._window(self.clock_mhz, self.command.iterations))
+        return ran
+
+    def until(self, phase: Phase) -> None:
+        """Run commands up to one of a phase."""
+        while self.command.phase is not phase:
+            self.go_on()
+
+    def _window(self, clock_mhz: int, iterations: int) -> Window:
+        step_s, power_w = self.costs[clock_mhz]
+        steps_s = np.full((REPLICAS, iterations), step_s)
+        steps_s[:, -1] = np.nan
+        steps_s[:, 1] *= self.held_up
+        unit_s, ends_s = np.full((REPLICAS, 1), step_s), np.full((REPLICAS, iterations), step_s)
+        meter = MeterSums.none(1)
+        report = report_of(unit_s, ends_s, steps_s - ends_s, steps_s, meter, REPLICAS)
+        powers = np.where(self.metered[..., np.newaxis], (power_w, 1.0), np.nan)
+        first, last = (replace(report, power_w=of_stage) for of_stage in powers)
+        lost = replace(last, lost=True, problems=("the driver of a test",))
+        return Window((first, lost if self.lost else last))
+
+
+@pytest.fixture
+def steady() -> Job:
+    """A job that has found 1200 MHz."""
+    job = Job(SLOW_AT_1100)
+    job.until(Phase.STEADY)
+    return job
+
+
+KEPT = [(Phase.STEADY, 1200, 1000), (Phase.BASELINE, 1400, 1)]
+
+
+def test_a_clock_that_is_found_is_kept_and_compared_now_and_then(steady):
+    choice, *clocks = steady.command.billed.splitlines()
+    assert choice == "One clock for the whole job: 1200 MHz; at most 1 % slower was allowed"
+    assert [int(line.split(" MHz: ")[0]) for line in clocks] == [*CLOCKS]
+    assert clocks[2].split(": ", 1)[1] == (
+        "0.5000 s and 150.0 J a step on an average GPU, saved: 25.00 +- 0.18 %, "
+        "slower: 0.00 +- 0.00 %"
+    )
+    assert steady.command.note == steady.command.billed
+    ((clock, steps),) = steady.kept
+    assert (clock, list(steps)) == (1200, [*CLOCKS])
+    assert steps[1200].iterations == 10, "of two rounds"
+    # 0.5 s of 1 W, on six GPUs twice.
+    assert steps[1200].metering_uncertainty_j == pytest.approx(0.5 / math.sqrt(12))
+    assert steady.go_on(4) == KEPT * 2
+    assert not steady.command.billed, "said once"
+    assert len(steady.kept) == 1
+
+
+@pytest.mark.parametrize(("step_s", "steps", "settle"), [(0.5, 5, 1000), (0.02, 50, 5000)])
+def test_measurements_last_long_enough_and_are_seldom(step_s, steps, settle):
+    job = Job({clock: (step_s, float(clock)) for clock in CLOCKS})
+    assert job.command.iterations == steps + 1
+    job.until(Phase.STEADY)
+    assert (job.clock_mhz, job.command.settle) == (1100, settle)
+
+
+def test_the_highest_clock_is_compared_with_none():
+    job = Job({clock: (700 / clock, 300.0) for clock in CLOCKS})
+    job.until(Phase.STEADY)
+    assert job.go_on(3) == [(Phase.STEADY, 1400, 1000)] * 3
+
+
+def test_a_clock_that_was_found_before_is_not_searched():
+    job = Job(SLOW_AT_1100, found_mhz=1200)
+    assert job.command.billed == "One clock for the whole job: 1200 MHz, as found before"
+    assert job.go_on(4) == KEPT * 2
+    assert job.kept == []
+
+
+def test_what_speaks_against_a_clock_must_do_so_twice(steady):
+    steady.costs = {**SLOW_AT_1100, 1200: (0.51, 300.0)}
+    assert steady.go_on(2) == KEPT
+    assert (steady.command.phase, steady.command.settle) == (Phase.STEADY, 1)
+    steady.costs = {**SLOW_AT_1100, 1200: (0.499, 300.0)}
+    steady.go_on(2)
+    assert steady.command.settle == 1000
+    steady.costs = {**SLOW_AT_1100, 1200: (0.51, 300.0)}
+    steady.go_on(4)
+    assert steady.command.phase is Phase.PROFILE
+    why, search = steady.command.note.splitlines()
+    assert why.startswith("one clock: not right any more, 1200 MHz: 0.5100 s and 153.0 J a step")
+    assert search == "one clock: measuring 1400 MHz"
+    steady.until(Phase.STEADY)
+    assert (steady.clock_mhz, steady.kept[-1][0]) == (1300, 1300)
+
+
+def test_a_step_that_was_held_up_says_nothing_of_its_clock(steady):
+    steady.held_up = 1.5
+    assert steady.go_on() == KEPT[:1]
+    steady.held_up = 1.0
+    assert steady.go_on(2) == [KEPT[1], KEPT[0]]
+
+
+def test_a_gpu_without_a_meter_is_like_the_others_of_its_stage():
+    job = Job(SLOW_AT_1100)
+    job.metered[1, :2] = False
+    job.until(Phase.STEADY)
+    ((_, steps),) = job.kept
+    assert steps[1200].energy_j == pytest.approx(150.0)
+    # Twice three GPUs that count for a sixth, and one that counts for a half.
+    error_j = 0.5 * math.sqrt((3 / 36 + 1 / 4) / 2)
+    assert steps[1200].metering_uncertainty_j == pytest.approx(error_j)
+
+
+def test_without_a_meter_on_a_stage_no_clock_is_found():
+    job = Job(SLOW_AT_1100)
+    job.metered[1] = False
+    with pytest.raises(EnvPipeError, match="energy counter failed while clocks were measured"):
+        job.go_on()
+
+
+def test_where_a_meter_fails_later_times_tell_whether_a_clock_is_right(steady):
+    steady.metered[:] = False
+    assert steady.go_on(4) == KEPT * 2
+    steady.costs = {**SLOW_AT_1100, 1200: (0.51, 300.0)}
+    steady.go_on(4)
+    assert "1200 MHz: 0.5100 s and unknown energy a step" in steady.command.note
+
+
+def test_a_clock_that_is_not_controlled_any_more_is_not_measured(steady):
+    steady.lost = True
+    why = "Stage 1: Clock control ended while measuring: the driver of a test"
+    with pytest.raises(EnvPipeError, match=why):
+        steady.go_on()
+
+
+def test_in_a_dry_run_the_highest_clock_is_kept():
+    job = Job(SLOW_AT_1100, follows=False)
+    job.until(Phase.STEADY)
+    assert job.kept[0][0] == job.clock_mhz == 1400
+    assert "a dry run changes no clock" in job.command.billed
