@@ -28,7 +28,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.executor import CudaExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 
 @click.command()
@@ -64,7 +64,7 @@ def run_loop(bench: Bench, output: Path) -> dict[str, Any]:
     session = Session(
         SessionConfig(
             PlanRequest(bench.options["num_microbatches"], "envpipe", "envelope", "balanced"),
-            profiler=ProfilerSettings(1, 3, 2),
+            profiler=ProfilerSettings(1, 3),
             output_dir=output,
         ),
         gpu,

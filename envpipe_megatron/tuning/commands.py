@@ -114,6 +114,7 @@ class Report:
         power_w: [replicas, 2] mean power from the first begin to the last, and its standard
             uncertainty; NaN if it was not asked for, or the meter failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
+        lost: whether the control of a clock has ended, which is among the problems then.
     """
 
     unit_s: FloatArray
@@ -125,6 +126,7 @@ class Report:
     metered: int
     power_w: FloatArray
     problems: tuple[str, ...] = ()
+    lost: bool = False
 
 
 def merged(parts: Sequence[Report]) -> Report:
@@ -138,6 +140,7 @@ def merged(parts: Sequence[Report]) -> Report:
         meter=meter,
         metered=sum(part.metered for part in parts),
         problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
+        lost=any(part.lost for part in parts),
     )
 
 

@@ -132,8 +132,10 @@ class PowerModel:
         weighted: FloatArray,
         limit_mhz: float,
         alikeness: float = 1e-5,
-    ) -> tuple[FloatArray, float]:
+    ) -> tuple[FloatArray, float, FloatArray]:
         """[kinds + 1, nodes] W, waiting last, and the tail's, from sums of what was measured.
+
+        The last value is [kinds + 1, nodes] their standard errors per J that readings scatter by.
 
         Kinds that nothing tells apart are taken to draw the same power.
 
@@ -149,7 +151,7 @@ class PowerModel:
         rows = root[:, None] * vectors[:, kept].T
         wanted = (vectors[:, kept].T @ weighted) / root
         alike = self._alike(np.sqrt(alikeness * values[-1]))
-        best: tuple[float, FloatArray] | None = None
+        best: tuple[float, FloatArray, FloatArray] | None = None
         for knee in _KNEES:
             shapes = self._shapes(knee, limit_mhz)
             terms, error = nnls(
@@ -158,10 +160,13 @@ class PowerModel:
                 maxiter=100 * shapes.shape[1],
             )
             if best is None or error < best[0]:
-                best = float(error), shapes @ terms
+                best = float(error), shapes @ terms, shapes
         assert best is not None
-        power_w = best[1]
-        return power_w[:-1].reshape(self._num_kinds + 1, -1), float(power_w[-1])
+        _, power_w, shapes = best
+        covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
+        errors = np.sqrt(np.einsum("ni,ij,nj->n", shapes, covariance, shapes))
+        by_kind = (self._num_kinds + 1, -1)
+        return power_w[:-1].reshape(by_kind), float(power_w[-1]), errors[:-1].reshape(by_kind)
 
     def _shapes(self, knee: float, limit_mhz: float) -> FloatArray:
         """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
@@ -279,6 +284,13 @@ class Times:
         beyond = self._clocks_mhz < known[0]
         errs = np.where(beyond, _ERRS_BEYOND, 2 * _ERRS_BETWEEN) * tenths.min(axis=1)
         self.errs = errs + np.interp(self._clocks_mhz, known, trust * errors)
+
+    def follow(self, others: Sequence[Times]) -> None:
+        """Take as long as some others, one after the other."""
+        self.time_s = np.sum([times.time_s for times in others], axis=0)
+        self.errs = np.max([times.errs for times in others], axis=0)
+        self.limit_mhz = max(times.limit_mhz for times in others)
+        self.lowest_mhz = max(times.lowest_mhz for times in others)
 
     def _error(self, *points: Point) -> float:
         """Standard error of a point, or of the ratio of two, as a share."""

@@ -19,9 +19,8 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.energy.log import Window
 from envpipe_megatron.runtime.energy.steps import Comparison, StepEnergy, compare, percent
 from envpipe_megatron.runtime.execution.orders import PhaseRun, Stretches, constant_order
-from envpipe_megatron.runtime.going_on import by_planner, on_every_rank
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.profiling.profiler import ProfilerError
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
 ONE_CLOCK_STEP = 0.0075
@@ -257,14 +256,14 @@ class OneClock:
 
 
 def _mean_step(job: PhaseParts, steps: Sequence[Window], needs_energy: bool) -> StepEnergy:
-    """Return the mean step of all GPUs at a clock; ProfilerError on all ranks if one has none."""
+    """Return the mean step of all GPUs at a clock; GoesOnError on all ranks if one has none."""
     mean = job.energy.mean_step(steps)
 
     def checked() -> StepEnergy:
         if job.clock.error is not None:
-            raise ProfilerError(f"Clock control ended while measuring: {job.clock.error}")
+            raise GoesOnError(f"Clock control ended while measuring: {job.clock.error}")
         if mean is None or (needs_energy and mean.energy_j is None):
-            raise ProfilerError("The energy counter failed while clocks were measured")
+            raise GoesOnError("The energy counter failed while clocks were measured")
         return mean
 
     return on_every_rank(job.collectives, checked)

@@ -40,6 +40,7 @@ def make_report(
     tail_s: float,
     metered: bool = False,
     problems: tuple[str, ...] = (),
+    lost: bool = False,
 ) -> Report:
     """The report of iterations that ran one order, one after the other.
 
@@ -54,6 +55,7 @@ def make_report(
         tail_s: what this stage does after its last unit.
         metered: whether to wait for the counter, and say what power was drawn.
         problems: what is wrong with this rank's GPU.
+        lost: whether the control of its clock has ended.
     """
     begins_s = np.array([record.begin_s for record in records])
     ends_s = np.array([record.end_s[-1] for record in records])
@@ -71,6 +73,8 @@ def make_report(
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
+    if metered and meter.last_refresh_s < begins_s[-1]:
+        meter.catch_up()
     sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
     unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(
@@ -83,15 +87,16 @@ def make_report(
         metered=int(sums.time_s > 0),
         power_w=np.array([_power_w(meter, begins_s) if metered else _UNKNOWN]),
         problems=problems,
+        lost=lost,
     )
 
 
 def _power_w(meter: EnergyMeter, begins_s: FloatArray) -> tuple[float, float]:
     """Mean power from the first begin to the last, and its standard uncertainty; NaN if unknown."""
     begin_s, end_s = float(begins_s[0]), float(begins_s[-1])
+    if begin_s == end_s:  # of one iteration
+        return _UNKNOWN
     try:
-        if meter.last_refresh_s < end_s:
-            meter.catch_up()
         energy = meter.window(begin_s, end_s)
     except MeterError:
         return _UNKNOWN
