@@ -47,8 +47,8 @@ from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 from envpipe_megatron.trials.ranks import emit, report_to_command
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 _TIMEOUT = timedelta(seconds=120)
 #: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.
@@ -269,7 +269,7 @@ class Run:
         if self.request.emulated is None:
             return ProfilerSettings()
         # Emulated units take the same time whenever they run.
-        return ProfilerSettings(1, 2, 2, _PROFILE_WINDOW_S)
+        return ProfilerSettings(1, 2, _PROFILE_WINDOW_S)
 
     def _any_input(self) -> torch.Tensor:
         rank, samples = self.rank, self.request.job.microbatch_size

@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 MICROBATCHES = 32
 WARM_UP = 3
@@ -223,7 +223,7 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
         SessionConfig(
             PlanRequest(LOGGED_MICROBATCHES, "envpipe", "envelope"),
             warmup_iterations=1,
-            profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+            profiler=ProfilerSettings(1, 1, min_window_s=0.3),
             output_dir=output,
         ),
         root,

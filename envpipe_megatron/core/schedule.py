@@ -445,3 +445,13 @@ class Schedule:
                 remedy="A forward runs as one with the whole backward behind it, of other "
                 "activations, and I with its W behind it.\n" + self._marked([(stage, position)]),
             )
+
+
+def profiled_kinds(schedule: Schedule) -> tuple[Kind, ...]:
+    """The kinds that the profile of an order that a framework runs has rows of.
+
+    Where backwards are split, whole ones are among them only if the order has some; a profile takes
+    those of the others as one part behind the other.
+    """
+    priced = {list(Kind)[place] for place in np.unique(schedule.priced_kinds)}
+    return tuple(kind for kind in Kind if kind in priced and kind is not Kind.NOTHING)

@@ -177,7 +177,7 @@ class Options:
         action="store_true",
     )
     sweep: bool = _option(
-        "With type optimal: measure all clocks before planning, as the other types do, and "
+        "With type optimal: sweep clocks before planning, as the other types do, and "
         "leave the plan as it is.",
         action="store_true",
     )

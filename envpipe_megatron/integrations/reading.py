@@ -204,7 +204,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
         ),
         (
             options.sweep and (options.type == "baseline" or by_file),
-            f"{named('sweep')} measures all clocks, to plan",
+            f"{named('sweep')} measures clocks first, to plan",
             f"Use another type than baseline, without {named('profile')} and {and_('plan')}.",
         ),
         (

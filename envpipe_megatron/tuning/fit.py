@@ -128,8 +128,10 @@ class PowerModel:
         products: FloatArray,
         weighted: FloatArray,
         limit_mhz: float,
-    ) -> tuple[FloatArray, float]:
+    ) -> tuple[FloatArray, float, FloatArray]:
         """[kinds + 1, nodes] W, waiting last, and the tail's, from sums of what was measured.
+
+        The last value is [kinds + 1, nodes] their standard errors per J that readings scatter by.
 
         Kinds that nothing tells apart are taken to draw the same power.
 
@@ -145,18 +147,20 @@ class PowerModel:
         wanted = (vectors[:, kept].T @ weighted) / root
         for alikeness in _ALIKENESS:
             alike = self._alike(np.sqrt(alikeness * values[-1]))
-            power_w = self._fit_alike(rows, wanted, alike, limit_mhz)
+            power_w, shapes = self._fit_alike(rows, wanted, alike, limit_mhz)
             kinds_w = power_w[:-1].reshape(self._num_kinds + 1, -1)
             # A few noisy refreshes may not tell one way of spending time from the others.
             if (kinds_w.max(axis=1) > 0).all():
                 break
-        return kinds_w, float(power_w[-1])
+        covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
+        errors = np.sqrt(np.einsum("ni,ij,nj->n", shapes, covariance, shapes))
+        return kinds_w, float(power_w[-1]), errors[:-1].reshape(kinds_w.shape)
 
     def _fit_alike(
         self, rows: FloatArray, wanted: FloatArray, alike: FloatArray, limit_mhz: float
-    ) -> FloatArray:
-        """[columns] W, the tail last, of the knee that explains most."""
-        best: tuple[float, FloatArray] | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """[columns] W, the tail last, of the knee that explains most, and its `_shapes`."""
+        best: tuple[float, FloatArray, FloatArray] | None = None
         for knee in _KNEES:
             shapes = self._shapes(knee, limit_mhz)
             terms, error = nnls(
@@ -165,9 +169,9 @@ class PowerModel:
                 maxiter=100 * shapes.shape[1],
             )
             if best is None or error < best[0]:
-                best = float(error), shapes @ terms
+                best = float(error), shapes @ terms, shapes
         assert best is not None
-        return best[1]
+        return best[1:]
 
     def _shapes(self, knee: float, limit_mhz: float) -> FloatArray:
         """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
@@ -270,6 +274,13 @@ class Times:
         beyond = self._clocks_mhz < known[0]
         errs = np.where(beyond, _ERRS_BEYOND, 2 * _ERRS_BETWEEN) * tenths.min(axis=1)
         self.errs = errs + np.interp(self._clocks_mhz, known, trust * errors)
+
+    def follow(self, others: Sequence[Times]) -> None:
+        """Take as long as some others, one after the other."""
+        self.time_s = np.sum([times.time_s for times in others], axis=0)
+        self.errs = np.max([times.errs for times in others], axis=0)
+        self.limit_mhz = max(times.limit_mhz for times in others)
+        self.lowest_mhz = max(times.lowest_mhz for times in others)
 
     def _error(self, *points: Point) -> float:
         """Standard error of a point, or of the ratio of two, as a share."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+
+#: What NVML's counter counts in (mJ).
+RESOLUTION_J = 1e-3
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,14 @@ class MeterSums:
         products: [columns, columns] s^2.
         weighted: [columns] s J.
         time_s: in all.
+        squares: sum of the squares of energies, J^2, and `count`, their number.
     """
 
     products: FloatArray
     weighted: FloatArray
     time_s: float = 0.0
+    squares: float = 0.0
+    count: float = 0.0
 
     @classmethod
     def none(cls, columns: int) -> MeterSums:
@@ -37,11 +44,23 @@ class MeterSums:
             self.products + other.products,
             self.weighted + other.weighted,
             self.time_s + other.time_s,
+            self.squares + other.squares,
+            self.count + other.count,
         )
 
     def faded(self, share: float) -> MeterSums:
         """The same with this share of its weight, so that what comes counts for more."""
-        return MeterSums(share * self.products, share * self.weighted)
+        squares, count = share * self.squares, share * self.count
+        return MeterSums(share * self.products, share * self.weighted, 0.0, squares, count)
+
+    def scatter_j(self, power_w: FloatArray) -> float:
+        """Standard deviation of energies from those of some powers, [columns] W.
+
+        It is never less than what the counter resolves.
+        """
+        explained = power_w @ (2 * self.weighted - self.products @ power_w)
+        variance = (self.squares - float(explained)) / max(self.count, 1.0)
+        return max(math.sqrt(max(variance, 0.0)), RESOLUTION_J)
 
 
 @dataclass(frozen=True)
@@ -105,4 +124,6 @@ def meter_sums(
         equations.T @ equations,
         equations.T @ gained_j,
         float(times_s[-1] - times_s[0]),
+        float(gained_j @ gained_j),
+        float(len(gained_j)),
     )

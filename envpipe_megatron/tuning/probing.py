@@ -146,10 +146,13 @@ class SlackProbe:
         return Look(Clocked(self._own, clocks_mhz), count, note)
 
 
-def probe_clocks_mhz(clocks_mhz: Sequence[int]) -> list[int]:
-    """Clocks to look at one after the other, each about a tenth of the highest below the last."""
+def probe_clocks_mhz(clocks_mhz: Sequence[int], step: float = 0.1) -> list[int]:
+    """Clocks to look at one after the other, each about a step below the last.
+
+    The step is a share of the highest clock, which is not among them; the lowest is.
+    """
     rising = sorted(clocks_mhz)
-    wanted = np.arange(0.9, rising[0] / rising[-1], -0.1) * rising[-1]
+    wanted = np.arange(1 - step, rising[0] / rising[-1], -step) * rising[-1]
     nearest = [min(rising[:-1], key=lambda clock: abs(clock - mhz)) for mhz in wanted]
     return list(dict.fromkeys([*nearest, rising[0]]))
 

@@ -72,7 +72,7 @@ def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) ->
     ):
         assert not read(*words).closed_loop
     for words in (PLANNED, ("--envpipe-type", "baseline")):
-        with pytest.raises(EnvPipeError, match="sweep measures all clocks"):
+        with pytest.raises(EnvPipeError, match="sweep measures clocks first"):
             read("--envpipe-sweep", *words)
 
 

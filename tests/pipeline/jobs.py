@@ -79,7 +79,7 @@ class Ours:
     profile_file: Path | None = None
     warmup_iterations: int = 1
     plan_file: Path | None = None
-    profiler: tuple[int, int, int] = (1, 1, 1)
+    profiler: tuple[int, int] = (1, 1)
     unit_s: float = 0.001
     clocks_mhz: tuple[int, ...] | None = None
     kept_orders: tuple[Schedule, ...] = ()

@@ -53,7 +53,7 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
 
@@ -551,7 +551,7 @@ def _session(
                 group_size=job.group,
             ),
             warmup_iterations=ours.warmup_iterations,
-            profiler=ProfilerSettings(*ours.profiler, min_window_s=0.0),
+            profiler=ProfilerSettings(*ours.profiler, min_window_s=0.3),
             profile_file=ours.profile_file,
             plan_file=ours.plan_file,
             output_dir=root,

@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 MICROBATCHES = 3
 
@@ -40,7 +40,7 @@ def _config(root: Path, *, guarded: bool = False) -> SessionConfig:
     return SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
         warmup_iterations=1,
-        profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+        profiler=ProfilerSettings(1, 1, min_window_s=0.3),
         output_dir=root,
         guarded=guarded,
     )

@@ -17,8 +17,8 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 from envpipe_megatron.tuning import one_clock
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)
@@ -41,7 +41,7 @@ def train_on(rank: int, root: Path, waits_first: float, waits_later: float) -> A
     config = SessionConfig(
         PlanRequest(1, policy="uniform"),
         warmup_iterations=2,
-        profiler=ProfilerSettings(1, 1, 1),
+        profiler=ProfilerSettings(1, 1),
         one_clock_slowdown_percent=5.0,
     )
     said: list[str] = []
@@ -79,7 +79,7 @@ def train_unseen(
     config = SessionConfig(
         PlanRequest(1, policy="uniform"),
         warmup_iterations=2,
-        profiler=ProfilerSettings(1, 1, 1),
+        profiler=ProfilerSettings(1, 1),
         one_clock_slowdown_percent=allowed_percent,
     )
 

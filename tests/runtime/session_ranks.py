@@ -24,12 +24,13 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
-from envpipe_megatron.runtime.profiling.wait_power import measure_p2p_latency_s
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 MICROBATCHES = 3
-QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)
+#: Some refreshes of a counter.
+QUICK = ProfilerSettings(1, 1, min_window_s=0.3)
 
 
 def _work(rank: int, fail_in: str = "") -> Any:
@@ -70,7 +71,7 @@ def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int
         return read_energy()
 
     gpu.read_energy = failing  # type: ignore[method-assign]
-    return _until_steady(rank, session, 80)
+    return _until_steady(rank, session, 400)
 
 
 #: Of one unit at the highest clock, s: changes of clock take little of it.
@@ -99,7 +100,7 @@ def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> 
         if rank == victim and number == stops_in:
             session.clock.stop(GpuError("the driver of a test"))
 
-    return _until_steady(rank, session, 200, before)
+    return _until_steady(rank, session, 400, before)
 
 
 #: What a message back takes of the emulated time of who receives it; one forward takes none.
@@ -128,7 +129,7 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: boo
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
         warmup_iterations=1,
-        profiler=ProfilerSettings(1, 3, 3, min_window_s=0.0),
+        profiler=ProfilerSettings(1, 3, min_window_s=0.0),
         output_dir=root,
     )
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
@@ -309,7 +310,7 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
     config = SessionConfig(
         PlanRequest(3, "envpipe", "envelope"),
         warmup_iterations=1,
-        profiler=ProfilerSettings(1, 3, 3, min_window_s=0.0),
+        profiler=ProfilerSettings(1, 3, min_window_s=0.0),
         output_dir=root,
     )
     session, gpu = plain_stages.session(

@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 MICROBATCHES = 3
 REFRESH_S = 0.1
@@ -139,7 +139,7 @@ def config(root: Path, warmup: int = 3, **wishes: Any) -> SessionConfig:
     return SessionConfig(
         PlanRequest(MICROBATCHES, **wanted),
         warmup_iterations=warmup,
-        profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+        profiler=ProfilerSettings(1, 1, min_window_s=0.3),
         output_dir=root,
     )
 

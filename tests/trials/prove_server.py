@@ -71,9 +71,8 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
-    from envpipe_megatron.runtime.profiling import wait_power
-    from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
     from envpipe_megatron.trials import worker
+    from envpipe_megatron.tuning.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_nvml_gpus()[collectives.stage].uid
@@ -87,8 +86,7 @@ def run_rank(path: Path) -> None:
     latency.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1
     latency.LONGEST_S = 0.05
-    wait_power._HOLD_S = 0.3
-    short = ProfilerSettings(measured_iterations=2, measured_split_iterations=2, min_window_s=0.1)
+    short = ProfilerSettings(measured_iterations=2, min_window_s=0.3)
     worker.SessionConfig = partial(SessionConfig, profiler=short)
     sys.argv = ["worker", str(path)]
     worker.main()

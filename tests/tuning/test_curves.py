@@ -12,7 +12,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.tuning.fit import PowerModel, Times, fit_times_s
-from envpipe_megatron.tuning.meters import TAIL, WAITING, Stretch, meter_sums
+from envpipe_megatron.tuning.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
 from envpipe_megatron.tuning.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
@@ -87,7 +87,7 @@ def test_powers_come_out_of_a_counter_that_refreshes_slowly():
     )
     assert sums.time_s == pytest.approx(now_s, abs=0.2)
     limit_mhz = preset.power_cap_frequency_mhz
-    power_w, tail_w = PowerModel(NODES, 2).fit(sums.products, sums.weighted, limit_mhz)
+    power_w, tail_w, _ = PowerModel(NODES, 2).fit(sums.products, sums.weighted, limit_mhz)
     for clock in (1410.0, 1200.0, 950.0):
         forward_w, backward_w = (np.interp(clock, NODES, of_kind) for of_kind in power_w[:2])
         model_j = 0.02 * preset.busy_power_w("forward", clock)
@@ -117,6 +117,26 @@ def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     power_w = store.power_w(0)
     assert (power_w.max(axis=1) > 0).all()
     assert power_w.max() < 2000
+
+
+def test_powers_are_as_unsure_as_readings_scatter():
+    """Errors of a fit lie within what it states, of noise that is known."""
+    rng, watts, noise_j = np.random.default_rng(3), 300.0, 2.0
+    off, stated = [], []
+    for _ in range(60):
+        sums = MeterSums.none(2 * len(NODES) + 1)
+        for clock in NODES[[2, 6, 10, 16, 22]].tolist():
+            now_s = np.arange(41) / 10
+            energy_j = watts * clock / NODES[-1] * now_s + rng.normal(0, noise_j / 2**0.5, 41)
+            sums += meter_sums(0.0, [Stretch(4.0, 0, clock)], now_s, energy_j, NODES, 1)
+        power_w, tail_w, errors = PowerModel(NODES, 1).fit(sums.products, sums.weighted, 1410.0)
+        scatter_j = sums.scatter_j(np.append(power_w, tail_w))
+        assert scatter_j == pytest.approx(noise_j, rel=0.25)
+        off.append(power_w[0, 6] - watts * NODES[6] / NODES[-1])
+        stated.append(scatter_j * errors[0, 6])
+    assert np.std(off) < 1.2 * np.mean(stated)
+    # The counter resolves no less than a millijoule.
+    assert MeterSums.none(2 * len(NODES) + 1).scatter_j(np.zeros(2 * len(NODES) + 1)) == 1e-3
 
 
 def test_refreshes_outside_of_what_is_known_count_for_nothing():

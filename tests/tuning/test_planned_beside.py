@@ -15,10 +15,10 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 from envpipe_megatron.tuning.background import Background, BackgroundError
 from envpipe_megatron.tuning.commands import Command, Window
 from envpipe_megatron.tuning.planner import PlannedBeside
+from envpipe_megatron.tuning.sweep import ProfilerSettings
 
 LOOKS = 7
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.integrations.framework_units import Reporter
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
-from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 

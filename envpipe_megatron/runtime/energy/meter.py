@@ -26,6 +26,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
 from envpipe_megatron.gpu.opening import BACKENDS
+from envpipe_megatron.tuning.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,6 @@ _MIN_REFRESHES = 10
 _MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
-#: What NVML's counter counts in (mJ).
-RESOLUTION_J = 1e-3
 #: The refresh period until two refreshes have been seen: that of NVML's counter.
 _TYPICAL_REFRESH_S = 0.1
 #: Refreshes around an end of a window that tell how much the power varies there.

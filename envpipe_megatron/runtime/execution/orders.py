@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -115,16 +113,3 @@ class Stretches:
         assert self._shortest_s is not None
         count = max(at_least, math.ceil(self._min_window_s / self._shortest_s))
         return (yield from whole(partial(iterations, order, count), self._collectives))
-
-
-def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
-    """Return what one stage measures of its tail in iterations that followed each other.
-
-    For each iteration but the last: the end of its last unit after its own begin, in s, and the
-    time from there to the begin of the next iteration, in s; see `tuning.commands.tail_times_s`.
-    """
-    ends_s = [float(record.end_s[-1]) for record in records[:-1]]
-    gaps_s = [
-        after.begin_s - (before.begin_s + before.end_s[-1]) for before, after in pairwise(records)
-    ]
-    return np.array(ends_s), np.array(gaps_s)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -24,13 +24,12 @@ from envpipe_megatron.runtime.execution.orders import (
     PhaseRun,
     constant_order,
 )
-from envpipe_megatron.runtime.going_on import by_planner
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, in_words
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import make_room
 from envpipe_megatron.runtime.job.reports import make_report, places
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
-from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 from envpipe_megatron.tuning.commands import Command, Report, Run, Window, merged
 from envpipe_megatron.tuning.store import power_nodes_mhz
 
@@ -92,7 +91,8 @@ def run_commands(
     records, steady = list(records), count()
     billed: list[str] = []
     while True:
-        report = make_report(
+        make_own = partial(
+            make_report,
             records,
             order.frequency_mhz[job.stage].tolist(),
             places(order.schedule, job.stage, kinds),
@@ -106,7 +106,7 @@ def run_commands(
             problems=job.problems(),
             lost=job.clock.error is not None,
         )
-        stages = job.collectives.to_planner(report, merged)
+        stages = job.collectives.to_planner(_made(make_own), _merged)
 
         decided = by_planner(job.collectives, partial(_next, run, stages))
         if isinstance(decided, _Ended):
@@ -144,11 +144,27 @@ def run_commands(
             records.append((yield order))
 
 
-def _next(run: Run[Any] | None, stages: Sequence[Report]) -> Command | _Ended:
+def _made(make: Callable[[], Report]) -> Report | str:
+    """This rank's report, or why there is none: other ranks wait for either."""
+    try:
+        return make()
+    except Exception as error:  # of any kind: it must not end training
+        return in_words(error)
+
+
+def _merged(parts: Sequence[Report | str]) -> Report | str:
+    failures = [part for part in parts if isinstance(part, str)]
+    return failures[0] if failures else merged([p for p in parts if isinstance(p, Report)])
+
+
+def _next(run: Run[Any] | None, stages: Sequence[Report | str]) -> Command | _Ended:
     """Return the run's command upon the reports of all stages; on the planning rank."""
     assert run is not None
+    for stage, report in enumerate(stages):
+        if isinstance(report, str):
+            raise GoesOnError(f"Stage {stage}: {report}")
     try:
-        command = run.send(Window(tuple(stages)))
+        command = run.send(Window(tuple(r for r in stages if isinstance(r, Report))))
     except StopIteration as end:
         return _Ended(end.value)
     assert command is not None

@@ -12,7 +12,7 @@ from itertools import count
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
@@ -28,6 +28,7 @@ from envpipe_megatron.runtime.execution.orders import (
     whole,
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import (
@@ -44,23 +45,13 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
-from envpipe_megatron.runtime.profiling.profiler import (
-    OnlineProfiler,
-    ProfilerError,
-    profiled_kinds,
-)
-from envpipe_megatron.runtime.profiling.wait_power import (
-    WaitPower,
-    measure_p2p_latency_s,
-    measure_wait_power,
-    wait_clocks,
-)
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
 from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.sweep import Measuring, Sweep
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
@@ -209,8 +200,7 @@ def _controller(
     facts: Sidecar,
     profile: Profile | None,
 ) -> Controller:
-    kinds = profiled_kinds(schedule)
-    store = Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
+    store = _store(job, schedule, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
     config = job.config
@@ -236,7 +226,7 @@ def _save_energy(
     """
     profile = known_profile(job, schedule, records[1:])
     if profile is None:
-        profile = yield from _profile(job, schedule)
+        profile = yield from _profile(job, schedule, records[1:])
     job.state.profile = profile
     plan = yield from adopt_plan(job, schedule, records, profile, clocks_of_stages(job))
     job.state.plan = plan
@@ -323,30 +313,36 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
         job.say(f"memory: {error}")
 
 
-def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
-    clocks = _swept_clocks(job)
+def _profile(
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+) -> PhaseRun[Profile]:
+    """Sweep; GoesOnError on all ranks if that fails. As `_save_energy`."""
+    swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
-    wait_power = _wait_power(job, clocks)
-    known = _facts(job)
-    profiler = OnlineProfiler(
-        schedule,
-        clocks,
-        job.stage,
-        job.clock,
-        job.meter,
-        wait_power,
-        job.collectives,
-        job.config.profiler,
-        job.say,
-    )
-    profile = yield from profiler.run(known)
+    make = partial(_measuring, job, schedule, swept, _facts(job))
+    if not records:
+        records = yield from iterations(constant_order(Phase.PROFILE, schedule, swept[0], swept[0]))
+    profile, _ = yield from run_commands(job, schedule, swept, records, make)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     job.memory.learn(schedule, job.specs)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
+
+
+def _measuring(
+    job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar
+) -> Measuring:
+    store = _store(job, schedule, clocks_mhz, facts)
+    sweep = Sweep(schedule, job.config.profiler)
+    return Measuring(schedule, store, job.collectives.num_replicas, sweep)
+
+
+def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> Store:
+    kinds = profiled_kinds(schedule)
+    return Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
 
 
 def _facts(job: PhaseParts) -> Sidecar:
@@ -359,7 +355,7 @@ def _facts(job: PhaseParts) -> Sidecar:
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
-    """The clocks to measure; ProfilerError on all ranks if GPUs differ or have one clock."""
+    """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
     preset = job.config.gpu_preset
 
     def own() -> tuple[int, ...]:
@@ -369,32 +365,10 @@ def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):
-        raise ProfilerError(
+        raise GoesOnError(
             "The GPUs of the job support different clocks",
             remedy="Profile each kind of GPU alone and give the profile by file.",
         )
     if len(clocks) < 2:
-        raise ProfilerError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
+        raise GoesOnError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
     return clocks
-
-
-def _wait_power(job: PhaseParts, clocks: Sequence[int]) -> WaitPower:
-    """Waiting power at several clocks, or at the highest alone if clocks do not follow."""
-    power_w: dict[int, float] = {}
-    for frequency in sorted(wait_clocks(clocks), reverse=True):
-        if power_w:
-            follows = job.clock.error is None and job.gpu.changes_clock
-            if not job.collectives.on_all(follows):
-                break
-        job.say(f"profile: waiting power at {frequency} MHz")
-        power_w[frequency] = measure_wait_power(
-            frequency,
-            job.stage,
-            job.num_stages,
-            job.channel,
-            job.specs,
-            job.executor,
-            job.clock,
-            job.meter,
-        )
-    return WaitPower(power_w)

@@ -74,6 +74,8 @@ def make_report(
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
+    if metered and meter.last_refresh_s < begins_s[-1]:
+        meter.catch_up()
     sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
     unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(

@@ -46,7 +46,7 @@ def check_own_order(told, text):
     [
         pytest.param(fault, id=fault.target.split(":")[1], marks=marks)
         for fault, marks in (
-            (Fault("runtime.profiling.profiler:_Point.read", victim=1, call=3), ()),
+            (Fault("runtime.job.online:make_report", victim=1, call=3), ()),
             (
                 Fault("runtime.memory.peak:StageMemory.peak_bytes_of", victim=None),
                 on_request("PIPELINE"),

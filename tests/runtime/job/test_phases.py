@@ -33,9 +33,9 @@ from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
-from envpipe_megatron.runtime.profiling.profiler import ProfilerError, ProfilerSettings
 from envpipe_megatron.tuning.planner import PlannedBeside
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
+from envpipe_megatron.tuning.sweep import Measuring, ProfilerSettings
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4
@@ -383,41 +383,32 @@ def finish(going: Any) -> Any:
 
 @pytest.fixture
 def measuring(monkeypatch) -> Any:
-    """What surrounds the units, by hand; and a profiler that returns what it was given."""
-    parts = SimpleNamespace(calls=[], waits=[])
+    """What surrounds the units, by hand; and commands that find a profile with what was known."""
+    parts = SimpleNamespace()
 
-    def wait_power(*arguments: Any) -> float:
-        parts.calls.append(arguments)
-        return arguments[0] / 10
-
-    class Profiler:
-        def __init__(self, *arguments: Any) -> None:
-            parts.profiler = arguments
-
-        def run(self, known: Sidecar) -> Any:
-            parts.known = known
-            return replace(profile_of(), sidecar=known)
-            yield
+    def run_commands(*arguments: Any) -> Any:
+        *parts.ran, make = arguments
+        facts = parts.known = make.args[-1]
+        parts.made = make()
+        return replace(profile_of(), sidecar=facts), "the last order"
+        yield
 
     def hop(*arguments: Any) -> float:
         parts.hop = arguments
         return 0.25
 
-    monkeypatch.setattr(phases, "measure_wait_power", wait_power)
-    monkeypatch.setattr(phases, "OnlineProfiler", Profiler)
+    monkeypatch.setattr(phases, "run_commands", run_commands)
     monkeypatch.setattr(phases, "measure_p2p_latency_s", hop)
-    monkeypatch.setattr(phases, "wait_clocks", lambda clocks: sorted(clocks)[::2])
     return parts
 
 
 @pytest.mark.parametrize("is_planner", [True, False])
 @pytest.mark.usefixtures("written_at_once")
 def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, is_planner):
-    settings = ProfilerSettings(2, 3, 4)
     config = SessionConfig(
         ENVELOPE,
         facts=Sidecar(tensor_parallel=1, sequence_length=77),
-        profiler=settings,
+        profiler=ProfilerSettings(2, 3, 4.0),
         output_dir=tmp_path,
     )
     # The other replica's hop takes thrice as long, that of the next stage nothing.
@@ -429,22 +420,26 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
         is_planner=is_planner,
     )
     schedule = replace(builders.one_f_one_b(STAGES, MICROBATCHES))
-    profile = finish(phases._profile(rank, schedule))
+    profile = finish(phases._profile(rank, schedule, ["a record"]))
     assert measuring.known == Sidecar(
         gpu="NVIDIA of a test", tensor_parallel=1, sequence_length=77, p2p_latency_s=(0.5,)
     )
     assert measuring.hop == (0, STAGES, CHANNEL, SPECS, "executor")
-    order, clocks, stage, clock, meter, waits, collectives, wanted, say = measuring.profiler
-    assert (order, clocks, stage) == (schedule, (1410, 1200, 1005), 0)
-    assert (clock, meter, collectives) == (rank.clock, "meter", rank.collectives)
-    assert (wanted, say) == (settings, rank.say)
-    assert waits.power_w == {1410: 141.0, 1005: 100.5}
-    around = (0, STAGES, CHANNEL, SPECS, "executor", rank.clock, "meter")
-    assert measuring.calls == [(1410, *around), (1005, *around)]
-    assert rank.said == [f"profile: waiting power at {clock} MHz" for clock in (1410, 1005)]
+    assert measuring.ran == [rank, schedule, (1410, 1200, 1005), ["a record"]]
+    assert isinstance(measuring.made, Measuring)
     assert profile.sidecar.free_bytes == (100.0, 200.0)
     assert rank.memory.calls == [("learn", "1f1b")]
     assert (tmp_path / "profile.csv").exists() is is_planner
+
+
+def test_a_warm_up_of_one_iteration_is_followed_by_one_that_counts(measuring):
+    rank: Any = Rank(SessionConfig(ENVELOPE, warmup_iterations=1), memory=Measured())
+    going = phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES), [])
+    order = next(going)
+    assert (order.phase, clocks_of(order)) == (Phase.PROFILE, {1410})
+    with pytest.raises(StopIteration):
+        going.send(Record("of it"))  # type: ignore[arg-type]
+    assert measuring.ran[-1] == ["of it"]
 
 
 def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
@@ -452,8 +447,8 @@ def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
     assert not few.combined[0].any()
     assert known_profile(rank, few, []) is None
-    made = rank.state.profile = finish(phases._profile(rank, few))
-    assert measuring.profiler[0] is few
+    made = rank.state.profile = finish(phases._profile(rank, few, ["a record"]))
+    assert measuring.ran[1] is few
     assert known_profile(rank, few, []) is made
     assert known_profile(rank, builders.interleaved(STAGES, 8, 2), []) is made
     assert known_profile(rank, more, []) is None  # of the first stage's pairs
@@ -475,21 +470,11 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, mo
     assert note in rank.said
 
 
-def test_a_dry_run_says_that_it_changes_no_clock(measuring):
+@pytest.mark.usefixtures("measuring")
+def test_a_dry_run_says_that_it_changes_no_clock():
     rank: Any = Rank(SessionConfig(ENVELOPE), changes_clock=False, memory=Measured())
-    finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
+    finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES), ["a record"]))
     assert any("a dry run changes no clock" in text for text in rank.said)
-    assert [arguments[0] for arguments in measuring.calls] == [1410]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_waiting_power_is_measured_as_long_as_all_clocks_follow(measuring, elsewhere):
-    rank: Any = Rank(SessionConfig(ENVELOPE))
-    if elsewhere:
-        rank.other = lambda own: False if own is True else own
-    else:
-        rank.clock.error = "of a test"
-    assert phases._wait_power(rank, (1410, 1200, 1005)).power_w == {1410: 141.0}
 
 
 def test_clocks_that_cannot_be_found_end_profiling_alone(monkeypatch):
@@ -513,10 +498,10 @@ def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():
         assert swept[preset] == sweep_range(supported, load_preset(preset).control)
     assert len(set(swept.values())) == 3
     rank.other = lambda own: not own if isinstance(own, bool) else own
-    with pytest.raises(ProfilerError, match="different clocks"):
+    with pytest.raises(GoesOnError, match="different clocks"):
         phases._swept_clocks(rank)
     few: Any = Rank(SessionConfig(ENVELOPE), supported=(1410, 1005))
     assert phases._swept_clocks(few) == (1410, 1005)
     few.gpu.supported_frequencies_mhz = (1410,)
-    with pytest.raises(ProfilerError, match=r"a single clock \(MHz\) \(got 1410\)"):
+    with pytest.raises(GoesOnError, match=r"a single clock \(MHz\) \(got 1410\)"):
         phases._swept_clocks(few)

@@ -119,6 +119,7 @@ class Starting:
     kept: list[Any] = field(default_factory=list)
     stage: int = 0
     problems: Any = tuple
+    clock: Any = field(default_factory=lambda: SimpleNamespace(error=None))
     print_grid: Any = None
 
     def __post_init__(self) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.execution.orders import Stretches, ends_and_gaps_s
+from envpipe_megatron.runtime.execution.orders import Stretches
 from envpipe_megatron.tuning.commands import tail_times_s
 
 
@@ -44,24 +43,6 @@ def test_a_step_without_units_does_not_set_how_long_a_window_is(settled_s, other
     order: Any = "order"
     assert ran(stretches.settle(order), settled_s) == 2
     assert ran(stretches.measure(order, 2), [0.5]) == count
-
-
-def records(ends_s: list[float], begins_s: list[float]) -> list[StageRecord]:
-    return [
-        make_record([0.0, 0.5 * end], [0.4 * end, end], begin, end, end)
-        for end, begin in zip(ends_s, begins_s, strict=True)
-    ]
-
-
-def test_gaps_reach_from_the_last_unit_to_the_next_begin():
-    ends_s, gaps_s = ends_and_gaps_s(records([1.0, 1.5, 1.2], [10.0, 11.3, 13.0]))
-    assert ends_s == pytest.approx([1.0, 1.5])
-    assert gaps_s == pytest.approx([0.3, 0.2])
-
-
-def test_of_one_iteration_nothing_is_known():
-    ends_s, gaps_s = ends_and_gaps_s(records([1.0], [10.0]))
-    assert ends_s.size == gaps_s.size == 0
 
 
 @pytest.mark.parametrize(

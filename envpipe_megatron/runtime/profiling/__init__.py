@@ -1,1 +1,0 @@
-"""Measures what a plan needs to know, while training goes on."""

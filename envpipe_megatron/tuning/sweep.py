@@ -1,0 +1,166 @@
+"""The sweep: what units cost at each clock, seen before the first plan is made.
+
+All units run at one clock after the other, from the highest downwards, until every stage is past
+the bottom of its energy valley. Such iterations tell the energy of all kinds of units together.
+Then each kind but one runs at these clocks by itself, and all others at the highest: that tells
+them apart. Still lower clocks, which pay in place of waiting only, are seen by units that have time
+for them. Clocks between are fitted, so that few are run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from envpipe_megatron.core.arrays import IntArray
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.tuning.command_maker import CommandMaker
+from envpipe_megatron.tuning.commands import Clocked, Run, Window
+from envpipe_megatron.tuning.probing import Look, Probe, probe, probe_clocks_mhz
+from envpipe_megatron.tuning.store import Store
+
+#: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
+#: sweep save what plans of all clocks do, to 0.1 points; with a tenth, to 0.8.
+_STEP = 0.075
+#: Of a shorter iteration, no more are run than of this one, s.
+_LEAST_S = 1e-3
+
+
+class SweepError(EnvPipeError):
+    """A sweep that cannot be made or read."""
+
+
+@dataclass(frozen=True)
+class ProfilerSettings:
+    """How long to stay at each clock; SweepError if that is no iteration.
+
+    Args:
+        settle_iterations: run and not measured after each change of clocks, one at least.
+        measured_iterations: measured then, at least.
+        min_window_s: iterations are added until they last so long: ten refreshes of a counter that
+            refreshes every 100 ms.
+    """
+
+    settle_iterations: int = 1
+    measured_iterations: int = 5
+    min_window_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.settle_iterations, self.measured_iterations) < 1:
+            raise SweepError(
+                "A clock needs at least one iteration to settle and one to be measured",
+                value=(self.settle_iterations, self.measured_iterations),
+            )
+
+
+class Sweep:
+    """The probe of a sweep.
+
+    Args:
+        own: the framework's order.
+        settings: how long to stay at each clock.
+    """
+
+    def __init__(self, own: Schedule, settings: ProfilerSettings) -> None:
+        self._own, self._settings = own, settings
+        self._looks: Iterator[Look] | None = None
+
+    def next(self, store: Store) -> Look | None:
+        """As `Probe.next`."""
+        if self._looks is None:
+            self._looks = self._all(store)
+        return next(self._looks, None)
+
+    def _all(self, store: Store) -> Iterator[Look]:
+        top_mhz = int(store.clocks_mhz[-1])
+        # Sums of meters know no lower clocks.
+        known = store.clocks_mhz[store.clocks_mhz >= store.nodes_mhz[0]].astype(int).tolist()
+        left = [top_mhz, *probe_clocks_mhz(known, _STEP)]
+        seen: list[int] = []
+        while left and (len(seen) < 2 or store.valley_mhz(waiting=False) <= seen[-1]):
+            seen.append(left.pop(0))
+            yield self._look_at(store, "unit", store.kinds, seen[-1])
+        for kind in store.kinds[:-1]:
+            for clock_mhz in seen[1:]:
+                yield self._look_at(store, kind, (kind,), clock_mhz)
+        while left and store.valley_mhz(waiting=True) <= seen[-1]:
+            seen.append(left.pop(0))
+            clocks_mhz = probe(self._own, store, seen[-1], at_cost=False)
+            if (clocks_mhz == top_mhz).all():
+                return
+            yield self._look(store, clocks_mhz, f"units that have time at {seen[-1]} MHz")
+
+    def _look_at(self, store: Store, name: str, kinds: Sequence[Kind], clock_mhz: int) -> Look:
+        """Return a look at all units of some kinds; the others run at the highest clock."""
+        keys = store.keys(self._own)
+        places = [store.kinds.index(kind) for kind in kinds]
+        there = (keys >= 0) & np.isin(keys % len(store.kinds), places)
+        clocks_mhz = np.where(there, clock_mhz, int(store.clocks_mhz[-1]))
+        return self._look(
+            store, self._own.pair_clocks(clocks_mhz), f"each {name} at {clock_mhz} MHz"
+        )
+
+    def _look(self, store: Store, clocks_mhz: IntArray, what: str) -> Look:
+        settings = self._settings
+        iteration_s = max(store.iteration_s(self._own, clocks_mhz), _LEAST_S)
+        count = max(settings.measured_iterations, math.ceil(settings.min_window_s / iteration_s))
+        clocked = Clocked(self._own, clocks_mhz)
+        return Look(clocked, count, f"profile: {what}", settings.settle_iterations)
+
+
+class Measuring:
+    """Makes a profile by what a probe looks at, on a job's planning rank.
+
+    Args:
+        own: the framework's order.
+        store: empty.
+        num_replicas: pipelines.
+        probe: proposes the looks.
+    """
+
+    def __init__(self, own: Schedule, store: Store, num_replicas: int, probe: Probe) -> None:
+        self._own, self._store, self._probe = own, store, probe
+        self._everyone = range(num_replicas)
+        self._commands = CommandMaker(store, num_replicas)
+
+    def run(self) -> Run[Profile]:
+        """The profile; SweepError if a clock ceases to follow, or the counters of a stage fail."""
+        first = yield None
+        shape = (self._own.num_stages, self._own.units_per_stage)
+        top = Clocked(self._own, np.full(shape, int(self._store.clocks_mhz[-1]), dtype=np.int64))
+        self._learn(top, first)
+        while (look := self._probe.next(self._store)) is not None:
+            self._commands.note(look.note)
+            clocked, count, settle = look.clocked, look.iterations, look.settle
+            # Waiting for the counter, so that what it has seen of a short window is there.
+            window = yield self._commands.for_all(
+                Phase.PROFILE, clocked, count, settle, metered=True
+            )
+            _check(window)
+            self._learn(clocked, window)
+        self._store.align()
+        return self._store.profile(careful=False)
+
+    def _learn(self, clocked: Clocked, window: Window) -> None:
+        self._store.learn(clocked.schedule, clocked.frequency_mhz, window, replicas=self._everyone)
+
+
+def _check(window: Window) -> None:
+    """Raise SweepError if one clock's time and energy would pass for many's, or there is none."""
+    for stage, report in enumerate(window.stages):
+        if report.lost:
+            problems = "; ".join(report.problems)
+            raise SweepError(f"Stage {stage}: Clock control ended while profiling: {problems}")
+        if not report.metered:
+            raise SweepError(
+                f"Stage {stage}: The energy counter failed while profiling: it said nothing",
+                remedy="Look at the driver's log. Steps that are short want more of them at each "
+                "clock; a profile by file needs no counter.",
+            )
