@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import Options, flag_of
 from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
 
@@ -124,9 +125,9 @@ def running(job: T | None) -> T:
     return job
 
 
-def check_profiled(options: Options, has_profile: bool) -> None:
-    """End by a HookError a job that was started for its profile alone and has none."""
-    if options.profile_only and not has_profile:
+def check_profiled(job: LeveledJob) -> None:
+    """End by a HookError a job that was started for its profile only and has none."""
+    if job.lacks_profile:
         raise HookError(
             "Training ended before every stage was profiled", remedy="Raise --train-iters."
         )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from enum import Enum
@@ -25,7 +23,6 @@ from envpipe_megatron.integrations.job import (
     _fingerprint,
     check_in_flight,
     check_same_everywhere,
-    close_at_exit,
 )
 from envpipe_megatron.integrations.reporting import end_of_job
 
@@ -69,22 +66,6 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
         "profile: 50 iterations, 0.3000 s and 120.0 J each on an average GPU (400.0 W)",
         "steady: 62 iterations, 0.2500 s and 100.0 J each on an average GPU (400.0 W)",
     ]
-
-
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda *signal: None])
-def test_signals_do_what_they_did_before(handler: Any) -> None:
-    """By default SIGTERM ends a rank that waits in a library at once; its guard resets."""
-
-    def close() -> None:
-        raise AssertionError
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        close_at_exit(close)
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        atexit.unregister(close)
-        signal.signal(signal.SIGTERM, before)
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:

@@ -15,6 +15,7 @@ from envpipe_megatron.integrations.framework_units import Followed
 pytestmark = pytest.mark.xdist_group("megatron")
 
 M = 2
+ALONE: Any = SimpleNamespace(stage=0, on_all=lambda own: own)
 
 
 class Session:
@@ -76,7 +77,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     def order_of(count: int) -> Schedule:
         return builders.one_f_one_b(1, count)
 
-    stand_in = kept.KeptOrder(session, framework_function, order_of, M, 0, lambda own: own)
+    stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
 
     def call(letters: str = "FBFB", **more: Any) -> list[str]:
         arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
@@ -190,9 +191,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
             assert outputs == "outputs"
         return ["loss"]
 
-    stand_in = kept.KeptOrder(
-        session, framework_function, lambda count: schedule, 2, 0, lambda own: own
-    )
+    stand_in = kept.KeptOrder(session, framework_function, lambda count: schedule, 2, ALONE)
 
     def call(calls: Any = CALLS, *, waits: bool = False) -> list[str]:
         assert stand_in(num_microbatches=2, calls=calls, waits=waits) == ["loss"]

@@ -23,14 +23,8 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     adopt,
     check_engine,
 )
-from envpipe_megatron.integrations.job import (
-    Job,
-    JobFacts,
-    Placement,
-    WithoutEnvPipeError,
-    close_at_exit,
-    say_line,
-)
+from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reading import merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -180,13 +174,11 @@ def begin(
         tells: as in `adopt`.
     """
     check_engine(engine)
-    try:
-        job = Job(options, _placement(engine), _facts(engine, config, sequence_length), say_line)
-    except WithoutEnvPipeError:
+    facts = _facts(engine, config, sequence_length)
+    job = LeveledJob(options, _placement(engine), facts, say_line)
+    if job.job is None:
         return engine
-    close_at_exit(job.close)
-    if job.collectives.is_planner:
-        say_line(job.banner())
+    job.tell(job.job.banner())
     return adopt(engine, job, tells=tells)
 
 

@@ -30,6 +30,7 @@ from envpipe_megatron.integrations.framework_units import (
 )
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 
@@ -53,7 +54,7 @@ class KeptOrder:
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
         full_microbatches: number of a batch of full size.
-        on_all: whether something holds on all ranks of the job; they call it together.
+        collectives: of the job.
     """
 
     def __init__(
@@ -62,15 +63,13 @@ class KeptOrder:
         framework_function: Callable[..., list[Any]],
         order_of: Callable[[int], Schedule],
         full_microbatches: int,
-        stage: int,
-        on_all: Callable[[bool], bool],
+        collectives: Collectives,
     ) -> None:
         self._session = session
         self._framework_function = framework_function
         self._order_of = order_of
         self._full_microbatches = full_microbatches
-        self._stage = stage
-        self._on_all = on_all
+        self._collectives = collectives
         self._warn = once()
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
@@ -108,9 +107,9 @@ class KeptOrder:
             losses = self._framework_function(**arguments)
         count = arguments["num_microbatches"]
         order = self._order_of(count)
-        planned = order.stages[self._stage]
+        planned = order.stages[self._collectives.stage]
         own = seen.shows(planned)
-        self._orders[count] = order if self._on_all(own) else None
+        self._orders[count] = order if self._collectives.on_all(own) else None
         if not own:
             logger.warning(
                 "Units of %d microbatches come in another order than EnvPipe plans for, so it "

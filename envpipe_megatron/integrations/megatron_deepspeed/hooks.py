@@ -244,7 +244,7 @@ def log(iteration: int, writer: Any) -> str:
     engine = running(_state.engine)
     if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
         return ""
-    report = engine.report_interval()
+    report = engine.job.report()
     if writer.is_enabled():
         for name, value in report.scalars().items():
             writer.add_scalar(name, value, iteration)
@@ -258,9 +258,8 @@ def end_training() -> None:
     if not isinstance(engine, EnvPipeEngine):
         return
     engine.end_training()
-    has_profile = engine.session.state.profile is not None
     engine.__class__ = PipelineEngine
-    check_profiled(validated(_state.options, "megatron/arguments.py"), has_profile)
+    check_profiled(engine.job)
 
 
 def check_model(model: list[Any]) -> None:
