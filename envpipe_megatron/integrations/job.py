@@ -22,7 +22,6 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
@@ -116,6 +115,7 @@ class Job:
         say: prints a line, on the planning rank alone.
         level: of the job. At `uniform` one clock, within the slowdown that options allow, is in
             place of what else they ask for, and at `observe` nothing is changed.
+        notes: for the bill, why the level is what it is.
 
     Raises:
         JobError: ranks that were started differently, too few microbatches in flight, or a profile
@@ -132,6 +132,7 @@ class Job:
         facts: JobFacts,
         say: Callable[[str], None],
         level: Level = Level.ORDER,
+        notes: Sequence[str] = (),
     ) -> None:
         self.say = say
         if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
@@ -161,9 +162,6 @@ class Job:
         pipelines = all_pipelines(pipeline)
         self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options))
-        against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
-        if against:
-            options, one_clock = replace(_observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
         slowdown = options.max_slowdown
@@ -199,7 +197,7 @@ class Job:
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
-            if options.profile_only or against
+            if options.profile_only
             else {
                 **_fingerprint(facts.same_job, options, self.device.gpu.name),
                 # Other messages disturb units in another way.
@@ -235,7 +233,7 @@ class Job:
         if refused := self.session.refused:
             left_alone = ChosenControl(options.gpu_control, None, refused)
             self.device = replace(self.device, control=left_alone)
-        self.session.state.notes += tuple(against)
+        self.session.state.notes += tuple(notes)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -300,15 +298,6 @@ class Job:
                 "between neighbours, so their extra forwards are kept close"
             )
         return "; ".join(lines)
-
-    def has_its_profile(self) -> bool:
-        """Whether a job that only profiles may end; a JobError if it can have no profile."""
-        state = self.session.state
-        if not self.options.profile_only or state.phase is Phase.WARMUP:
-            return False
-        if state.profile is None and state.phase is Phase.STEADY:
-            raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
-        return state.profile is not None
 
     def close(self) -> None:
         """Give back the clock and what messages took, and finish the energy log.

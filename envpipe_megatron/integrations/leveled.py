@@ -12,9 +12,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from envpipe_megatron.formats.energy import FRAMEWORK
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase
 from envpipe_megatron.integrations.job import (
     Job,
+    JobError,
     JobFacts,
     Placement,
     WithoutEnvPipeError,
@@ -55,9 +56,10 @@ class LeveledJob:
         self.options = options
         self._make = partial(Job, placement=placement, facts=facts, say=say)
         self._args = args or argparse.Namespace()
-        self._limits = *limits, *limits_of_replicas(placement.num_microbatches)
+        of_replicas = limits_of_replicas(placement.num_microbatches)
+        self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
-        self.job = self._make_job()
+        self.job = self._make_job(of_replicas)
 
     @property
     def level(self) -> Level:
@@ -114,9 +116,7 @@ class LeveledJob:
         if decision.level < Level.UNITS:
             self.options = replace(self.options, profile=None, profile_only=False)
         self.job.close()
-        self.job = self._make_job()
-        if self.job is not None:
-            self.session.state.notes += tuple(map(str, found))
+        self.job = self._make_job(found)
         return True
 
     def begin_step(self, iteration: int | None = None) -> None:
@@ -127,14 +127,20 @@ class LeveledJob:
     def end_step(self) -> None:
         """The optimizer has stepped.
 
-        Raises SystemExit if only the profile was asked for, and it is written.
+        Raises SystemExit if only the profile was asked for, and it is written; a JobError if there
+        can be none.
         """
-        if self.job is not None:
-            self.session.end_step()
-            if self.job.has_its_profile():
+        if self.job is None:
+            return
+        self.session.end_step()
+        state = self.session.state
+        if self.options.profile_only and state.phase is not Phase.WARMUP:
+            if state.profile is not None:
                 self.end()
                 dist.barrier()  # the planner has written it
                 raise SystemExit(0)
+            if state.phase is Phase.STEADY:
+                raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
 
     def pause(self) -> None:
         """Something that is not training follows, until the next step begins."""
@@ -162,8 +168,8 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._args, self._limits, asked, checks=checks)
 
-    def _make_job(self) -> Job | None:
+    def _make_job(self, found: Sequence[Limit]) -> Job | None:
         try:
-            return self._make(self.options, level=self.level)
+            return self._make(self.options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
@@ -16,20 +17,20 @@ from envpipe_megatron.integrations.options import OPTIONS, Options
 class FakeJob:
     """Notes at what level it was made, and what of it was closed."""
 
-    def __init__(self, options: Options, *, level: Any, say: Any, made: list[Any], **_: Any):
+    def __init__(
+        self, options: Options, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
+    ) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
         self.options, self.level, self.say = options, level, say
         self.closed = False
-        self.session: Any = Mock(state=SimpleNamespace(notes=(), profile=None))
+        state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
+        self.session: Any = Mock(state=state)
         self.collectives = SimpleNamespace(is_planner=True)
         made.append(self)
 
     def banner(self) -> str:
         return "active"
-
-    def has_its_profile(self) -> bool:
-        return False
 
     def close(self) -> None:
         self.closed = True

@@ -20,7 +20,7 @@ from leveled_jobs import begin, given
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.hooking import HookError, Reached
-from envpipe_megatron.integrations.job import Job, JobError
+from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, StepEnergy
@@ -53,11 +53,9 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     session = FakeSession()
     made = SimpleNamespace(
         session=session,
-        options=SimpleNamespace(profile_only=False),
         end=lambda: session.told.append("end"),
         close=lambda: session.told.append("close"),
     )
-    made.has_its_profile = lambda: Job.has_its_profile(made)  # type: ignore[arg-type]
     training, *_ = begin(hooks.Training)
     training.job, training._stand_in = made, None
     state = hooks._State(training=training, reached=Reached("validate", "begin_training"))
@@ -187,7 +185,8 @@ def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.Mon
 
 
 def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> None:
-    job.options.profile_only = True
+    training = hooks._state.training
+    training.options = replace(training.options, profile_only=True)
     job.session.state.phase = Phase.STEADY
     with pytest.raises(JobError, match="no profile to write: no meter"):
         steps(hooks, 1)

@@ -179,6 +179,7 @@ class AttachedPipeline(LeveledJob):
         if not self._closed:
             if self._failed is None:  # else the device may wait for a peer that is gone
                 self._end_step()
+            self._units.release()
             self.end()
 
     def close(self) -> None:
@@ -186,12 +187,9 @@ class AttachedPipeline(LeveledJob):
 
         The schedule is torch's alone from here on.
         """
-        self._release()
-        super().close()
-
-    def _release(self) -> None:
         self._closed = True
         self._units.release()
+        super().close()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -297,7 +295,7 @@ class AttachedPipeline(LeveledJob):
         if self.lower(found):
             self.announce()
             if self.job is None:
-                self._release()
+                self.close()
             else:
                 self._begin_step()
 
