@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import Options, flag_of
 from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
 
@@ -123,14 +122,6 @@ def running(job: T | None) -> T:
             remedy="`envpipe patch check` says what is wrong with this checkout.",
         )
     return job
-
-
-def check_profiled(job: LeveledJob) -> None:
-    """End by a HookError a job that was started for its profile only and has none."""
-    if job.lacks_profile:
-        raise HookError(
-            "Training ended before every stage was profiled", remedy="Raise --train-iters."
-        )
 
 
 def refuse(error: EnvPipeError) -> NoReturn:

@@ -83,12 +83,6 @@ class LeveledJob:
         assert self.job is not None
         return self.job.collectives
 
-    @property
-    def lacks_profile(self) -> bool:
-        """Whether the job is for its profile only, and has none."""
-        only = self.job is not None and self.options.profile_only
-        return only and self.session.state.profile is None
-
     def tell(self, text: str) -> None:
         """Print a line on the planning rank; an empty one nowhere."""
         if text and self.job is not None and self.collectives.is_planner:
@@ -158,6 +152,14 @@ class LeveledJob:
         if self.job is not None:
             self.job.end()
             self.close()
+
+    def check_profiled(self) -> None:
+        """End by a JobError a job that was started for its profile only and has none."""
+        wants = self.job is not None and self.options.profile_only
+        if wants and self.session.state.profile is None:
+            raise JobError(
+                "Training ended before every stage was profiled", remedy="Raise --train-iters."
+            )
 
     def close(self) -> None:
         """Give the clock back; safe to call twice."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from leveled_jobs import begin, given
 
+from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level, LevelError, stands_against
 
 DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
@@ -40,6 +41,14 @@ def test_a_level_without_units_has_no_profile() -> None:
     assert (asked.plan, asked.profile, asked.profile_only) == (None, None, False)
 
 
+def test_a_job_for_its_profile_only_that_ends_without_one() -> None:
+    job, made, _ = begin(options=given(profile_only=True))
+    with pytest.raises(JobError, match="before every stage was profiled"):
+        job.check_profiled()
+    made[0].session.state.profile = "profile"
+    job.check_profiled()
+
+
 def test_a_limit_above_the_jobs_level_changes_nothing() -> None:
     job, made, _ = begin(limits=[GRAPHS])
     assert not job.lower([DRAWS])
@@ -66,7 +75,7 @@ def test_a_job_whose_gpu_is_gone_trains_without_envpipe() -> None:
     job.end_step()
     job.pause()
     assert (job.phase, job.report().line(), said) == ("framework", "", [])
-    assert not job.lacks_profile
+    job.check_profiled()
     assert not job.lower([GRAPHS])
     job.end()
     job.close()

@@ -44,13 +44,8 @@ class VersionError(EnvPipeError):
 
 def check_version() -> None:
     """Refuse by a VersionError those that EnvPipe was not tried with."""
-    if not versions.is_tested(deepspeed.__version__, versions.DEEPSPEED):
-        oldest, beyond = map(versions.as_text, versions.DEEPSPEED)
-        raise VersionError(
-            "EnvPipe was not tried with this version of DeepSpeed",
-            value=deepspeed.__version__,
-            remedy=f"Install deepspeed>={oldest},<{beyond}, or train without EnvPipe.",
-        )
+    instead = ", or train without EnvPipe"
+    versions.check("DeepSpeed", deepspeed.__version__, versions.DEEPSPEED, VersionError, instead)
 
 
 def take_block(

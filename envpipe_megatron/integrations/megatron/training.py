@@ -14,7 +14,6 @@ from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.hooking import check_profiled
 from envpipe_megatron.integrations.job import Placement, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
@@ -145,7 +144,7 @@ class Training(LeveledJob):
     def end(self) -> None:
         """Give clocks back, and print the bill; every rank calls it."""
         super().end()
-        check_profiled(self)
+        self.check_profiled()
 
     def _against_order(self) -> str | None:
         """What the channel has against level `order`, alike on all ranks."""

@@ -23,7 +23,6 @@ from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
     Reached,
-    check_profiled,
     options_of,
     refuse,
     running,
@@ -259,7 +258,7 @@ def end_training() -> None:
         return
     engine.end_training()
     engine.__class__ = PipelineEngine
-    check_profiled(engine.job)
+    engine.job.check_profiled()
 
 
 def check_model(model: list[Any]) -> None:
