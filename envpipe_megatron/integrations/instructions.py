@@ -24,7 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.framework_units import Followed, recognized
+from envpipe_megatron.integrations.framework_units import Followed, Seen, recognized
 from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, stands_against
@@ -192,7 +192,7 @@ class InstrumentedPipeline:
             self.pause()
             return
         if self._followed is not None:
-            self._followed.begin(kind, None, None)
+            self._followed.begin(Seen(kind))
         elif self._running is not None:
             self._misused(
                 f"on_instruction_begin was called before the end of a {self._running}",

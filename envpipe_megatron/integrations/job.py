@@ -346,17 +346,12 @@ def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.Process
 
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
     """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
-    planners = collectives.from_planner(facts)
-    different = {
-        name: {str(value), str(planners[name])}
-        for name, value in facts.items()
-        if value != planners[name]
-    }
-    found = _joined(collectives.by_stage(different, _joined))
-    if found:
+    everywhere = _joined(collectives.by_stage({n: {str(v)} for n, v in facts.items()}, _joined))
+    different = {name: sorted(everywhere[name]) for name in facts if len(everywhere[name]) > 1}
+    if different:
         raise JobError(
             "The ranks of this job were started differently",
-            value={name: sorted(found[name]) for name in facts if name in found},
+            value=different,
             remedy="Give all nodes the same options, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
             f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )

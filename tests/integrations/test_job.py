@@ -79,7 +79,7 @@ def told_to(*facts: dict[str, object]) -> list[str]:
             met.wait()
             return [merge(list(told.values()))]
 
-        ranks: Any = SimpleNamespace(from_planner=lambda own: facts[0], by_stage=by_stage)
+        ranks: Any = SimpleNamespace(by_stage=by_stage)
         try:
             check_same_everywhere(ranks, facts[rank])
         except JobError as error:

@@ -10,7 +10,7 @@ import pytest
 from envpipe_megatron.core.kinds import Kind, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import Followed, Seen
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -230,8 +230,8 @@ def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
     session: Any = Session(begins=True)
     run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
     followed = Followed(run, session.highest_clock)
-    followed.begin(Kind.FORWARD, 0, None)
-    followed.begin(Kind.BACKWARD, None, None)
+    followed.begin(Seen(Kind.FORWARD, 0))
+    followed.begin(Seen(Kind.BACKWARD))
     followed.end()
     followed.complete()
     assert session.told[:4] == ["open", "begin F0", "highest", "F0"]

@@ -253,10 +253,11 @@ class Skeleton:
         with torch.device("meta"):
             self.model = self.family.auto.from_config(config, dtype=torch.get_default_dtype())
         self.entries: list[Entry] = self.family.entries(config)
+        self.loss = self.family.loss
         self.attention = Attention(*_attention(self.model, config))
 
     def module(self, name: str) -> nn.Module:
-        """A module by its name in the model."""
+        """A module of the unsplit model by its name, on the device `meta`."""
         found: nn.Module = self.model.get_submodule(name)
         return found
 

@@ -26,6 +26,7 @@ from envpipe_megatron.integrations.framework_units import (
     Followed,
     Recorded,
     Reporter,
+    Seen,
     once,
 )
 from envpipe_megatron.integrations.hooking import replaced
@@ -174,7 +175,7 @@ def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
         def unit(*args: Any, **kwargs: Any) -> Any:
-            reporter.begin(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage"))
+            reporter.begin(Seen(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
             result = step(*args, **kwargs)
             reporter.end()
             return result
@@ -203,13 +204,13 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
         def begin_forward() -> None:
             microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
             chunk = of["get_model_chunk_id"](forward, forward=True)
-            reporter.begin(Kind.FORWARD, microbatch, chunk, combined=pair)
+            reporter.begin(Seen(Kind.FORWARD, microbatch, chunk, combined=pair))
             if pair:
                 reporter.end()
 
         def begin_backward() -> None:
             chunk = of["get_model_chunk_id"](backward, forward=False)
-            reporter.begin(Kind.BACKWARD, None, chunk)
+            reporter.begin(Seen(Kind.BACKWARD, None, chunk))
 
         def behind(name: str, begin: Callable[[], None]) -> None:
             wait = of.get(name)

@@ -14,7 +14,7 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.integrations.framework_units import Reporter
+from envpipe_megatron.integrations.framework_units import Reporter, Seen
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.runtime.profiling.profiler import profiled_kinds
 
@@ -98,9 +98,9 @@ class Units:
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
             kinds = _KINDS.get(name) or self._backward(whole=whole)
             for kind in kinds[:-1]:
-                self.reporter.begin(kind, microbatch, chunk, combined=True)
+                self.reporter.begin(Seen(kind, microbatch, chunk, combined=True))
                 self.reporter.end()
-            self.reporter.begin(kinds[-1], microbatch, chunk)
+            self.reporter.begin(Seen(kinds[-1], microbatch, chunk))
             if self.seen is None:
                 result = own(microbatch, *args, **kwargs)
             else:
