@@ -243,7 +243,7 @@ def test_an_end_that_nobody_began_is_none() -> None:
     run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
     followed = Followed(run, session.highest_clock)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        followed.begin(kind, None, None)
+        followed.begin(Seen(kind))
         followed.end()
         followed.end()
     assert session.told == ["open", "F0", "B0"]
