@@ -50,7 +50,11 @@ def _paused(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """A PipelineEngine that `adopt` has given a job."""
+    """A PipelineEngine that was given a job; `initialize.begin` makes one of DeepSpeed's.
+
+    DeepSpeed makes one training step first by its own schedule, from which the shapes of messages
+    are learned; on GPUs two, since a kernel that is loaded while a receive spins can hang both.
+    """
 
     job: LeveledJob
     _own_steps: int
@@ -61,6 +65,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _specs: StageSpecs
     #: M of a batch of full size; as in the first step if nobody says.
     full_microbatches: int | None
+
+    def take_job(self, job: LeveledJob, *, tells: bool) -> None:
+        """Have its session execute training steps; `tells`: print energy where DeepSpeed does."""
+        self.job, self._tells, self.full_microbatches = job, tells, None
+        self._own_steps = 2 if self.device.type == "cuda" else 1
+        self._own_steps_left = math.inf if job.level is Level.OBSERVE else self._own_steps
 
     @property
     def session(self) -> Session:
@@ -207,28 +217,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                     for name, value in report.scalars().items()
                 ]
             )
-
-
-def adopt(engine: PipelineEngine, job: LeveledJob, *, tells: bool = True) -> EnvPipeEngine:
-    """Let a session execute the training steps of an engine that `deepspeed.initialize` has made.
-
-    The engine becomes one of the subclass; nothing else of DeepSpeed is touched. DeepSpeed makes
-    one training step first by its own schedule, from which the shapes of messages are learned; on
-    GPUs two, since a kernel that is loaded while a receive spins can hang both.
-
-    Args:
-        engine: one that `check_engine` lets pass.
-        job: whose session executes iterations.
-        tells: whether the engine prints energy when DeepSpeed prints its steps.
-    """
-    engine.__class__ = EnvPipeEngine
-    assert isinstance(engine, EnvPipeEngine)
-    engine.job = job
-    engine._own_steps = 2 if engine.device.type == "cuda" else 1
-    engine._own_steps_left = math.inf if job.level is Level.OBSERVE else engine._own_steps
-    engine.full_microbatches = None
-    engine._tells = tells
-    return engine
 
 
 class _Units:

@@ -20,7 +20,6 @@ from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     UnsupportedEngineError,
-    adopt,
     check_engine,
 )
 from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
@@ -166,7 +165,7 @@ def begin(
         options: EnvPipe's.
         config: DeepSpeed's configuration, and whatever else tells jobs apart.
         sequence_length: length of a sample, in tokens.
-        tells: as in `adopt`.
+        tells: whether the engine prints energy when DeepSpeed prints its steps.
     """
     check_engine(engine)
     facts = _facts(engine, config, sequence_length)
@@ -174,7 +173,9 @@ def begin(
     if job.job is None:
         return engine
     job.tell(job.job.banner())
-    return adopt(engine, job, tells=tells)
+    engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
+    engine.take_job(job, tells=tells)
+    return engine
 
 
 def _placement(engine: Any) -> Placement:
