@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders import builders
@@ -15,24 +15,12 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 logger = logging.getLogger(__name__)
 
 
-class Reporter(Protocol):
-    """What is told of each unit."""
-
-    def begin(
-        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
-    ) -> None:
-        """A unit begins; its microbatch and chunk where the framework says them."""
-
-    def end(self) -> None:
-        """The unit's work has been handed to the device."""
-
-
 class Seen(NamedTuple):
-    """A unit as a reporter is told of it."""
+    """A unit that begins, as a framework's hook says it; None for what that does not know."""
 
     kind: Kind
-    microbatch: int | None
-    chunk: int | None
+    microbatch: int | None = None
+    chunk: int | None = None
     combined: bool = False
 
     def __str__(self) -> str:
@@ -40,17 +28,14 @@ class Seen(NamedTuple):
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
 
-
-def may_be(
-    unit: Unit, kind: Kind, microbatch: int | None, chunk: int | None, combined: bool
-) -> bool:
-    """Whether this is the unit that was told; a backward does not say of which microbatch it is."""
-    return (
-        kind is unit.kind
-        and combined == unit.combined
-        and (microbatch is None or microbatch == unit.microbatch)
-        and (chunk is None or chunk == unit.chunk)
-    )
+    def may_be(self, unit: Unit) -> bool:
+        """Whether this is the unit, by what is known."""
+        return (
+            self.kind is unit.kind
+            and self.combined == unit.combined
+            and self.microbatch in (None, unit.microbatch)
+            and self.chunk in (None, unit.chunk)
+        )
 
 
 class Recorded:
@@ -60,13 +45,11 @@ class Recorded:
         self.units: list[Seen] = []
         self.running = self._overlapped = False
 
-    def begin(
-        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
-    ) -> None:
+    def begin(self, seen: Seen) -> None:
         """A unit begins."""
         self._overlapped |= self.running
         self.running = True
-        self.units.append(Seen(kind, microbatch, chunk, combined))
+        self.units.append(seen)
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
@@ -77,7 +60,7 @@ class Recorded:
         return (
             not self._overlapped
             and len(units) == len(self.units)
-            and all(may_be(unit, *seen) for seen, unit in zip(self.units, units, strict=True))
+            and all(map(Seen.may_be, self.units, units))
         )
 
 
@@ -104,19 +87,16 @@ class Followed:
         self.in_order = True
         self.running = False
 
-    def begin(
-        self, kind: Kind, microbatch: int | None, chunk: int | None, *, combined: bool = False
-    ) -> None:
+    def begin(self, seen: Seen) -> None:
         """A unit begins."""
         if not self.in_order:
             return
         unit = None if self.running else next(self._units, None)
-        if unit is not None and may_be(unit, kind, microbatch, chunk, combined):
+        if unit is not None and seen.may_be(unit):
             self.running = True
             self.run.begin_unit()
             return
         self.in_order = False
-        seen = Seen(kind, microbatch, chunk, combined)
         instead = "within another" if self.running else f"in place of {unit or 'no unit'}"
         self._warn(f"In this iteration, {seen} came {instead}")
         self._highest_clock()
@@ -136,6 +116,10 @@ class Followed:
             self.run.unit_ended = None  # memory is not what it was behind each unit
             self.run.begin_unit()
             self.run.end_unit()
+
+
+#: What is told of each unit.
+Reporter = Recorded | Followed
 
 
 class OrderError(EnvPipeError):

@@ -124,14 +124,6 @@ def running(job: T | None) -> T:
     return job
 
 
-def check_profiled(options: Options, has_profile: bool) -> None:
-    """End by a HookError a job that was started for its profile alone and has none."""
-    if options.profile_only and not has_profile:
-        raise HookError(
-            "Training ended before every stage was profiled", remedy="Raise --train-iters."
-        )
-
-
 def refuse(error: EnvPipeError) -> NoReturn:
     """End as argparse does, by a message without a stack; printed once on each node."""
     if _logs_here():

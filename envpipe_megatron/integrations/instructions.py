@@ -24,19 +24,11 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.framework_units import Followed, recognized
-from envpipe_megatron.integrations.job import (
-    Job,
-    JobFacts,
-    Placement,
-    WithoutEnvPipeError,
-    close_at_exit,
-    own_gloo_group,
-    say_line,
-)
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.framework_units import Followed, Seen, recognized
+from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import Level, stands_against
 from envpipe_megatron.integrations.reading import read_settings
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -106,7 +98,7 @@ class InstrumentedPipeline:
                 remedy="Leave it out.",
             )
         timeout = timeout or timeout_of(pipeline_group)
-        self._placement = Placement(pipeline_group, num_microbatches, timeout, keeps_order=True)
+        self._placement = Placement(pipeline_group, num_microbatches, timeout, runs_units=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
@@ -119,7 +111,7 @@ class InstrumentedPipeline:
         self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), current_device()))
         self._facts = facts
         self._say = say
-        self._job: Job | None = None
+        self._job: LeveledJob | None = None
         self._kept_order: Schedule | None = None
         #: Tells the step's iteration of its units; none in the first step.
         self._followed: Followed | None = None
@@ -129,14 +121,13 @@ class InstrumentedPipeline:
         #: Whether the step was left by an exception.
         self._failed = False
         self._running: Kind | None = None
-        self._closed = self._without = False
+        self._closed = False
         self._told: set[str] = set()
-        close_at_exit(self.close)
 
     @property
     def phase(self) -> str:
         """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
-        return FRAMEWORK if self._job is None else self._job.session.state.phase.value
+        return FRAMEWORK if self._job is None else self._job.phase
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -146,7 +137,7 @@ class InstrumentedPipeline:
             yield
         except BaseException:
             self._failed = True
-            if self._job is not None:
+            if self._job is not None and not self._closed:
                 self._job.session.highest_clock()
             raise
         self.on_step_end()
@@ -163,10 +154,10 @@ class InstrumentedPipeline:
 
         Raises EnvPipeError if a given plan has another order.
         """
-        if self._without:
-            return
         if self._closed:
-            self._misused("on_step_begin was called after end_training or close", "Close it last.")
+            if self._job is None or self._job.job is not None:  # else it trains without EnvPipe
+                what = "on_step_begin was called after end_training or close"
+                self._misused(what, "Close it last.")
             return
         if self._in_step:
             if not self._failed:
@@ -178,7 +169,7 @@ class InstrumentedPipeline:
         if self._job is not None:
             assert self._kept_order is not None
             session = self._job.session
-            session.begin_step()
+            self._job.begin_step()
             run = session.open_iteration(self._kept_order, self._specs)
             self._followed = Followed(run, session.highest_clock, self._once)
         self._in_step, self._paused, self._failed = True, False, False
@@ -201,7 +192,7 @@ class InstrumentedPipeline:
             self.pause()
             return
         if self._followed is not None:
-            self._followed.begin(kind, None, None)
+            self._followed.begin(Seen(kind))
         elif self._running is not None:
             self._misused(
                 f"on_instruction_begin was called before the end of a {self._running}",
@@ -252,10 +243,8 @@ class InstrumentedPipeline:
                 "End each unit before its step.",
             )
         if self._job is None:
-            try:
-                self._job, self._kept_order = self._begin_job()
-            except WithoutEnvPipeError:
-                self._closed = self._without = True
+            self._job, self._kept_order = self._begin_job()
+            self._closed = self._job.job is None
         elif self._followed is not None:
             run = self._followed.run
             if run.next_unit is not None and self._followed.in_order:
@@ -279,14 +268,14 @@ class InstrumentedPipeline:
             return
         self._paused = True
         if self._job is not None and not self._closed:
-            self._job.session.pause()
+            self._job.pause()
 
     def report(self) -> str:
         """Energy since the last report, for a log line; every rank calls it after the same step.
 
         J per step and GPU, W, saving and slowdown; empty if no whole step was metered.
         """
-        return "" if self._job is None else IntervalReport.gather(self._job.session).line()
+        return "" if self._job is None else self._job.report().line()
 
     def end_training(self) -> None:
         """Give the clock back and say the energy bill; every rank calls it.
@@ -318,9 +307,9 @@ class InstrumentedPipeline:
         assert self._job is not None
         followed.complete()
         if failed:  # what has followed it since, such as a restart, is none of its
-            self._job.session.pause()
+            self._job.pause()
         else:
-            self._job.session.end_step()
+            self._job.end_step()
 
     def _kind(self, name: str) -> Kind | None:
         try:
@@ -332,7 +321,7 @@ class InstrumentedPipeline:
     def _misused(self, what: str, remedy: str, **value: object) -> None:
         """Raises InstructionError in the first step, and else says it once: training goes on."""
         error = InstructionError(what, remedy=remedy, **value)
-        if self._job is None and not self._without:
+        if self._job is None:
             raise error
         self._once(f"Training goes on: {error}", what)
 
@@ -341,7 +330,7 @@ class InstrumentedPipeline:
             self._told.add(what)
             logger.warning("%s", text)
 
-    def _begin_job(self) -> tuple[Job, Schedule]:
+    def _begin_job(self) -> tuple[LeveledJob, Schedule]:
         placement = self._placement
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
         own = (pipeline, placement.stage, self._recorded, placement.num_microbatches)
@@ -354,16 +343,17 @@ class InstrumentedPipeline:
         orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
         kept_order = orders[pipeline]
         group = own_gloo_group(placement.pipeline_group, placement.timeout)
-        placement = replace(placement, pipeline_group=group, order_name=kept_order.name)
+        placement = replace(placement, pipeline_group=group, own_order=kept_order)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
-        job = Job(
-            replace(self._options, scheduling="1f1b"),  # for that which is kept
+        highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS
+        job = LeveledJob(
+            self._options,
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,
-            Level.UNIFORM if placement.num_stages == 1 else Level.UNITS,
+            [stands_against("units of its own", highest, "the framework keeps its order")],
         )
-        if job.collectives.is_planner:
-            self._say(job.banner())
+        if job.job is not None:
+            job.tell(job.job.banner())
         return job, kept_order

@@ -22,7 +22,6 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
@@ -66,21 +65,19 @@ class Placement:
     """Where a rank stands: its pipeline's ranks in order of their stages, and M of each pipeline.
 
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
-    another shape each time. With `keeps_order`, the framework runs units and sends messages, and
-    the channel only measures what those take; with `reorders` too, it runs them in any order that
-    is planned. But for an order that is kept, `num_chunks` and `group_size` are of its own order
-    (see `PlanRequest`). `order_name` is what such an order is called, where options do not say.
+    another shape each time. With `runs_units`, the framework runs units and sends messages itself
+    at every level, in any order at level `order`; else it does so below that level. There, the
+    channel only measures what messages take. The framework's `own_order` is Megatron's of one
+    chunk by default; of chunks, `group_size` is as for `PlanRequest`.
     """
 
     pipeline_group: dist.ProcessGroup
     num_microbatches: int
     timeout: timedelta
     messages_vary: bool = False
-    keeps_order: bool = False
-    reorders: bool = False
-    num_chunks: int = 1
+    runs_units: bool = False
+    own_order: Schedule | None = None
     group_size: int | None = None
-    order_name: str | None = None
 
     @property
     def stage(self) -> int:
@@ -118,6 +115,7 @@ class Job:
         say: prints a line, on the planning rank alone.
         level: of the job. At `uniform` one clock, within the slowdown that options allow, is in
             place of what else they ask for, and at `observe` nothing is changed.
+        notes: for the bill, why the level is what it is.
 
     Raises:
         JobError: ranks that were started differently, too few microbatches in flight, or a profile
@@ -134,6 +132,7 @@ class Job:
         facts: JobFacts,
         say: Callable[[str], None],
         level: Level = Level.ORDER,
+        notes: Sequence[str] = (),
     ) -> None:
         self.say = say
         if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
@@ -144,6 +143,16 @@ class Job:
             )
         if level is Level.OBSERVE:
             options = _observing(options)
+        own = placement.own_order
+        if options.scheduling == "1f1b":  # the framework's own, whatever that is
+            if placement.runs_units:
+                level = min(level, Level.UNITS)
+            elif own is not None:
+                options = replace(options, scheduling=own.name)
+        orders = level is Level.ORDER
+        keeps_order = placement.runs_units or not orders
+        if not orders:  # what is planned for is the own order, whatever options could call it
+            options = replace(options, scheduling="1f1b", max_in_flight=None)
         one_clock = level is Level.UNIFORM and options.type != "baseline"
         num_microbatches = placement.num_microbatches
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
@@ -153,47 +162,46 @@ class Job:
         pipelines = all_pipelines(pipeline)
         self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options))
-        against = [str(limit) for limit in limits_of_replicas(num_microbatches)]
-        if against:
-            options, one_clock = replace(_observing(options), scheduling="1f1b"), False
         self.options = options
         self._one_clock = one_clock
         slowdown = options.max_slowdown
         usual = 0.0 if one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
         self._max_slowdown_percent = usual if slowdown is None else slowdown
-        self._keeps_order = placement.keeps_order
-        self._order_name = placement.order_name or options.scheduling
-        job = num_microbatches, placement.num_chunks, placement.group_size
-        check_in_flight(options.max_in_flight, framework_order(len(pipeline), *job))
+        self._keeps_order = keeps_order
+        self._order_name = options.scheduling if orders or own is None else own.name
+        own = own or framework_order(len(pipeline), num_microbatches)
+        check_in_flight(options.max_in_flight, own)
+        chunks = own.num_chunks if orders else 1
+        groups = placement.group_size if chunks > 1 else None
         self.device = self._made(
             require,
             partial(open_device, require=require, one_clock=one_clock),
             *(self.collectives, len(pipeline), options.gpu_control, options.gpu),
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
-        if placement.keeps_order and (one_clock or not controlled):
+        if keeps_order and (one_clock or not controlled):
             self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
         else:
             make = partial(
                 make_channel,
                 timeout=placement.timeout,
                 carrier=options.channel,
-                num_chunks=placement.num_chunks,
-                vary=placement.messages_vary,
-                between_iterations=placement.keeps_order,
+                num_chunks=chunks,
+                vary=placement.messages_vary and not keeps_order,
+                between_iterations=keeps_order,
             )
             self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
-        request = options.request(*job)
+        request = options.request(num_microbatches, chunks, groups)
         if one_clock:
             request = PlanRequest(num_microbatches, policy="uniform")
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
-            if options.profile_only or against
+            if options.profile_only
             else {
                 **_fingerprint(facts.same_job, options, self.device.gpu.name),
                 # Other messages disturb units in another way.
-                "keeps_order": placement.keeps_order,
+                "keeps_order": keeps_order,
             }
         )
         self.session = Session(
@@ -213,8 +221,8 @@ class Job:
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
                 require_control=require,
-                reorders=placement.reorders,
-                may_be_lowered=not placement.keeps_order,
+                reorders=keeps_order and orders,
+                may_be_lowered=not keeps_order,
             ),
             self.device.gpu,
             self.device.make_executor,
@@ -225,17 +233,20 @@ class Job:
         if refused := self.session.refused:
             left_alone = ChosenControl(options.gpu_control, None, refused)
             self.device = replace(self.device, control=left_alone)
-        self.session.state.notes += tuple(against)
+        self.session.state.notes += tuple(notes)
         self.session.describe_job(
             {
                 **facts.bill,
-                "level": str(self._level(placement)),
+                "level": str(Level.OBSERVE if self.session.only_measures else level),
                 "type": request.policy,
-                "scheduling": placement.order_name or request.schedule,
+                "scheduling": self._order_name,
                 "reconfigure": request.reconfigure,
                 "notes": self.session.summary()["notes"],
             }
         )
+        # Where a signal ends the process at once, as SIGTERM does by default, the guard gives the
+        # clock back: a handler would run only when a rank that waits in NCCL for a peer comes back.
+        atexit.register(self.close)
 
     def _made(self, required: bool, make: Callable[..., T], *arguments: Any) -> T:
         """Make it on this rank; a WithoutEnvPipeError on all ranks if one cannot, and need not."""
@@ -288,28 +299,12 @@ class Job:
             )
         return "; ".join(lines)
 
-    def _level(self, placement: Placement) -> Level:
-        if self.session.only_measures:
-            return Level.OBSERVE
-        if self._one_clock:
-            return Level.UNIFORM
-        keeps_order = placement.keeps_order and not placement.reorders
-        return Level.UNITS if keeps_order else Level.ORDER
-
-    def has_its_profile(self) -> bool:
-        """Whether a job that only profiles may end; a JobError if it can have no profile."""
-        state = self.session.state
-        if not self.options.profile_only or state.phase is Phase.WARMUP:
-            return False
-        if state.profile is None and state.phase is Phase.STEADY:
-            raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
-        return state.profile is not None
-
     def close(self) -> None:
         """Give back the clock and what messages took, and finish the energy log.
 
         Safe to call twice.
         """
+        atexit.unregister(self.close)
         self.session.close()
         self.channel.close()
 
@@ -349,28 +344,14 @@ def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.Process
     return made[own]
 
 
-def close_at_exit(close: Callable[[], None]) -> None:
-    """Have the clock given back as Python ends; signals keep what they do.
-
-    Where one ends the process at once, as SIGTERM does by default, the guard gives the clock back.
-    A handler would run only when a rank that waits in NCCL for a peer comes back from there.
-    """
-    atexit.register(close)
-
-
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
     """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
-    planners = collectives.from_planner(facts)
-    different = {
-        name: {str(value), str(planners[name])}
-        for name, value in facts.items()
-        if value != planners[name]
-    }
-    found = _joined(collectives.by_stage(different, _joined))
-    if found:
+    everywhere = _joined(collectives.by_stage({n: {str(v)} for n, v in facts.items()}, _joined))
+    different = {name: sorted(everywhere[name]) for name in facts if len(everywhere[name]) > 1}
+    if different:
         raise JobError(
             "The ranks of this job were started differently",
-            value={name: sorted(found[name]) for name in facts if name in found},
+            value=different,
             remedy="Give all nodes the same options, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
             f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )

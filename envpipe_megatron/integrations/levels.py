@@ -78,6 +78,11 @@ class Decision:
     against: Mapping[Level, tuple[Limit, ...]]
     to_check: tuple[Limit, ...] = ()
 
+    @property
+    def tells_units(self) -> bool:
+        """Whether the job has more than whole steps: its units are seen, one by one."""
+        return self.level is not Level.UNIFORM and not self.against.get(Level.UNITS)
+
     def __str__(self) -> str:
         """The level, and what stands against the next one."""
         said = [f"level {self.level}"]

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import options_of
-from envpipe_megatron.integrations.job import WithoutEnvPipeError, say_line
 from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
@@ -143,10 +142,7 @@ class EnvPipeCallback:
         check_metered(args, BRIDGE_REFUSED)
         options = options_of(args, named=str)
         group = get_pg_collection(context.model).pp
-        try:
-            self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
-        except WithoutEnvPipeError:
-            return
+        self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
         self._training.in_place_of(self._framework_function)
         self._training.announce()
 
@@ -159,17 +155,12 @@ class EnvPipeCallback:
         """The optimizer has stepped; Bridge logs after this."""
         if self._training is None:
             return
-        try:
-            self._training.end_step(skipped=bool(context.skipped_iter))
-        except WithoutEnvPipeError:
-            self._training = None
-            return
+        self._training.end_step(skipped=bool(context.skipped_iter))
         state, iteration = context.state, context.state.train_state.step + 1
         interval = state.cfg.logger.log_interval
         if interval and iteration % interval == 0:
             line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
-            if line and self._training.job.collectives.is_planner:
-                say_line(f"iteration {iteration} |{line}")
+            self._training.tell(line and f"iteration {iteration} |{line}")
 
     def on_train_end(self, context: Any) -> None:
         """Training has ended; evaluations may follow."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from envpipe_megatron.errors import EnvPipeError
+
 #: From the first that was tested, below the next minor one: what its engine is made of is not
 #: promised to stay.
 DEEPSPEED = ((0, 19, 6), (0, 20))
@@ -21,6 +23,23 @@ def is_tested(version: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> bool
 
     found = Version(version)
     return Version(as_text(of[0])) <= found and found.release < of[1]
+
+
+def check(
+    name: str,
+    version: str,
+    of: tuple[tuple[int, ...], tuple[int, ...]],
+    error: type[EnvPipeError],
+    instead: str = "",
+) -> None:
+    """Refuse by an error of this kind a version that EnvPipe was not tried with."""
+    if not is_tested(version, of):
+        oldest, beyond = map(as_text, of)
+        raise error(
+            f"EnvPipe was not tried with this version of {name}",
+            value=version,
+            remedy=f"Install {name.lower()}>={oldest},<{beyond}{instead}.",
+        )
 
 
 def as_text(version: tuple[int, ...]) -> str:

@@ -22,6 +22,7 @@ from deepspeed.runtime.activation_checkpointing.config import (
 )
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import TrainSchedule
+from leveled_jobs import begin
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import (
@@ -37,6 +38,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.deepspeed.initialize import check_version, take_block
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
+from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
@@ -189,17 +191,15 @@ def test_checkpointing_that_was_configured_by_itself(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("elsewhere", [None, (1, "seen on another rank")])
 def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere: Any) -> None:
     """On all ranks, in place of an error in training."""
-    said: list[str] = []
     waits = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
     engine = an_engine(None if elsewhere else waits, _own_steps_left=0)
     engine.__class__ = EnvPipeEngine
-    engine._job = SimpleNamespace(
-        collectives=SimpleNamespace(first=lambda own: elsewhere or (0, own), is_planner=True),
-        session=SimpleNamespace(state=SimpleNamespace(notes=())),
-        say=said.append,
-    )
+    engine.job, made, said = begin()
+    engine.global_steps = 3
+    made[0].collectives.first = lambda own: elsewhere or (0, own)
     engine._look_again()
     assert engine._own_steps_left == float("inf")
+    assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
     assert ("another rank" if elsewhere else "contiguous") in said[0]
 
 
@@ -267,14 +267,14 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     def full(*arguments: Any, **options: Any) -> None:
         raise MemoryFullError("too little of a test")
 
-    ran, said = [], []
+    ran = []
     monkeypatch.setattr(PipelineEngine, "_exec_schedule", lambda engine, steps: ran.append(steps))
     engine: Any = object.__new__(EnvPipeEngine)
-    session = SimpleNamespace(executed=["F0"], run_iteration=full, state=SimpleNamespace(notes=()))
-    session.highest_clock = lambda: ran.append("highest clock")
-    planner = SimpleNamespace(is_planner=True)
+    job, made, said = begin()
+    made[0].session.run_iteration = full
     given = {
-        "_job": SimpleNamespace(session=session, collectives=planner, say=said.append),
+        "job": job,
+        "global_steps": 3,
         "_own_steps_left": 0,
         "_specs": None,
         "micro_batches": 2,
@@ -286,6 +286,10 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     steps = TrainSchedule(2, 2, 0)
     for _ in range(3):
         engine._exec_schedule(steps)
-    assert ran == ["highest clock", *[steps] * 3]
-    assert said == ["DeepSpeed's own schedule, at the highest clock: too little of a test"]
-    assert session.state.notes == tuple(said)
+    assert ran == [steps] * 3
+    why = "DeepSpeed's own schedule (too little of a test)"
+    assert said == [f"level observe; against uniform: {why}; active"]
+    first, second = made
+    assert first.closed
+    assert second.session.state.notes == (why,)
+    second.session.begin_step.assert_called_once_with(3)

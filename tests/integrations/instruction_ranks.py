@@ -25,6 +25,7 @@ from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.carrier import ChannelError
@@ -43,12 +44,13 @@ class FastPipeline(InstrumentedPipeline):
 
     def _begin_job(self) -> Any:
         job, order = super()._begin_job()
-        plain_stages.run_fast(job.session)
+        if job.job is not None:
+            plain_stages.run_fast(job.session)
         self.made.append(self)
         return job, order
 
     @property
-    def job(self) -> Job:
+    def job(self) -> LeveledJob:
         assert self._job is not None
         return self._job
 
@@ -365,7 +367,7 @@ def start_with_fault(
             pipeline.end_training()
         except EnvPipeError as error:
             return str(error)
-    if pipeline._job is None:
+    if pipeline.job.job is None:
         return told
-    summary = pipeline._job.session.summary()
+    summary = pipeline.job.session.summary()
     return *told, summary["notes"], summary["clocks"]["changes"]

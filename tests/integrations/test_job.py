@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from enum import Enum
@@ -25,7 +23,6 @@ from envpipe_megatron.integrations.job import (
     _fingerprint,
     check_in_flight,
     check_same_everywhere,
-    close_at_exit,
 )
 from envpipe_megatron.integrations.reporting import end_of_job
 
@@ -71,22 +68,6 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
     ]
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda *signal: None])
-def test_signals_do_what_they_did_before(handler: Any) -> None:
-    """By default SIGTERM ends a rank that waits in a library at once; its guard resets."""
-
-    def close() -> None:
-        raise AssertionError
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        close_at_exit(close)
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        atexit.unregister(close)
-        signal.signal(signal.SIGTERM, before)
-
-
 def told_to(*facts: dict[str, object]) -> list[str]:
     """What ranks are told that begin with these facts, each in a thread."""
     met = Barrier(len(facts), timeout=20)
@@ -98,7 +79,7 @@ def told_to(*facts: dict[str, object]) -> list[str]:
             met.wait()
             return [merge(list(told.values()))]
 
-        ranks: Any = SimpleNamespace(from_planner=lambda own: facts[0], by_stage=by_stage)
+        ranks: Any = SimpleNamespace(by_stage=by_stage)
         try:
             check_same_everywhere(ranks, facts[rank])
         except JobError as error:

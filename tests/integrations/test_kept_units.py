@@ -10,11 +10,12 @@ import pytest
 from envpipe_megatron.core.kinds import Kind, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import Followed, Seen
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
 M = 2
+ALONE: Any = SimpleNamespace(stage=0, on_all=lambda own: own)
 
 
 class Session:
@@ -76,7 +77,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     def order_of(count: int) -> Schedule:
         return builders.one_f_one_b(1, count)
 
-    stand_in = kept.KeptOrder(session, framework_function, order_of, M, 0, lambda own: own)
+    stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
 
     def call(letters: str = "FBFB", **more: Any) -> list[str]:
         arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
@@ -190,9 +191,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
             assert outputs == "outputs"
         return ["loss"]
 
-    stand_in = kept.KeptOrder(
-        session, framework_function, lambda count: schedule, 2, 0, lambda own: own
-    )
+    stand_in = kept.KeptOrder(session, framework_function, lambda count: schedule, 2, ALONE)
 
     def call(calls: Any = CALLS, *, waits: bool = False) -> list[str]:
         assert stand_in(num_microbatches=2, calls=calls, waits=waits) == ["loss"]
@@ -231,8 +230,8 @@ def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
     session: Any = Session(begins=True)
     run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
     followed = Followed(run, session.highest_clock)
-    followed.begin(Kind.FORWARD, 0, None)
-    followed.begin(Kind.BACKWARD, None, None)
+    followed.begin(Seen(Kind.FORWARD, 0))
+    followed.begin(Seen(Kind.BACKWARD))
     followed.end()
     followed.complete()
     assert session.told[:4] == ["open", "begin F0", "highest", "F0"]
@@ -244,7 +243,7 @@ def test_an_end_that_nobody_began_is_none() -> None:
     run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
     followed = Followed(run, session.highest_clock)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        followed.begin(kind, None, None)
+        followed.begin(Seen(kind))
         followed.end()
         followed.end()
     assert session.told == ["open", "F0", "B0"]

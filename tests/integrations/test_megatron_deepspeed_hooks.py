@@ -18,7 +18,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.hooking import HookError, Reached
-from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -35,16 +34,15 @@ class FakeEngine(EnvPipeEngine):
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.profile: object = None
+        self.job: Any = SimpleNamespace(report=self._report, check_profiled=self._check)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
 
-    @property
-    def session(self) -> Any:
-        return SimpleNamespace(state=SimpleNamespace(profile=self.profile))
+    def _check(self) -> None:
+        self.asked.append("check")
 
-    def report_interval(self) -> Any:
+    def _report(self) -> Any:
         self.asked.append("report")
         return SimpleNamespace(
             scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
@@ -59,7 +57,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """The engine of a job that has begun."""
     made = FakeEngine()
     state = hooks._State(
-        options=SimpleNamespace(profile_only=False),  # type: ignore[arg-type]
+        options=SimpleNamespace(),  # type: ignore[arg-type]
         engine=made,
         log_interval=LOG_INTERVAL,
         reached=Reached("validate", "begin_training"),
@@ -115,15 +113,8 @@ def test_scalars_go_to_the_writer_that_is_enabled(engine: FakeEngine) -> None:
 
 def test_the_engine_is_deepspeeds_own_after_training(engine: FakeEngine) -> None:
     hooks.end_training()
-    assert engine.asked == ["end"]
+    assert engine.asked == ["end", "check"]
     assert type(engine) is PipelineEngine
-
-
-def test_a_job_for_the_profile_alone_that_was_too_short(engine: FakeEngine) -> None:
-    hooks._state.options.profile_only = True  # type: ignore[union-attr,misc]
-    with pytest.raises(HookError, match="before every stage was profiled"):
-        hooks.end_training()
-    assert engine.asked == ["end"]
 
 
 def test_arguments_from_elsewhere_than_the_command_line(
@@ -251,12 +242,10 @@ def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(
     own = object.__new__(PipelineEngine)
     own.__dict__["micro_batches"] = 4
 
-    def without(*arguments: Any) -> None:
-        raise WithoutEnvPipeError("NVML is not there")
-
     for name in ("check_engine", "_placement", "_facts"):
         monkeypatch.setattr(initialize, name, lambda *arguments: None)
-    monkeypatch.setattr(initialize, "Job", without)
+    without = SimpleNamespace(job=None)
+    monkeypatch.setattr(initialize, "LeveledJob", lambda *arguments: without)
     monkeypatch.setattr(hooks, "check_model", lambda model: None)
     monkeypatch.setattr(hooks, "deepspeed_config", lambda args: {})
     args: Any = SimpleNamespace(log_interval=LOG_INTERVAL, seq_length=32)

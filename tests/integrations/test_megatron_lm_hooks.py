@@ -9,17 +9,19 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from leveled_jobs import begin, given
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.hooking import HookError, Reached
-from envpipe_megatron.integrations.job import Job, JobError, WithoutEnvPipeError
+from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
 
@@ -51,12 +53,10 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     session = FakeSession()
     made = SimpleNamespace(
         session=session,
-        options=SimpleNamespace(profile_only=False),
         end=lambda: session.told.append("end"),
         close=lambda: session.told.append("close"),
     )
-    made.has_its_profile = lambda: Job.has_its_profile(made)  # type: ignore[arg-type]
-    training = object.__new__(hooks.Training)
+    training, *_ = begin(hooks.Training)
     training.job, training._stand_in = made, None
     state = hooks._State(training=training, reached=Reached("validate", "begin_training"))
     monkeypatch.setattr(hooks, "_state", state)
@@ -185,7 +185,8 @@ def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.Mon
 
 
 def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> None:
-    job.options.profile_only = True
+    training = hooks._state.training
+    training.options = replace(training.options, profile_only=True)
     job.session.state.phase = Phase.STEADY
     with pytest.raises(JobError, match="no profile to write: no meter"):
         steps(hooks, 1)
@@ -332,11 +333,11 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
 def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(
     set_: dict[str, Any],
 ) -> None:
-    from envpipe_megatron.integrations.megatron.job import _sequence_counts
+    from envpipe_megatron.integrations.megatron.job import sequence_counts
 
     config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0, moe_input_jitter_eps=None)
     vars(config).update(set_)
-    assert _sequence_counts(config) is (bool(set_) and set_.get("fp8_amax_history_len") != 1)
+    assert sequence_counts(config) is (bool(set_) and set_.get("fp8_amax_history_len") != 1)
 
 
 @pytest.mark.parametrize(
@@ -491,26 +492,29 @@ def test_a_job_that_trains_without_envpipe(
     """Megatron has its own function, and hooks have nothing to do: also if it lost its level."""
     from megatron.core.pipeline_parallel import schedules
 
-    def without(*arguments: Any, **named: Any) -> None:
-        raise WithoutEnvPipeError("NVML is not there")
-
+    training, *_ = begin(hooks.Training, given(gpu_control="auto" if later else "none"))
+    training._stand_in = training._replaced = None
+    training.options = replace(training.options, gpu_control="none")
     monkeypatch.setattr(hooks, "_state", hooks._State(options=SimpleNamespace()))
-    monkeypatch.setattr(hooks, "Training", without)
+    monkeypatch.setattr(hooks, "Training", lambda *arguments: training)
     monkeypatch.setattr(hooks, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
     if later:
-        training = SimpleNamespace(begin_step=lambda iteration: None, end_step=without)
-        hooks._state.training, schedules.envpipe_hook = training, "hook"
+        hooks._state.training, schedules.envpipe_hook = training, training.in_place_of
+        training._why_lower = "too little of a test"
+        training._args.train_iters = None
     else:
         hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
     hooks.begin_step(0)
     hooks.end_step(0)
-    assert schedules.envpipe_hook is None
+    hook = schedules.envpipe_hook
+    assert (hook(dict) if later else hook or dict)(model="m") == {"model": "m"}
     for iteration in range(1, 5):
         hooks.begin_step(iteration)
         hooks.end_step(0)
         assert hooks.log(iteration, None, None) == ""
         hooks.pause()
     hooks.end_training()
+    assert schedules.envpipe_hook is None
     assert not caplog.records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import make_dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from leveled_jobs import begin
+
+from envpipe_megatron.integrations.levels import Level
 
 # One worker imports megatron-core, which takes seconds, and none does to collect tests.
 pytestmark = pytest.mark.xdist_group("megatron")
@@ -188,36 +191,24 @@ def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
 
 
 def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:
-    from envpipe_megatron.integrations.job import WithoutEnvPipeError
     from envpipe_megatron.integrations.megatron.training import Training
     from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
     def full(own: Any, **arguments: Any) -> Any:
         raise MemoryFullError("too little of a test")
 
-    def unreadable() -> Any:
-        raise WithoutEnvPipeError("NVML is not there")
-
-    training: Any = object.__new__(Training)
-    session = SimpleNamespace(end_step=lambda: None)
-    training.job = SimpleNamespace(session=session, has_its_profile=lambda: False)
+    training, made, said = begin(Training)
+    training._args.train_iters = None
+    # Where the GPU cannot be read by then, all later steps are Megatron's as well.
+    training.options = replace(training.options, gpu_control="none")
     stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
-    training._stand_in = type("Full", (), stand_in)()
-    training._replaced, lowered = dict, []
-    training._lower = lambda *why: lowered.append(why)
-    training.announce = lambda: None
+    training._stand_in, training._replaced = type("Full", (), stand_in)(), dict
     assert training._forward_backward(model="m") == {"model": "m"}
+    assert training.level is Level.ORDER, "within the step"
     for _ in range(2):
         training.end_step(skipped=False)
-    assert lowered == [(None, "too little of a test")]
-    # Where the GPU cannot be read by then, all later steps are Megatron's as well.
-    del training._lower
-    training._options = make_dataclass("Options", ["plan"])(None)
-    training._decide = lambda *why: None
-    training._decision = SimpleNamespace(to_check=())
-    training.job.close = lambda: None
-    training._make_job = unreadable
-    training._forward_backward(model="m")
-    with pytest.raises(WithoutEnvPipeError):
-        training.end_step(skipped=False)
+    assert training.level is Level.UNITS
+    assert str(training.decision).endswith("this job (too little of a test)")
+    assert (len(made), said, training.job) == (1, [], None)
     assert training._forward_backward(model="n") == {"model": "n"}
+    assert training.in_place_of(dict)(model="n") == {"model": "n"}

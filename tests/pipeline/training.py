@@ -333,8 +333,7 @@ def _stand_in(
         get_forward_backward_func(),
         orders.__getitem__,
         job.microbatches,
-        _stage(),
-        collectives.on_all,
+        collectives,
     )
 
 

@@ -37,7 +37,7 @@ class Slow(Immediate):
 
 def run(reconfigure: str) -> Ran:
     request = PlanRequest(6, "envpipe", "envelope", reconfigure)
-    config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0))
+    config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 0.0))
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2)
 

@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule as pipe
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
@@ -23,9 +22,13 @@ from deepspeed.runtime.utils import PartitionedTensor
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.integrations.levels import FREES_WHILE_TRAINING, frees_while_training
-from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import (
+    FREES_WHILE_TRAINING,
+    Level,
+    frees_while_training,
+    stands_against,
+)
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -40,16 +43,20 @@ def _paused(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(engine: EnvPipeEngine, *arguments: Any, **named: Any) -> Any:
-        engine.session.pause()
+        engine.job.pause()
         return method(engine, *arguments, **named)
 
     return run
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """A PipelineEngine that `adopt` has given a job."""
+    """A PipelineEngine that was given a job; `initialize.begin` makes one of DeepSpeed's.
 
-    _job: Job
+    DeepSpeed makes one training step first by its own schedule, from which the shapes of messages
+    are learned; on GPUs two, since a kernel that is loaded while a receive spins can hang both.
+    """
+
+    job: LeveledJob
     _own_steps: int
     #: Endless where EnvPipe does not run what is set by its first unit.
     _own_steps_left: float
@@ -59,36 +66,38 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     #: M of a batch of full size; as in the first step if nobody says.
     full_microbatches: int | None
 
+    def take_job(self, job: LeveledJob, *, tells: bool) -> None:
+        """Have its session execute training steps; `tells`: print energy where DeepSpeed does."""
+        self.job, self._tells, self.full_microbatches = job, tells, None
+        self._own_steps = 2 if self.device.type == "cuda" else 1
+        self._own_steps_left = math.inf if job.level is Level.OBSERVE else self._own_steps
+
     @property
     def session(self) -> Session:
         """What executes its training steps: phase, profile, plan and meters."""
-        return self._job.session
+        return self.job.session
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As DeepSpeed's, in the order of the session's present phase.
 
         Raises SystemExit once the profile is written, if only that was asked for.
         """
-        session = self._job.session
         if self._own_steps_left > 0:  # at the highest clock
-            session.pause()
-        session.begin_step(self.global_steps)
+            self.job.pause()
+        self.job.begin_step(self.global_steps)
         try:
             loss: torch.Tensor = super().train_batch(data_iter)
         except BaseException:  # else the next call would report the timer and not this
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
-        session.end_step()
-        if not session.executed and not self.was_step_applied():
+        self.job.end_step()
+        leaves = self._own_steps_left == math.inf
+        if not (leaves or self.session.executed or self.was_step_applied()):
             # The optimizer's state, and so its memory, is allocated at the first one that is.
             self._own_steps_left += 1
         every = self.steps_per_print()
         if self._tells and every is not None and self.global_steps % every == 0:
             self._tell()
-        if self._job.has_its_profile():
-            self.end_training()
-            dist.barrier()  # the planner has written it
-            raise SystemExit(0)
         return loss
 
     eval_batch = _paused(PipelineEngine.eval_batch)
@@ -100,11 +109,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
         Training that ends without it gives clocks back as well, and has no bill.
         """
-        self._job.end()
+        self.job.end()
 
     def destroy(self) -> None:
         """As DeepSpeed's; the clock is given back."""
-        self._job.close()
+        self.job.close()
         super().destroy()
 
     def reset_activation_shape(self) -> None:
@@ -117,7 +126,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
-        if not self._own_steps_left and not self._job.session.executed:
+        if not self._own_steps_left and not self.job.session.executed:
             self._look_again()
         if self._own_steps_left > 0:
             self._own_steps_left -= 1
@@ -130,14 +139,13 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         try:
-            self._job.session.run_iteration(
+            self.job.session.run_iteration(
                 self.micro_batches,
                 self._specs,
                 lambda schedule: _Units(self),
                 full_batch=self.micro_batches == self.full_microbatches,
             )
         except MemoryFullError as error:  # on all ranks, and no unit has run
-            self._job.session.highest_clock()
             self._leave_to_deepspeed(str(error))
             super()._exec_schedule(pipe_schedule)
             return
@@ -151,16 +159,15 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             check_units(self)
         except UnsupportedEngineError as error:
             why = str(error)
-        if (first := self._job.collectives.first(why)) is not None:
+        if (first := self.job.collectives.first(why)) is not None:
             self._leave_to_deepspeed(first[1])
 
     def _leave_to_deepspeed(self, why: str) -> None:
-        """Leave this step and all later ones to DeepSpeed."""
+        """Leave this step and all later ones to DeepSpeed, and only measure."""
         self._own_steps_left = math.inf
-        note = f"DeepSpeed's own schedule, at the highest clock: {why}"
-        self._job.session.state.notes += (note,)
-        if self._job.collectives.is_planner:
-            self._job.say(note)
+        if self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)]):
+            self.job.announce()
+            self.job.begin_step(self.global_steps)
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""
@@ -189,7 +196,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)
         # Those of this pipeline: parts of partitioned activations may differ in size.
-        by_stage = self._job.collectives.in_pipeline(receives)
+        by_stage = self.job.collectives.in_pipeline(receives)
         sends = {}
         if not self.is_last_stage():
             sends[Kind.FORWARD] = by_stage[self.stage_id + 1][Kind.FORWARD]
@@ -198,15 +205,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         here = {kind: TensorSpec(s.shapes, s.dtypes, self.device) for kind, s in sends.items()}
         return StageSpecs(receives, here, vary=self.dynamic_shape)
 
-    def report_interval(self) -> IntervalReport:
-        """Training since the last report, for a framework's log; all ranks call it together."""
-        return IntervalReport.gather(self._job.session)
-
     def _tell(self) -> None:
         """Energy since the last time; every rank does it after the same step."""
-        report = self.report_interval()
-        if (line := report.line()) and self._job.collectives.is_planner:
-            self._job.say(f"steps: {self.global_steps} |{line}")
+        report = self.job.report()
+        line = report.line()
+        self.job.tell(line and f"steps: {self.global_steps} |{line}")
         if self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events(
                 [
@@ -214,27 +217,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                     for name, value in report.scalars().items()
                 ]
             )
-
-
-def adopt(engine: PipelineEngine, job: Job, *, tells: bool = True) -> EnvPipeEngine:
-    """Let a session execute the training steps of an engine that `deepspeed.initialize` has made.
-
-    The engine becomes one of the subclass; nothing else of DeepSpeed is touched. DeepSpeed makes
-    one training step first by its own schedule, from which the shapes of messages are learned; on
-    GPUs two, since a kernel that is loaded while a receive spins can hang both.
-
-    Args:
-        engine: one that `check_engine` lets pass.
-        job: whose session executes iterations.
-        tells: whether the engine prints energy when DeepSpeed prints its steps.
-    """
-    engine.__class__ = EnvPipeEngine
-    assert isinstance(engine, EnvPipeEngine)
-    engine._job = job
-    engine._own_steps = engine._own_steps_left = 2 if engine.device.type == "cuda" else 1
-    engine.full_microbatches = None
-    engine._tells = tells
-    return engine
 
 
 class _Units:

@@ -20,17 +20,10 @@ from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     UnsupportedEngineError,
-    adopt,
     check_engine,
 )
-from envpipe_megatron.integrations.job import (
-    Job,
-    JobFacts,
-    Placement,
-    WithoutEnvPipeError,
-    close_at_exit,
-    say_line,
-)
+from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reading import merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -50,13 +43,8 @@ class VersionError(EnvPipeError):
 
 def check_version() -> None:
     """Refuse by a VersionError those that EnvPipe was not tried with."""
-    if not versions.is_tested(deepspeed.__version__, versions.DEEPSPEED):
-        oldest, beyond = map(versions.as_text, versions.DEEPSPEED)
-        raise VersionError(
-            "EnvPipe was not tried with this version of DeepSpeed",
-            value=deepspeed.__version__,
-            remedy=f"Install deepspeed>={oldest},<{beyond}, or train without EnvPipe.",
-        )
+    instead = ", or train without EnvPipe"
+    versions.check("DeepSpeed", deepspeed.__version__, versions.DEEPSPEED, VersionError, instead)
 
 
 def take_block(
@@ -177,17 +165,17 @@ def begin(
         options: EnvPipe's.
         config: DeepSpeed's configuration, and whatever else tells jobs apart.
         sequence_length: length of a sample, in tokens.
-        tells: as in `adopt`.
+        tells: whether the engine prints energy when DeepSpeed prints its steps.
     """
     check_engine(engine)
-    try:
-        job = Job(options, _placement(engine), _facts(engine, config, sequence_length), say_line)
-    except WithoutEnvPipeError:
+    facts = _facts(engine, config, sequence_length)
+    job = LeveledJob(options, _placement(engine), facts, say_line)
+    if job.job is None:
         return engine
-    close_at_exit(job.close)
-    if job.collectives.is_planner:
-        say_line(job.banner())
-    return adopt(engine, job, tells=tells)
+    job.tell(job.job.banner())
+    engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
+    engine.take_job(job, tells=tells)
+    return engine
 
 
 def _placement(engine: Any) -> Placement:

@@ -113,7 +113,7 @@ def tied_logits(layer: TokenEmbedding, hidden: Tensor) -> Tensor:
 
 
 class Plain(Layer):
-    """A module that takes hidden states alone."""
+    """A module that takes hidden states, or images, and nothing else: a norm, a head, a stem."""
 
     module: Any
 
@@ -121,14 +121,6 @@ class Plain(Layer):
         """Take hidden states."""
         found: Tensor = self.module(hidden)
         return found
-
-
-class FinalNorm(Plain):
-    """The norm before the head."""
-
-
-class Head(Plain):
-    """From hidden states to logits, with its own weights."""
 
 
 class DecoderBlock(Layer):
@@ -211,10 +203,6 @@ class BertBlock(Layer):
         return found
 
 
-class BertTransform(Plain):
-    """What comes before BERT's tied head."""
-
-
 class BertBias(Layer):
     """What BERT adds to its logits, for each word."""
 
@@ -228,10 +216,6 @@ class BertBias(Layer):
         """Take logits."""
         found: Tensor = hidden + self.predictions.bias
         return found
-
-
-class ResNetStem(Plain):
-    """The first convolution, of images [samples, channels, height, width]."""
 
 
 class ResNetBlock(Plain):

@@ -148,35 +148,34 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
 
 
-def _decoder(config: Any) -> list[Entry]:
-    tied = config.tie_word_embeddings
+def _text_model(
+    config: Any, words: str, block: type[layers.Layer], blocks: str, norm: str, *more: Entry
+) -> list[Entry]:
+    """A model of next words: `more` comes behind its embedding."""
+    embedding = {"embedding": words}
     return [
-        Entry(layers.TokenEmbedding, {"embedding": "model.embed_tokens"}),
+        Entry(layers.TokenEmbedding, embedding),
+        *more,
         *(
-            Entry(layers.DecoderBlock, {"block": f"model.layers.{index}"})
+            Entry(block, {"block": f"{blocks}.{index}"})
             for index in range(config.num_hidden_layers)
         ),
-        Entry(layers.FinalNorm, {"module": "model.norm"}),
-        Entry(layers.TiedHead, {"embedding": "model.embed_tokens"}, tied=True)
-        if tied
-        else Entry(layers.Head, {"module": "lm_head"}),
+        Entry(layers.Plain, {"module": norm}),
+        Entry(layers.TiedHead, embedding, tied=True)
+        if config.tie_word_embeddings
+        else Entry(layers.Plain, {"module": "lm_head"}),
     ]
+
+
+def _decoder(config: Any) -> list[Entry]:
+    names = "model.embed_tokens", layers.DecoderBlock, "model.layers", "model.norm"
+    return _text_model(config, *names)
 
 
 def _gpt2(config: Any) -> list[Entry]:
+    names = "transformer.wte", layers.GPT2Block, "transformer.h", "transformer.ln_f"
     positions = {"positions": "transformer.wpe", "dropout": "transformer.drop"}
-    return [
-        Entry(layers.TokenEmbedding, {"embedding": "transformer.wte"}),
-        Entry(layers.GPT2Positions, positions),
-        *(
-            Entry(layers.GPT2Block, {"block": f"transformer.h.{index}"})
-            for index in range(config.num_hidden_layers)
-        ),
-        Entry(layers.FinalNorm, {"module": "transformer.ln_f"}),
-        Entry(layers.TiedHead, {"embedding": "transformer.wte"}, tied=True)
-        if config.tie_word_embeddings
-        else Entry(layers.Head, {"module": "lm_head"}),
-    ]
+    return _text_model(config, *names, Entry(layers.GPT2Positions, positions))
 
 
 def _bert(config: Any) -> list[Entry]:
@@ -187,7 +186,7 @@ def _bert(config: Any) -> list[Entry]:
             Entry(layers.BertBias, {"predictions": "cls.predictions"}),
         ]
     else:
-        head = [Entry(layers.Head, {"module": "cls.predictions.decoder"})]
+        head = [Entry(layers.Plain, {"module": "cls.predictions.decoder"})]
     return [
         Entry(layers.TokenEmbedding, words),
         Entry(layers.BertPositions, {"embeddings": "bert.embeddings"}),
@@ -195,14 +194,14 @@ def _bert(config: Any) -> list[Entry]:
             Entry(layers.BertBlock, {"block": f"bert.encoder.layer.{index}"})
             for index in range(config.num_hidden_layers)
         ),
-        Entry(layers.BertTransform, {"module": "cls.predictions.transform"}),
+        Entry(layers.Plain, {"module": "cls.predictions.transform"}),
         *head,
     ]
 
 
 def _resnet(config: Any) -> list[Entry]:
     return [
-        Entry(layers.ResNetStem, {"module": "resnet.embedder"}),
+        Entry(layers.Plain, {"module": "resnet.embedder"}),
         *(
             Entry(layers.ResNetBlock, {"module": f"resnet.encoder.stages.{stage}.layers.{index}"})
             for stage, depth in enumerate(config.depths)
@@ -247,16 +246,18 @@ class Skeleton:
     """
 
     def __init__(self, config: Any) -> None:
-        check_version()
+        of = versions.TRANSFORMERS
+        versions.check("transformers", transformers.__version__, of, ModelError)
         self.family = _family(config)
         config = copy.deepcopy(config)  # making a model writes to it
         with torch.device("meta"):
             self.model = self.family.auto.from_config(config, dtype=torch.get_default_dtype())
         self.entries: list[Entry] = self.family.entries(config)
+        self.loss = self.family.loss
         self.attention = Attention(*_attention(self.model, config))
 
     def module(self, name: str) -> nn.Module:
-        """A module by its name in the model."""
+        """A module of the unsplit model by its name, on the device `meta`."""
         found: nn.Module = self.model.get_submodule(name)
         return found
 
@@ -264,17 +265,6 @@ class Skeleton:
         """Draw a module's weights as transformers does, from torch's generator."""
         with torch.no_grad():
             module.apply(self.model._init_weights)
-
-
-def check_version() -> None:
-    """Refuse by a ModelError versions of transformers that EnvPipe was not tried with."""
-    if not versions.is_tested(transformers.__version__, versions.TRANSFORMERS):
-        oldest, beyond = map(versions.as_text, versions.TRANSFORMERS)
-        raise ModelError(
-            "EnvPipe was not tried with this version of transformers",
-            value=transformers.__version__,
-            remedy=f"Install transformers>={oldest},<{beyond}.",
-        )
 
 
 def _family(config: Any) -> Family:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Entry, Layer
+from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
 from envpipe_megatron.search.parts import make_parts
 
@@ -41,21 +41,18 @@ def split_model(
         ModelError: a model, setting or version of transformers that is not split here.
         WeightsError: files that are not the model's.
     """
-    return SplitModel(Skeleton(config), None if weights is None else Path(weights), seed)
+    return SplitModel(config, None if weights is None else Path(weights), seed)
 
 
-class SplitModel:
+class SplitModel(Skeleton):
     """The layers of a model, as `split_model` makes them.
 
     `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
     """
 
-    def __init__(self, skeleton: Skeleton, weights: Path | None, seed: int) -> None:
-        self._skeleton = skeleton
+    def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
+        super().__init__(config)
         self._seed = seed
-        self.attention = skeleton.attention
-        self.entries: Sequence[Entry] = tuple(skeleton.entries)
-        self.loss = skeleton.family.loss
         bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
             sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
@@ -64,10 +61,10 @@ class SplitModel:
         if weights is not None:
             self._checkpoint = Checkpoint(
                 weights,
-                skeleton.family,
+                self.family,
                 needed={name for layer in bare for name, _ in layer.named_weights()},
-                known=skeleton.model.state_dict().keys(),
-                prefix=skeleton.model.base_model_prefix,
+                known=self.model.state_dict().keys(),
+                prefix=self.model.base_model_prefix,
             )
 
     def parts(self, num_stages: int, cut: str | Sequence[int] = "parameters") -> list[int]:
@@ -92,10 +89,6 @@ class SplitModel:
 
     # What layers ask for.
 
-    def module(self, name: str) -> nn.Module:
-        """A module of the unsplit model, on the device `meta`."""
-        return self._skeleton.module(name)
-
     def extras(self, index: int) -> tuple[str, ...]:
         """Which inputs beside the first come to a layer, in order: it or a later one needs them.
 
@@ -119,7 +112,7 @@ class SplitModel:
             # The CPU's generator only: the GPUs' are seeded by the user, and not put back here.
             torch.default_generator.manual_seed(self._seed + index)
             for attribute in layer.names:
-                self._skeleton.initialize(layer.get_submodule(attribute))
+                self.initialize(layer.get_submodule(attribute))
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

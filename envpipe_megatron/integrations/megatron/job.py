@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
-from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.hooking import same_job
-from envpipe_megatron.integrations.job import (
-    Job,
-    JobFacts,
-    Placement,
-    say_line,
-)
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, stands_against
-from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
-from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
+from envpipe_megatron.integrations.job import JobFacts
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.megatron.core import unsupported
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
-from envpipe_megatron.integrations.megatron.self_check import SelfCheck
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.policies.orders.families import group_sizes
-from envpipe_megatron.runtime.channel.links import timeout_of
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
@@ -61,31 +47,9 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     return found
 
 
-def make_job(
-    args: argparse.Namespace,
-    options: Options,
-    level: Level,
-    model: Sequence[Any],
-    pipeline_group: dist.ProcessGroup,
-) -> Job:
-    """Make the job of this rank, as `Job` says, from Megatron's arguments and the rank's model."""
-    config, orders = get_model_config(model[0]), level is Level.ORDER
-    if not orders:
-        options = replace(options, scheduling=_own_order(args), max_in_flight=None)
-    elif options.scheduling == "1f1b" or (
-        options.scheduling == "auto" and len(model) > 1 and _sequence_counts(config)
-    ):
-        options = replace(options, scheduling=_own_order(args))  # Megatron's, whatever it is
-    placement = Placement(
-        pipeline_group,
-        num_microbatches_of(args),
-        timeout_of(pipeline_group),
-        messages_vary=orders and config.variable_seq_lengths,
-        keeps_order=not orders,
-        num_chunks=len(model) if orders else 1,
-        group_size=config.microbatch_group_size_per_vp_stage if orders and len(model) > 1 else None,
-    )
-    facts = JobFacts(
+def facts_of(args: argparse.Namespace) -> JobFacts:
+    """What Megatron's arguments say of the job."""
+    return JobFacts(
         Sidecar(
             tensor_parallel=args.tensor_model_parallel_size,
             microbatch_size=args.micro_batch_size,
@@ -99,58 +63,6 @@ def make_job(
         },
         same_job(args),
     )
-    return Job(options, placement, facts, say_line, level)
-
-
-def make_stand_in(
-    args: argparse.Namespace,
-    model: Sequence[Any],
-    decision: Decision,
-    job: Job,
-    framework_function: Callable[..., Any],
-    *,
-    checked: bool,
-) -> ForwardBackward | KeptOrder | WholeSteps:
-    """What runs in place of Megatron's forward-backward function; level `order` may be checked."""
-    stages, microbatches = args.pipeline_model_parallel_size, num_microbatches_of(args)
-    if decision.level is Level.UNIFORM or decision.against.get(Level.UNITS):
-        return WholeSteps(
-            job.session,
-            framework_function,
-            builders.whole_iteration(stages),
-            lambda: get_num_microbatches() == microbatches,
-        )
-    order_of = partial(megatron_order, args, model)
-    if decision.level is Level.ORDER:
-        orders_of = partial(orders_to_try, args, model, regroups=job.options.scheduling == "auto")
-        check = (
-            SelfCheck(orders_of, microbatches, job.channel, job.collectives, job.say)
-            if checked
-            else None
-        )
-        return ForwardBackward(
-            job.session,
-            framework_function=framework_function,
-            check=check,
-            full_microbatches=microbatches,
-            first=job.collectives.first,
-        )
-    return KeptOrder(
-        job.session,
-        framework_function,
-        order_of,
-        microbatches,
-        job.collectives.stage,
-        job.collectives.on_all,
-    )
-
-
-def what_stalls(args: argparse.Namespace, model: Sequence[Any], job: Job) -> str | None:
-    """Why not even Megatron's own order finishes over a job's channel; None if it does."""
-    stuck = find_stall(megatron_order(args, model, num_microbatches_of(args)), job.channel.capacity)
-    if not stuck:
-        return None
-    return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
 
 
 def orders_to_try(
@@ -196,7 +108,7 @@ def _is_known(module: type) -> bool:
     return package.split(".")[0] in _KNOWN_PACKAGES and not package.startswith("megatron.bridge")
 
 
-def _sequence_counts(config: Any) -> bool:
+def sequence_counts(config: Any) -> bool:
     """Whether it counts in which sequence a stage's forwards come, one chunk's behind another's.
 
     With chunks, a search finds orders in which they come otherwise: random numbers would be others,
@@ -212,13 +124,6 @@ def _sequence_counts(config: Any) -> bool:
     )
     remembers = getattr(config, "fp8", None) and getattr(config, "fp8_amax_history_len", 1) > 1
     return bool(remembers) or any(getattr(config, name, None) for name in draws)
-
-
-def _own_order(args: argparse.Namespace) -> str:
-    if args.virtual_pipeline_model_parallel_size is None:
-        return "1f1b"
-    combined = getattr(args, "overlap_moe_expert_parallel_comm", False)
-    return "interleaved-combined" if combined else "interleaved"
 
 
 def num_microbatches_of(args: argparse.Namespace) -> int:

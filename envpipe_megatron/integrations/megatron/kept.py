@@ -26,10 +26,12 @@ from envpipe_megatron.integrations.framework_units import (
     Followed,
     Recorded,
     Reporter,
+    Seen,
     once,
 )
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 
@@ -53,7 +55,7 @@ class KeptOrder:
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
         full_microbatches: number of a batch of full size.
-        on_all: whether something holds on all ranks of the job; they call it together.
+        collectives: of the job.
     """
 
     def __init__(
@@ -62,15 +64,13 @@ class KeptOrder:
         framework_function: Callable[..., list[Any]],
         order_of: Callable[[int], Schedule],
         full_microbatches: int,
-        stage: int,
-        on_all: Callable[[bool], bool],
+        collectives: Collectives,
     ) -> None:
         self._session = session
         self._framework_function = framework_function
         self._order_of = order_of
         self._full_microbatches = full_microbatches
-        self._stage = stage
-        self._on_all = on_all
+        self._collectives = collectives
         self._warn = once()
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
@@ -108,9 +108,9 @@ class KeptOrder:
             losses = self._framework_function(**arguments)
         count = arguments["num_microbatches"]
         order = self._order_of(count)
-        planned = order.stages[self._stage]
+        planned = order.stages[self._collectives.stage]
         own = seen.shows(planned)
-        self._orders[count] = order if self._on_all(own) else None
+        self._orders[count] = order if self._collectives.on_all(own) else None
         if not own:
             logger.warning(
                 "Units of %d microbatches come in another order than EnvPipe plans for, so it "
@@ -175,7 +175,7 @@ def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
         def unit(*args: Any, **kwargs: Any) -> Any:
-            reporter.begin(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage"))
+            reporter.begin(Seen(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
             result = step(*args, **kwargs)
             reporter.end()
             return result
@@ -204,13 +204,13 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
         def begin_forward() -> None:
             microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
             chunk = of["get_model_chunk_id"](forward, forward=True)
-            reporter.begin(Kind.FORWARD, microbatch, chunk, combined=pair)
+            reporter.begin(Seen(Kind.FORWARD, microbatch, chunk, combined=pair))
             if pair:
                 reporter.end()
 
         def begin_backward() -> None:
             chunk = of["get_model_chunk_id"](backward, forward=False)
-            reporter.begin(Kind.BACKWARD, None, chunk)
+            reporter.begin(Seen(Kind.BACKWARD, None, chunk))
 
         def behind(name: str, begin: Callable[[], None]) -> None:
             wait = of.get(name)

@@ -5,38 +5,37 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_model_config
 
-from envpipe_megatron.integrations.hooking import check_profiled
-from envpipe_megatron.integrations.job import (
-    Job,
-    close_at_exit,
-    limits_of_ranks,
-    limits_of_replicas,
-    say_line,
-)
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, stands_against
+from envpipe_megatron.core.channel_model import find_stall
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.integrations.job import Placement, limits_of_ranks, say_line
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.job import (
+    facts_of,
     limits_of,
-    make_job,
-    make_stand_in,
+    megatron_order,
     num_microbatches_of,
-    what_stalls,
+    orders_to_try,
+    sequence_counts,
 )
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
+from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 
-class Training:
+class Training(LeveledJob):
     """What a rank does from before its first step to after its last, at the job's level.
-
-    Every rank makes one, at the same point of the program.
 
     Args:
         args: the job's arguments, by the names that Megatron-LM has for them.
@@ -44,9 +43,7 @@ class Training:
         model: the chunks of this rank.
         pipeline_group: the ranks of its pipeline.
 
-    Raises:
-        LevelError: the level that options name cannot be had.
-        WithoutEnvPipeError, EnvPipeError: as `Job` raises them.
+    Raises LevelError and EnvPipeError as `LeveledJob` does.
     """
 
     #: Why the job goes on at a lower level behind this step.
@@ -60,66 +57,73 @@ class Training:
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,
     ) -> None:
-        self._args, self._options, self._model = args, options, model
-        self._pipeline_group = pipeline_group
-        of_ranks = limits_of_ranks(limits_of(model))
-        self._limits = *limits, *limits_of_replicas(num_microbatches_of(args)), *of_ranks
-        self._decision = self._decide(options.level)
-        self._checked = bool(self._decision.to_check) or options.self_check == "always"
-        self.job = self._make_job()
-        close_at_exit(self.close)
+        self._model, self._microbatches = model, num_microbatches_of(args)
+        self._order_of = partial(megatron_order, args, model)
+        config = get_model_config(model[0])
+        if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
+            options = replace(options, scheduling="1f1b")
+        placement = Placement(
+            pipeline_group,
+            self._microbatches,
+            timeout_of(pipeline_group),
+            messages_vary=config.variable_seq_lengths,
+            own_order=self._order_of(self._microbatches),
+            group_size=config.microbatch_group_size_per_vp_stage,
+        )
+        super().__init__(
+            options,
+            placement,
+            facts_of(args),
+            say_line,
+            (*limits, *limits_of_ranks(limits_of(model))),
+            args,
+        )
+        self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs in place of Megatron's own function, once there is one.
         self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
         self._replaced: Callable[..., Any] | None = None
-        if self._decision.level is Level.ORDER and (why := self._against_order()):
-            self._lower(options.level, why)
+        if self.job is not None and self.level is Level.ORDER and (why := self._against_order()):
+            self._lower_order(why, options.level)
 
     def announce(self) -> None:
         """Say what the job does."""
-        if self.job.collectives.is_planner:
-            say_line(f"{self._decision}; {self.job.banner()}")
-            steps = self._args.train_iters
-            if steps is not None and steps <= self.job.options.baseline_steps:
-                say_line("training ends within its baseline steps, so nothing will be planned")
+        super().announce()
+        steps = self._args.train_iters
+        if steps is not None and steps <= self.options.baseline_steps:
+            self.tell("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of Megatron's forward-backward function.
 
         The first such function is that of the model that is trained; another one stays.
         """
-        if self._stand_in is None:
+        if self._replaced is None:
             self._replaced = framework_function
-            self._stand_in = self._make_stand_in(framework_function)
+            self._stand_in = self._make_stand_in()
         return (
             self._forward_backward if framework_function is self._replaced else framework_function
         )
 
-    def begin_step(self, iteration: int) -> None:
+    def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; the first is 0."""
-        self.job.session.begin_step(iteration)
+        super().begin_step(iteration)
         if self._stand_in is not None:
             self._stand_in.begin_step()
 
-    def end_step(self, *, skipped: bool) -> None:
+    def end_step(self, *, skipped: bool = False) -> None:
         """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
-        Raises SystemExit if only the profile was asked for, and it is written; WithoutEnvPipeError,
-        on all ranks, if the job was to go on at a lower level and cannot: nothing else is to be
-        called then, and Megatron's own function runs.
+        Raises SystemExit if only the profile was asked for, and it is written.
         """
         if self._stand_in is not None:
             self._stand_in.end_step(skipped=skipped)
-        self.job.session.end_step()
+        super().end_step()
         if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
             self._why_lower = self._stand_in.failed
-        if self._why_lower is not None:
-            self._lower(None, self._why_lower)
-            self._why_lower = None
+        why, self._why_lower = self._why_lower, None
+        if why is not None:
+            self._lower_order(why)
             self.announce()
-        if self.job.has_its_profile():
-            self.end()
-            dist.barrier()  # the planner has written it
-            raise SystemExit(0)
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any, meter: Any = None) -> str:
         """Energy since the last call: scalars for the writers, text for a log line.
@@ -127,7 +131,7 @@ class Training:
         Every rank calls it at the same iteration; all but one without writers. `meter` is that of
         OpenTelemetry, if it is on.
         """
-        report = IntervalReport.gather(self.job.session)
+        report = self.report()
         for name, value in report.scalars().items():
             if tensorboard:
                 tensorboard.add_scalar(name, value, iteration)
@@ -137,61 +141,51 @@ class Training:
             report.record(meter)
         return report.line()
 
-    def pause(self) -> None:
-        """Something that is not training follows, until the next iteration begins."""
-        self.job.session.pause()
-
     def end(self) -> None:
         """Give clocks back, and print the bill; every rank calls it."""
-        self.job.end()
-        self.close()
-        check_profiled(self.job.options, self.job.session.state.profile is not None)
-
-    def close(self) -> None:
-        """Give the clock back; safe to call twice."""
-        self.job.close()
-
-    def _decide(self, asked: Level | None, *more: Limit) -> Decision:
-        checks = self._options.self_check != "off"
-        return decide(self._args, (*self._limits, *more), asked, checks=checks)
+        super().end()
+        self.check_profiled()
 
     def _against_order(self) -> str | None:
         """What the channel has against level `order`, alike on all ranks."""
-        if self._decision.to_check and self.job.channel.posts_ahead:
+        assert self.job is not None
+        if self.decision.to_check and self.job.channel.posts_ahead:
             return POSTED_AHEAD
-        return what_stalls(self._args, self._model, self.job)
+        stuck = find_stall(self._order_of(self._microbatches), self.job.channel.capacity)
+        if not stuck:
+            return None
+        return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
 
-    def _lower(self, asked: Level | None, why: str) -> None:
-        """Go on at level `units`, with a job of that level; every rank does.
+    def _lower_order(self, why: str, asked: Level | None = None) -> None:
+        """Go on at level `units`; a LevelError if level `order` is `asked`."""
+        features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
+        if self.lower([stands_against(features, Level.UNITS, why)], asked):
+            self._stand_in = self._make_stand_in()
 
-        Raises LevelError if `asked` is level `order`.
-        """
-        features = ", ".join(limit.feature for limit in self._decision.to_check) or "this job"
-        limit = stands_against(features, Level.UNITS, why)
-        self._decision = self._decide(asked, limit)
-        if self._options.plan is not None and self.job.collectives.is_planner:
-            say_line(f"the plan {self._options.plan} is not run: it may be of another order")
-        self._options = replace(self._options, plan=None)
-        self.job.close()
-        self._stand_in = None  # unless there is another job
-        self.job = self._make_job()
-        if self._replaced is not None:
-            self._stand_in = self._make_stand_in(self._replaced)
-
-    def _make_job(self) -> Job:
-        level, group = self._decision.level, self._pipeline_group
-        return make_job(self._args, self._options, level, self._model, group)
-
-    def _make_stand_in(
-        self, framework_function: Callable[..., Any]
-    ) -> ForwardBackward | KeptOrder | WholeSteps:
-        return make_stand_in(
-            self._args,
-            self._model,
-            self._decision,
-            self.job,
-            framework_function,
-            checked=self._checked,
+    def _make_stand_in(self) -> ForwardBackward | KeptOrder | WholeSteps | None:
+        if self.job is None or self._replaced is None:
+            return None
+        session, collectives, microbatches = self.session, self.collectives, self._microbatches
+        if not self.decision.tells_units:
+            return WholeSteps(
+                session,
+                self._replaced,
+                builders.whole_iteration(len(session.pipeline_ranks)),
+                lambda: get_num_microbatches() == microbatches,
+            )
+        if self.level is not Level.ORDER:
+            return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
+        check = None
+        if self._checked:
+            regroups = self.job.options.scheduling == "auto"
+            orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
+            check = SelfCheck(orders_of, microbatches, self.job.channel, collectives, self.tell)
+        return ForwardBackward(
+            session,
+            framework_function=self._replaced,
+            check=check,
+            full_microbatches=microbatches,
+            first=collectives.first,
         )
 
     def _forward_backward(self, **arguments: Any) -> Any:

@@ -23,7 +23,6 @@ from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
     Reached,
-    check_profiled,
     options_of,
     refuse,
     running,
@@ -244,7 +243,7 @@ def log(iteration: int, writer: Any) -> str:
     engine = running(_state.engine)
     if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
         return ""
-    report = engine.report_interval()
+    report = engine.job.report()
     if writer.is_enabled():
         for name, value in report.scalars().items():
             writer.add_scalar(name, value, iteration)
@@ -258,9 +257,8 @@ def end_training() -> None:
     if not isinstance(engine, EnvPipeEngine):
         return
     engine.end_training()
-    has_profile = engine.session.state.profile is not None
     engine.__class__ = PipelineEngine
-    check_profiled(validated(_state.options, "megatron/arguments.py"), has_profile)
+    engine.job.check_profiled()
 
 
 def check_model(model: list[Any]) -> None:

@@ -28,7 +28,7 @@ from envpipe_megatron.integrations.hooking import (
     running,
     validated,
 )
-from envpipe_megatron.integrations.job import JobError, WithoutEnvPipeError
+from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
@@ -45,8 +45,6 @@ class _State:
 
     options: Options | None = None
     training: Training | None = None
-    #: Whether the job trains without EnvPipe: hooks do nothing.
-    without: bool = False
     reached: Reached = field(default_factory=Reached)
 
 
@@ -102,11 +100,10 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     try:
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _state.training = Training(args, options, LIMITS, model, group)
-    except WithoutEnvPipeError:
-        _state.without = True
-        return
     except (JobError, LevelError) as error:
         refuse(error)
+    if training.job is None:
+        return
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
         chosen = training.in_place_of(framework_function)
@@ -125,8 +122,6 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
 
 def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
-    if _state.without:
-        return
     _state.reached.note("begin_step")
     running(_state.training).begin_step(iteration)
 
@@ -136,16 +131,9 @@ def end_step(skipped: int) -> None:
 
     Raises SystemExit if only the profile was asked for, and it is written.
     """
-    if _state.without:
-        return
-    count = _state.reached.note("end_step")
-    try:
-        running(_state.training).end_step(skipped=bool(skipped))
-    except WithoutEnvPipeError:
-        _state.training, _state.without = None, True
-        _hooked_schedules().envpipe_hook = None
-        return
-    if count == NEEDED_BY_ITERATION:
+    count, training = _state.reached.note("end_step"), running(_state.training)
+    training.end_step(skipped=bool(skipped))
+    if count == NEEDED_BY_ITERATION and training.job is not None:
         _state.reached.check(_NEEDED, count)
 
 
@@ -154,8 +142,6 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
 
     Every rank calls it at the same iteration; all but one without writers.
     """
-    if _state.without:
-        return ""
     _state.reached.note("log")
     return running(_state.training).log(iteration, writer, wandb_writer, _meter())
 
@@ -168,9 +154,6 @@ def pause() -> None:
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
-    if _state.without:
-        _state.without = False
-        return
     training, _state.training = running(_state.training), None
     _hooked_schedules().envpipe_hook = None
     training.end()

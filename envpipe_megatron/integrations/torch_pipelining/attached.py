@@ -6,11 +6,8 @@ schedule's own function, in a planned one by torch's own runtime of tables.
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,23 +16,17 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.framework_units import Followed, Recorded, once
 from envpipe_megatron.integrations.job import (
-    Job,
     JobFacts,
     Placement,
-    WithoutEnvPipeError,
-    check_in_flight,
-    close_at_exit,
     limits_of_ranks,
-    limits_of_replicas,
     own_gloo_group,
     say_line,
 )
-from envpipe_megatron.integrations.levels import Level, Limit, decide, stands_against
-from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.reading import OptionError, read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
@@ -55,13 +46,11 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
-#: Limits of this framework ask for none.
-_NO_ARGUMENTS = argparse.Namespace()
 #: Options that do not go with a framework that sends its messages itself.
 _NOT_OFFERED = ("channel", "profile_only", "self_check")
 
 
-class AttachedPipeline:
+class AttachedPipeline(LeveledJob):
     """EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
 
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
@@ -104,7 +93,7 @@ class AttachedPipeline:
                 value=refused,
                 remedy="Leave it out.",
             )
-        self._schedule, self._say = schedule, say
+        self._schedule = schedule
         self._stages = stages_trained_by(schedule)
         if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
             raise AttachError(
@@ -114,27 +103,41 @@ class AttachedPipeline:
             )
         for stage in self._stages:
             check_current(torch.device(stage.device))
-        self._facts = facts
-        self._start = time.time_ns()
         group = self._stages[0].group or dist.GroupMember.WORLD
         assert group is not None
-        self._num_stages = dist.get_world_size(group)
-        self._options = read_settings(
-            settings, num_stages=self._num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
+        self._num_stages = num_stages = dist.get_world_size(group)
+        options = read_settings(
+            settings, num_stages=num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
         )
         self._own, why_not = known_order(schedule)
-        self._limits = limits_of_ranks(limits_of(schedule, self._own, why_not, self._stages))
-        self._limits += limits_of_replicas(schedule._n_microbatches)
+        own, count = self._own, schedule._n_microbatches
         timeout = timeout or timeout_of(group)
-        self._placement = Placement(
-            own_gloo_group(group, timeout), schedule._n_microbatches, timeout, keeps_order=True
+        same_job = {
+            **({"start": time.time_ns()} if facts is None else {"facts": facts}),
+            "order": None if own is None else own.name,
+            "chunks": 1 if own is None else own.num_chunks,
+        }
+        placement = Placement(
+            own_gloo_group(group, timeout),
+            count,
+            timeout,
+            runs_units=True,
+            own_order=own,
+            group_size=group_size(num_stages, count),
         )
-        self._decision = decide(_NO_ARGUMENTS, self._limits, self._options.level)
+        super().__init__(
+            options,
+            placement,
+            JobFacts(Sidecar(), facts or {}, same_job),
+            say,
+            limits_of_ranks(limits_of(schedule, own, why_not, self._stages)),
+        )
+        self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
-        self._begun = self._closed = self._seen = self._without = False
+        self._begun = self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
@@ -142,22 +145,13 @@ class AttachedPipeline:
         self._warn, self._warn_of_change = once(), once()
         #: A step that is one unit, and has begun.
         self._whole: StageRun | None = None
-        if not self._begins_job():
+        if self.job is None:
+            self.close()
             return
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
         self._has_known_shapes = True
-
-    @property
-    def level(self) -> Level:
-        """What EnvPipe changes in this job."""
-        return self._decision.level
-
-    @property
-    def phase(self) -> str:
-        """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
-        return FRAMEWORK if self._without else self.job.session.state.phase.value
 
     def pause(self) -> None:
         """Something that is not training follows, such as a checkpoint; `eval` says so by itself.
@@ -166,7 +160,7 @@ class AttachedPipeline:
         """
         if not self._closed:
             self._end_step()
-            self.job.session.pause()
+            super().pause()
 
     def report(self) -> IntervalReport:
         """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
@@ -174,9 +168,7 @@ class AttachedPipeline:
         The last step is in the next report, since it has not ended.
         """
         self._unreported = None
-        if self._without:
-            return IntervalReport(None, None)
-        return IntervalReport.gather(self.job.session)
+        return super().report()
 
     def end_training(self) -> None:
         """Give the clock back and say the energy bill; every rank calls it.
@@ -188,22 +180,16 @@ class AttachedPipeline:
             if self._failed is None:  # else the device may wait for a peer that is gone
                 self._end_step()
             self._units.release()
-            self.job.end()
-            self.close()
+            self.end()
 
     def close(self) -> None:
         """Give the clock back and finish the energy log; safe to call twice.
 
         The schedule is torch's alone from here on.
         """
-        self._release()
-        if not self._without:
-            self.job.close()
-            atexit.unregister(self.job.close)
-
-    def _release(self) -> None:
         self._closed = True
         self._units.release()
+        super().close()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
@@ -213,22 +199,20 @@ class AttachedPipeline:
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
-        session = self.job.session
-        session.begin_step()
-        self._begun = True
+        self._begin_step()
         if not self._seen:
             return self._first_step(*args, **kwargs)
-        specs = StageSpecs.alike(self._message)
-        is_whole = self.level is Level.UNIFORM or bool(self._decision.against.get(Level.UNITS))
+        specs, collectives = StageSpecs.alike(self._message), self.collectives
+        is_whole = not self.decision.tells_units
         order = builders.whole_iteration(self._num_stages) if is_whole else self._own
         assert order is not None
-        run = session.open_iteration(order, specs)
+        run = self.session.open_iteration(order, specs)
         # All ranks of a pipeline see the same here, or torch's own step could not run. Replicas may
         # see another: they have an iteration of the same phase, which does not count here.
         infers_shapes = not is_prepared(self._schedule)
         changed = facts_of(self._schedule) != self._planned_facts
         changed |= not (self._has_known_shapes or infers_shapes)
-        if changed and self._placement.stage == 0:
+        if changed and collectives.stage == 0:
             self._warn_of_change(
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
@@ -244,7 +228,7 @@ class AttachedPipeline:
             result = self._told(run, alone, *args, **kwargs)
         if infers_shapes:
             same = message_of(self._stages) == self._own_message
-            self._has_known_shapes = all(self.job.collectives.in_pipeline(same))
+            self._has_known_shapes = all(collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
         return result
@@ -255,7 +239,7 @@ class AttachedPipeline:
         Then it is the job's level from here on.
         """
         assert self._runner is not None
-        highest_clock, order, runs = self.job.session.highest_clock, run.order.schedule, None
+        highest_clock, order, runs = self.session.highest_clock, run.order.schedule, None
         try:
             runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
@@ -293,31 +277,31 @@ class AttachedPipeline:
         finally:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
+        collectives = self.collectives
         self._seen = True
         self._own_message = message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.
-        shapes, dtypes = self.job.collectives.from_planner(self._own_message)
+        shapes, dtypes = collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
-            as_told = seen.shows(own.stages[self._placement.stage])
+            as_told = seen.shows(own.stages[collectives.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(limits_of_ranks(found))
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:
         """Go on at a level that limits which showed by now allow; the same on every rank."""
-        self._limits += found
-        highest = decide(_NO_ARGUMENTS, self._limits).level
-        if highest >= self.level:
-            return
-        self._decision = decide(_NO_ARGUMENTS, self._limits, highest)
-        self.job.close()
-        atexit.unregister(self.job.close)
-        self._options = replace(self._options, plan=None, profile=None)
-        if self._begins_job():
-            self.job.session.begin_step()
-            self._begun = True
+        if self.lower(found):
+            self.announce()
+            if self.job is None:
+                self.close()
+            else:
+                self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.begin_step()
+        self._begun = True
 
     def _end_step(self) -> None:
         """The last step ends: the optimizer has stepped, or the step has failed."""
@@ -325,7 +309,7 @@ class AttachedPipeline:
         if failed is not None:
             self._begun = False
             failed.complete()
-            self.job.session.pause()
+            super().pause()
         whole, self._whole = self._whole, None
         if whole is not None:
             whole.end_unit()
@@ -334,55 +318,8 @@ class AttachedPipeline:
             if self._unreported is not None:
                 self._unreported += 1
                 if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for
-                    IntervalReport.gather(self.job.session)
-            self.job.session.end_step()
-
-    def _begins_job(self) -> bool:
-        """Make and announce the job of the present level; False where torch trains without."""
-        try:
-            self.job = self._make_job()
-        except WithoutEnvPipeError:
-            self._without = True
-            self._release()
-            return False
-        if self.job.collectives.is_planner:
-            self._say(f"{self._decision}; {self.job.banner()}")
-        return True
-
-    def _make_job(self) -> Job:
-        """Make the job of this rank at its level, as `Job` says."""
-        level, own = self._decision.level, self._own
-        options: Options = self._options
-        chunks = 1 if own is None else own.num_chunks
-        reorders = level is Level.ORDER and options.scheduling != "1f1b"
-        if not reorders:
-            # What is planned for is the own order, whatever options could call it.
-            options = replace(options, scheduling="1f1b", max_in_flight=None)
-        count = self._placement.num_microbatches
-        placement = replace(
-            self._placement,
-            reorders=reorders,
-            order_name=None if reorders or own is None else own.name,
-            num_chunks=chunks if reorders else 1,
-            group_size=group_size(self._num_stages, count) if reorders and chunks > 1 else None,
-        )
-        if own is not None:
-            check_in_flight(options.max_in_flight, own)
-        facts = self._facts
-        same_job = {"start": self._start} if facts is None else {"facts": facts}
-        job = Job(
-            options,
-            placement,
-            JobFacts(
-                Sidecar(),
-                facts or {},
-                {**same_job, "order": None if own is None else own.name, "chunks": chunks},
-            ),
-            self._say,
-            level,
-        )
-        close_at_exit(job.close)
-        return job
+                    super().report()
+            self.end_step()
 
 
 attach = AttachedPipeline

@@ -14,10 +14,12 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
-from envpipe_megatron.integrations.framework_units import Reporter
+from envpipe_megatron.integrations.framework_units import Reporter, Seen
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+#: Of those whose kind does not rest on how they are called.
+_KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 
 
 class SideEffect(enum.Enum):
@@ -87,56 +89,41 @@ class Units:
 
     def _around(self, stage: Any, chunk: int, name: str) -> Callable[..., Any]:
         own = getattr(stage, name)
+        forward = name == _ORDINARY[0]
 
-        def run(kind: Kind, *args: Any, **kwargs: Any) -> Any:
-            if self.seen is None:
-                return own(*args, **kwargs)
-            before, versions = _random_states(stage.device), _versions(stage)
-            result = own(*args, **kwargs)
-            forward = kind is Kind.FORWARD
-            if before != _random_states(stage.device):
-                self.seen.add(
-                    SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
-                )
-            if not forward and versions != _versions(stage):
-                self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
-            return result
-
-        def forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            if self.reporter is None:
-                return own(microbatch, *args, **kwargs)
-            self.reporter.begin(Kind.FORWARD, microbatch, chunk)
-            result = run(Kind.FORWARD, microbatch, *args, **kwargs)
-            self._awaits_loss = stage.is_last
-            if not self._awaits_loss:
-                self._end()
-            return result
-
-        def backward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        def unit(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self.reporter is None:
                 return own(microbatch, *args, **kwargs)
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
-            if not whole:
-                self.reporter.begin(Kind.INPUT_GRADIENT, microbatch, chunk)
-            elif self._split:
-                self.reporter.begin(Kind.INPUT_GRADIENT, microbatch, chunk, combined=True)
+            kinds = _KINDS.get(name) or self._backward(whole=whole)
+            for kind in kinds[:-1]:
+                self.reporter.begin(Seen(kind, microbatch, chunk, combined=True))
                 self.reporter.end()
-                self.reporter.begin(Kind.WEIGHT_GRADIENT, microbatch, chunk)
+            self.reporter.begin(Seen(kinds[-1], microbatch, chunk))
+            if self.seen is None:
+                result = own(microbatch, *args, **kwargs)
             else:
-                self.reporter.begin(Kind.BACKWARD, microbatch, chunk)
-            result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
-            self._end()
+                before, versions = _random_states(stage.device), _versions(stage)
+                result = own(microbatch, *args, **kwargs)
+                if before != _random_states(stage.device):
+                    self.seen.add(
+                        SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
+                    )
+                if not forward and versions != _versions(stage):
+                    self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+            if forward and stage.is_last:
+                self._awaits_loss = True
+            else:
+                self._end()
             return result
 
-        def weight_gradient(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            if self.reporter is None:
-                return own(microbatch, *args, **kwargs)
-            self.reporter.begin(Kind.WEIGHT_GRADIENT, microbatch, chunk)
-            result = run(Kind.BACKWARD, microbatch, *args, **kwargs)
-            self._end()
-            return result
+        return unit
 
-        return dict(zip(_ORDINARY, (forward, backward, weight_gradient), strict=True))[name]
+    def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
+        """The units of torch's backward, which run as one."""
+        if not whole:
+            return (Kind.INPUT_GRADIENT,)
+        return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self._split else (Kind.BACKWARD,)
 
     def _end(self) -> None:
         if self.reporter is not None:

@@ -91,9 +91,11 @@ class Batches:
         if left is not None and left.num_microbatches == num_microbatches:
             return left.order
         if left is not None:
-            self._job.state.several_sizes = True
-            # A sweep's iterations must follow each other; what may be read late need not.
-            if left.order.billed_late or left.order.phase is not Phase.PROFILE:
+            state = self._job.state
+            state.several_sizes = True
+            # A sweep that is cut short is not gone on with: later there may be a profile.
+            swept = left.order.phase is Phase.PROFILE and state.profile is None
+            if self._job.config.closed_loop or not swept:
                 self._waiting[left.num_microbatches] = left
         self.now = self._waiting.pop(num_microbatches, None)
         if self.now is None:

@@ -154,7 +154,7 @@ def test_weights_do_not_depend_on_the_cut_or_on_the_rank(name):
         alone = Stage(model, model.parts(3), index)
         for weight, found in weights_of(alone).items():
             assert torch.equal(found, whole[weight]), weight
-    unsplit = model._skeleton.model
+    unsplit = model.model
     assert all(tensor.is_meta for tensor in unsplit.parameters()), "nobody holds the whole"
     other = weights(stages_of(split_model(tiny.config_of(name), seed=1)))
     assert any(not torch.equal(whole[weight], other[weight]) for weight in whole)
@@ -450,7 +450,7 @@ def test_layers_are_drawn_without_a_trace_in_the_users_random_numbers(monkeypatc
     assert not torch.cuda.is_initialized()
     torch.default_generator.manual_seed(7)
     drawn = torch.empty_like(layers[0].embedding.weight).normal_(
-        0, model._skeleton.model.config.initializer_range
+        0, model.model.config.initializer_range
     )
     assert torch.equal(layers[0].embedding.weight, drawn)
 

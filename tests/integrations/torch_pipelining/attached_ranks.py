@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from waiting_plans import plans_are_waited_for
 
+from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.integrations.torch_pipelining import attach, attached, orders
+from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
@@ -142,7 +143,7 @@ def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn
 def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None:
     """Let this process find an emulated GPU, as a launcher's environment does."""
     plain_stages.emulate(rank, root, preset, case.forward_s)
-    attached.Job = FastJob  # type: ignore[misc]
+    leveled.Job = FastJob  # type: ignore[misc]
 
 
 def step_of_ones(schedule: Any, case: Case, rank: int) -> None:

@@ -117,7 +117,7 @@ def test_a_step_that_failed_is_not_waited_for_at_the_end(failed: bool) -> None:
     told: list[str] = []
     pipeline: Any = object.__new__(AttachedPipeline)
     pipeline.job = SimpleNamespace(end=lambda: told.append("end"), close=lambda: None)
-    pipeline._closed = pipeline._without = False
+    pipeline._closed = False
     pipeline._failed = object() if failed else None
     pipeline._end_step = lambda: told.append("end step")
     pipeline._units = SimpleNamespace(release=lambda: None)

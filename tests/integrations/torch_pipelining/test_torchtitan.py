@@ -66,7 +66,7 @@ class Pipeline:
     def __init__(self, told: list[Any]) -> None:
         report = SimpleNamespace(line=lambda: " energy |", scalars=lambda: {"envpipe": 2})
         self.report = lambda: report
-        self.job = SimpleNamespace(collectives=SimpleNamespace(is_planner=False))
+        self.tell = lambda text: told.append(text)
         self.pause = lambda: told.append("pause")
         self.end_training = lambda: told.append("end")
         self.close = lambda: told.append("close")
@@ -102,7 +102,8 @@ def test_a_trainer_trains_with_energy_in_its_metrics_and_no_checkpoint_in_the_bi
     trainer = kind(tmp_path)
     assert trainer.train() == "trained"
     metrics = (1, 0.5, {"lr": 1, "envpipe": 2})
-    assert trainer.told == [metrics, "save 1", "pause", "save 2", "pause", "save 3", "end", "close"]
+    assert trainer.told[:3] == ["energy", metrics, "save 1"]
+    assert trainer.told[3:] == ["pause", "save 2", "pause", "save 3", "end", "close"]
     ((schedule, how),) = attached
     assert (schedule, how["level"], how["output"]) == ("schedule", "units", tmp_path / "envpipe")
     assert how["facts"]["model"] == "llama3"

@@ -15,7 +15,7 @@ from plain_stages import SPECS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.integrations.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import Followed, Seen
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -356,7 +356,7 @@ def test_units_that_did_not_all_run_stand_for_no_others(world):
         run = session.open_iteration(SCHEDULE, SPECS)
         followed = Followed(run, session.highest_clock)
         for unit in run.units[: None if whole else 1]:
-            followed.begin(unit.kind, unit.microbatch, None)
+            followed.begin(Seen(unit.kind, unit.microbatch))
             followed.end()
         followed.complete()
         assert run.whole == whole

@@ -1,0 +1,177 @@
+"""A rank's job at the highest level that it can have, made again where that turns out to be lower.
+
+What stands against a level may show before the first step, in it, or in any later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase
+from envpipe_megatron.integrations.job import (
+    Job,
+    JobError,
+    JobFacts,
+    Placement,
+    WithoutEnvPipeError,
+    limits_of_replicas,
+)
+from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.job.session import Session
+
+
+class LeveledJob:
+    """A job from before its first step to after its last, for any framework.
+
+    Every rank makes one and calls its methods at the same points of the program. Where a GPU cannot
+    be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
+
+    Args:
+        options, placement, facts, say: as for `Job`.
+        limits: what stands against which level, the same on all ranks.
+        args: the framework's arguments, which limits look at.
+
+    Raises:
+        LevelError: the level that options name cannot be had.
+        EnvPipeError: as `Job` raises it.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        placement: Placement,
+        facts: JobFacts,
+        say: Callable[[str], None],
+        limits: Iterable[Limit] = (),
+        args: argparse.Namespace | None = None,
+    ) -> None:
+        self.options = options
+        self._make = partial(Job, placement=placement, facts=facts, say=say)
+        self._args = args or argparse.Namespace()
+        of_replicas = limits_of_replicas(placement.num_microbatches)
+        self._limits = *limits, *of_replicas
+        self.decision = self._decide(options.level)
+        self.job = self._make_job(of_replicas)
+
+    @property
+    def level(self) -> Level:
+        """What EnvPipe changes in this job."""
+        return self.decision.level
+
+    @property
+    def phase(self) -> str:
+        """The last step's phase; `framework` where the job trains without EnvPipe."""
+        return FRAMEWORK if self.job is None else self.session.state.phase.value
+
+    @property
+    def session(self) -> Session:
+        """What executes and bills the steps of a job that does not train without EnvPipe."""
+        assert self.job is not None
+        return self.job.session
+
+    @property
+    def collectives(self) -> Collectives:
+        """Those of a job that does not train without EnvPipe."""
+        assert self.job is not None
+        return self.job.collectives
+
+    def tell(self, text: str) -> None:
+        """Print a line on the planning rank; an empty one nowhere."""
+        if text and self.job is not None and self.collectives.is_planner:
+            self.job.say(text)
+
+    def announce(self) -> None:
+        """Say what the job does."""
+        if self.job is not None:
+            self.tell(f"{self.decision}; {self.job.banner()}")
+
+    def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
+        """Make the job again if limits that showed by now, the same on all ranks, are below it.
+
+        What options ask for beyond the new level is dropped; a step that has begun is to begin
+        again. Raises LevelError if the level `asked` cannot be had.
+        """
+        self._limits = *self._limits, *found
+        decision = self._decide(asked)
+        if self.job is None or decision.level >= self.level:
+            return False
+        self.decision = decision
+        if self.options.plan is not None:
+            self.tell(f"the plan {self.options.plan} is not run: it may be of another order")
+        self.options = replace(self.options, plan=None)
+        if decision.level < Level.UNITS:
+            self.options = replace(self.options, profile=None, profile_only=False)
+        self.job.close()
+        self.job = self._make_job(found)
+        return True
+
+    def begin_step(self, iteration: int | None = None) -> None:
+        """The training step of this iteration begins; by default, one more."""
+        if self.job is not None:
+            self.session.begin_step(iteration)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped.
+
+        Raises SystemExit if only the profile was asked for, and it is written; a JobError if there
+        can be none.
+        """
+        if self.job is None:
+            return
+        self.session.end_step()
+        state = self.session.state
+        if self.options.profile_only and state.phase is not Phase.WARMUP:
+            if state.profile is not None:
+                self.end()
+                dist.barrier()  # the planner has written it
+                raise SystemExit(0)
+            if state.phase is Phase.STEADY:
+                raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
+
+    def pause(self) -> None:
+        """Something that is not training follows, until the next step begins."""
+        if self.job is not None:
+            self.session.pause()
+
+    def report(self) -> IntervalReport:
+        """Energy since the last report; every rank calls it after the same step."""
+        return (
+            IntervalReport(None, None) if self.job is None else IntervalReport.gather(self.session)
+        )
+
+    def end(self) -> None:
+        """Give the clock back, and print the bill; every rank calls it."""
+        if self.job is not None:
+            self.job.end()
+            self.close()
+
+    def check_profiled(self) -> None:
+        """End by a JobError a job that was started for its profile only and has none."""
+        wants = self.job is not None and self.options.profile_only
+        if wants and self.session.state.profile is None:
+            raise JobError(
+                "Training ended before every stage was profiled", remedy="Raise --train-iters."
+            )
+
+    def close(self) -> None:
+        """Give the clock back; safe to call twice."""
+        if self.job is not None:
+            self.job.close()
+
+    def _decide(self, asked: Level | None) -> Decision:
+        checks = self.options.self_check != "off"
+        return decide(self._args, self._limits, asked, checks=checks)
+
+    def _make_job(self, found: Sequence[Limit]) -> Job | None:
+        try:
+            return self._make(self.options, level=self.level, notes=[*map(str, found)])
+        except WithoutEnvPipeError:
+            return None

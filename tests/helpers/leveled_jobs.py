@@ -1,0 +1,58 @@
+"""Jobs of frameworks without ranks, a GPU or a session, which say what they are told."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.job import WithoutEnvPipeError
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.options import OPTIONS, Options
+
+
+class FakeJob:
+    """Notes at what level it was made, and what of it was closed."""
+
+    def __init__(
+        self, options: Options, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
+    ) -> None:
+        if options.gpu_control == "none":
+            raise WithoutEnvPipeError("NVML is not there")
+        self.options, self.level, self.say = options, level, say
+        self.closed = False
+        state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
+        self.session: Any = Mock(state=state)
+        self.collectives = SimpleNamespace(is_planner=True)
+        made.append(self)
+
+    def banner(self) -> str:
+        return "active"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def given(**options: Any) -> Options:
+    """Options by name; all others as they are where nothing is given."""
+    usual = {name: option.read(option.flag.get("default")) for name, option in OPTIONS.items()}
+    return Options(**{**usual, **options})
+
+
+def begin(
+    of: Any = LeveledJob, options: Options | None = None, limits: Any = ()
+) -> tuple[Any, list[FakeJob], list[str]]:
+    """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
+    made: list[FakeJob] = []
+    said: list[str] = []
+    job = object.__new__(of)
+    placement: Any = SimpleNamespace(num_microbatches=4)
+    with (
+        patch.object(leveled, "limits_of_replicas", lambda count: []),
+        patch.object(leveled, "Job", partial(FakeJob, made=made)),
+    ):
+        LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
+    return job, made, said

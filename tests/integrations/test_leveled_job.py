@@ -1,0 +1,81 @@
+"""A job that goes on at a lower level: what is made again, dropped and said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from leveled_jobs import begin, given
+
+from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.levels import Level, LevelError, stands_against
+
+DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
+GRAPHS = stands_against("graphs", Level.UNIFORM, "no host")
+FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
+
+
+def test_a_limit_that_shows_makes_the_job_again_at_its_level() -> None:
+    job, made, said = begin(options=given(**FILES))
+    job.announce()
+    assert job.lower([DRAWS])
+    first, second = made
+    assert (first.level, second.level, job.level) == (Level.ORDER, Level.UNITS, Level.UNITS)
+    assert (first.closed, second.closed) == (True, False)
+    assert job.job is second
+    # A profile is still of these units, and a plan perhaps of another order.
+    assert (second.options.plan, second.options.profile) == (None, FILES["profile"])
+    assert second.session.state.notes == ("random numbers (drawn in order)",)
+    job.announce()
+    assert said[0] == "level order; active"
+    assert said[1].startswith("the plan plan.json is not run")
+    assert said[2] == "level units; against order: random numbers (drawn in order); active"
+
+
+def test_a_level_without_units_has_no_profile() -> None:
+    job, made, _ = begin(options=given(**FILES, profile_only=True))
+    assert job.lower([DRAWS, GRAPHS])
+    assert job.level is Level.UNIFORM
+    asked = made[-1].options
+    assert (asked.plan, asked.profile, asked.profile_only) == (None, None, False)
+
+
+def test_a_job_for_its_profile_only_that_ends_without_one() -> None:
+    job, made, _ = begin(options=given(profile_only=True))
+    with pytest.raises(JobError, match="before every stage was profiled"):
+        job.check_profiled()
+    made[0].session.state.profile = "profile"
+    job.check_profiled()
+
+
+def test_a_limit_above_the_jobs_level_changes_nothing() -> None:
+    job, made, _ = begin(limits=[GRAPHS])
+    assert not job.lower([DRAWS])
+    assert not job.lower([])
+    assert len(made) == 1
+    assert not made[0].closed
+
+
+def test_before_the_first_step_a_level_that_was_named_is_an_error() -> None:
+    job, made, _ = begin(options=given(level=Level.ORDER))
+    with pytest.raises(LevelError, match="drawn in order"):
+        job.lower([DRAWS], Level.ORDER)
+    assert not made[0].closed
+
+
+def test_a_job_whose_gpu_is_gone_trains_without_envpipe() -> None:
+    job, made, said = begin()
+    job.options = replace(job.options, gpu_control="none")
+    assert job.lower([DRAWS])
+    assert job.job is None
+    assert made[0].closed
+    job.announce()
+    job.begin_step(3)
+    job.end_step()
+    job.pause()
+    assert (job.phase, job.report().line(), said) == ("framework", "", [])
+    job.check_profiled()
+    assert not job.lower([GRAPHS])
+    job.end()
+    job.close()
