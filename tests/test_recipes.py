@@ -25,7 +25,7 @@ import numpy as np
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.tuning.commands import Clocked
-from envpipe_megatron.tuning.probing import Look
+from envpipe_megatron.tuning.probes.probe import Look
 
 
 def in_pairs(profile, request):

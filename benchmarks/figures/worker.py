@@ -48,7 +48,7 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.trials.ranks import emit, report_to_command
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 _TIMEOUT = timedelta(seconds=120)
 #: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.

@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 MICROBATCHES = 32
 WARM_UP = 3

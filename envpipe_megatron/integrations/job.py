@@ -40,7 +40,7 @@ from envpipe_megatron.runtime.channel.collectives import (
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 logger = logging.getLogger(__name__)
 

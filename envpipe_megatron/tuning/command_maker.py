@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.commands import Clocked, Command
-from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.measured.store import Store
 
 
 class CommandMaker:

@@ -19,7 +19,7 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.measured.meters import MeterSums
 
 T = TypeVar("T")
 

@@ -25,10 +25,11 @@ from envpipe_megatron.tuning.judge import (
     larger,
     upset,
 )
+from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, PlanningError, Plans
-from envpipe_megatron.tuning.probing import Probe, SlackProbe, first_probe, lifted
+from envpipe_megatron.tuning.probes.probe import Probe, first_probe
+from envpipe_megatron.tuning.probes.slack import SlackProbe, lifted
 from envpipe_megatron.tuning.replicas import Followers
-from envpipe_megatron.tuning.store import Store
 
 #: Corrections that gain nothing end after so many.
 _MOST_CORRECTIONS = 6
@@ -108,7 +109,8 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            yield from self._look(first_probe(self._top.schedule))
+            own = self._top.schedule
+            yield from self._look(first_probe(own, SlackProbe(own, at_cost=True)))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)

@@ -15,7 +15,7 @@ from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.tuning.commands import Parking
-from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.measured.store import Store
 
 #: A wait is parked in that lasts so many changes of the clock, and the margin.
 _CHANGES = 4

@@ -21,9 +21,9 @@ from envpipe_megatron.policies.planner import solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Command, Run
+from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import comes_late, parked, still_parked
 from envpipe_megatron.tuning.replicas import level_factor
-from envpipe_megatron.tuning.store import Store
 
 #: A new plan must save this share more of the energy than the one that runs.
 _WORTH = 5e-4

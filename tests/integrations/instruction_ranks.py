@@ -30,7 +30,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Of each stage: the last one has most to do.
 FORWARD_S = (0.03, 0.03, 0.03, 0.05)

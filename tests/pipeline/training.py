@@ -53,7 +53,7 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
 

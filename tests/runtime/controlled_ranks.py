@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 MICROBATCHES = 3
 

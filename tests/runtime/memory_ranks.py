@@ -18,7 +18,7 @@ from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 from envpipe_megatron.runtime.memory.stage import StageMemory
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 QUICK = ProfilerSettings(1, 1, min_window_s=0.3)
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.

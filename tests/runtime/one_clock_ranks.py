@@ -18,7 +18,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.tuning import one_clock
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)

@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 MICROBATCHES = 3
 REFRESH_S = 0.1

@@ -72,7 +72,7 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
     from envpipe_megatron.trials import worker
-    from envpipe_megatron.tuning.sweep import ProfilerSettings
+    from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_nvml_gpus()[collectives.stage].uid

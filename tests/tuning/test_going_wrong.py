@@ -18,7 +18,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Baseline, Harm, Silence, Steps
-from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.measured.meters import MeterSums
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
 

@@ -29,9 +29,9 @@ from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import planner
 from envpipe_megatron.tuning.commands import Parking, Window
-from envpipe_megatron.tuning.meters import WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked
-from envpipe_megatron.tuning.store import Store
 
 PRESET, MICROBATCHES = load_preset("a100-sxm"), 12
 TOP_MHZ = PRESET.max_frequency_mhz

@@ -18,7 +18,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning.background import Background, BackgroundError
 from envpipe_megatron.tuning.commands import Command, Window
 from envpipe_megatron.tuning.planner import PlannedBeside
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 LOOKS = 7
 

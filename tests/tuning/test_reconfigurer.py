@@ -22,7 +22,7 @@ from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
 from envpipe_megatron.tuning import reconfigure as reconfiguring
 from envpipe_megatron.tuning.commands import Report, Window
-from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.reconfigure import Reconfigurer, grid, no_bubble_threshold_s
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order

@@ -23,10 +23,10 @@ from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, swe
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning.commands import Command, Report, Window
-from envpipe_megatron.tuning.meters import Stretch, meter_sums
-from envpipe_megatron.tuning.probing import Look
-from envpipe_megatron.tuning.store import Store
-from envpipe_megatron.tuning.sweep import Measuring, ProfilerSettings, Sweep, SweepError
+from envpipe_megatron.tuning.measured.meters import Stretch, meter_sums
+from envpipe_megatron.tuning.measured.store import Store
+from envpipe_megatron.tuning.probes.probe import Look
+from envpipe_megatron.tuning.probes.sweep import Measuring, ProfilerSettings, Sweep, SweepError
 
 STAGES, MICROBATCHES = 3, 12
 FORWARD_S = (0.03, 0.03, 0.0375)

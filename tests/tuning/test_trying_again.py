@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.measured.store import Store
 
 ITERATIONS = 60
 

@@ -38,7 +38,7 @@ from envpipe_megatron.formats.energy import (
 from envpipe_megatron.formats.energy_sums import LineSums, steps_of
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.tuning.meters import RESOLUTION_J
+from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
 from envpipe_megatron.gpu.opening import BACKENDS
-from envpipe_megatron.tuning.meters import RESOLUTION_J
+from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 

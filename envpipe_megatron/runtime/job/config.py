@@ -10,7 +10,7 @@ from typing import Any
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.request import PlanRequest, check_request
-from envpipe_megatron.tuning.sweep import ProfilerSettings
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 
 class SessionError(EnvPipeError):

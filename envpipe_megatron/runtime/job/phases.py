@@ -47,11 +47,11 @@ from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
+from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
+from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
-from envpipe_megatron.tuning.store import Store
-from envpipe_megatron.tuning.sweep import Measuring, Sweep
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.

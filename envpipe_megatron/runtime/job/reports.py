@@ -15,7 +15,7 @@ from envpipe_megatron.formats.steps import HELD_UP
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.tuning.commands import Report
-from envpipe_megatron.tuning.meters import TAIL, WAITING, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, Stretch, meter_sums
 
 #: A step that lasts this many times as long as its like holds something that is no training.
 _PAUSED = 2.0

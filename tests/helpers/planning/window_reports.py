@@ -6,7 +6,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.tuning.commands import Report
-from envpipe_megatron.tuning.meters import MeterSums
+from envpipe_megatron.tuning.measured.meters import MeterSums
 
 
 def report_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
 @pytest.mark.parametrize(("swept", "begun"), [(True, [4, 2, 4]), (False, [4, 2])])
 def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, swept, begun):
     own = builders.one_f_one_b(2, 4)
-    order = replace(constant_order(Phase.PROFILE, own, 1410, 1410), billed_late=not swept)
+    order = constant_order(Phase.PROFILE, own, 1410, 1410)
     found = []
 
     def run_phases(parts):
@@ -186,7 +187,11 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
 
     monkeypatch.setattr(iterations, "run_phases", run_phases)
     parts = dict.fromkeys((field.name for field in fields(JobParts)), None)
-    job = JobParts(**{**parts, "state": SessionState()})
+    # While a plan is being made, there is a profile.
+    known: Any = None if swept else "a profile"
+    state = SessionState(profile=known)
+    parts |= {"state": state, "config": SimpleNamespace(closed_loop=False)}
+    job = JobParts(**parts)
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):
         assert batches.next_order(None, count, None, None, full_batch=count == 4) is order

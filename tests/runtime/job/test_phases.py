@@ -34,8 +34,8 @@ from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.tuning.planner import PlannedBeside
+from envpipe_megatron.tuning.probes.sweep import Measuring, ProfilerSettings
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
-from envpipe_megatron.tuning.sweep import Measuring, ProfilerSettings
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4

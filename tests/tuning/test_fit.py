@@ -11,9 +11,9 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.tuning.fit import PowerModel, Times, fit_times_s
-from envpipe_megatron.tuning.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
-from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.measured.fit import PowerModel, Times, fit_times_s
+from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
 CLOCKS = np.arange(800.0, 1411.0, 15.0)

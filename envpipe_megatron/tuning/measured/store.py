@@ -24,9 +24,9 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.tuning.commands import Parking, Window, tail_times_s
-from envpipe_megatron.tuning.fit import Point, PowerModel, Times
-from envpipe_megatron.tuning.lateness import Lateness, asked_s
-from envpipe_megatron.tuning.meters import WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.fit import Point, PowerModel, Times
+from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
+from envpipe_megatron.tuning.measured.meters import WAITING, MeterSums, Stretch, meter_sums
 
 #: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it.

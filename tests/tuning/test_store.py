@@ -14,8 +14,8 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.meters import MeterSums
-from envpipe_megatron.tuning.store import Store
+from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.measured.store import Store
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
 TOP_MHZ = PRESET.max_frequency_mhz

@@ -1,0 +1,1 @@
+"""What is measured of units, and what is fitted to it."""
