@@ -17,14 +17,8 @@ from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.tuning.commands import Parking
 from envpipe_megatron.tuning.measured.store import Store
 
-#: A wait is parked in that lasts so many changes of the clock, and the margin.
-_CHANGES = 4
 #: Standard deviation of the time of a unit, as on real GPUs, and how many of them surely suffice.
 _SCATTER, _SURELY = 0.02, 4.0
-#: How late a change is tells a unit that lasts longer: this share of the shortest at the most.
-_TOLD = 0.9
-#: Of power at one clock the nodes on both sides tell; two clocks are so many nodes apart.
-_APART = 3
 
 
 def _margin_s(plan: Plan) -> float:
@@ -42,8 +36,9 @@ def _margin_s(plan: Plan) -> float:
 def parked(plan: Plan, store: Store, min_dwell_s: float, worth: float) -> Plan:
     """The plan, parked in its long waits; itself if that is not known to be worth it.
 
-    It parks at the lowest clock whose power is known, on stages that were metered at two clocks or
-    more while they waited. The wait before the first unit is left alone: the optimizer is in it.
+    It parks at the lowest clock whose power is known. Where waits were metered at one clock only,
+    they are taken to draw as much at others, so that it pays nowhere. The wait before the first
+    unit is left as it is: the optimizer is in it.
 
     Args:
         plan: has the conditions that `store` gives, and does not park.
@@ -51,22 +46,13 @@ def parked(plan: Plan, store: Store, min_dwell_s: float, worth: float) -> Plan:
         min_dwell_s: least time between two changes of a clock.
         worth: share of the energy that parking must save.
     """
-    change_s, shortest_s = store.lateness.change_s or 0.0, float(store.time_s.min())
-    if not 0 < change_s < _TOLD * shortest_s:
+    change_s = store.lateness.change_s
+    if not change_s:
         return plan
-    apart_mhz = _APART * (store.nodes_mhz[1] - store.nodes_mhz[0])
-    known = np.array(
-        [seen.size > 0 and np.ptp(seen) > 0.99 * apart_mhz for seen in store.waited_mhz()]
-    )
-    if not known.any():
-        return plan
-    least_s = np.full(
-        plan.frequency_mhz.shape,
-        _margin_s(plan) + max(_CHANGES * change_s, 2 * change_s + min_dwell_s),
-    )
-    least_s[~known], least_s[:, 0] = np.inf, np.inf
+    least_s = np.full(plan.frequency_mhz.shape, _margin_s(plan) + 2 * change_s + min_dwell_s)
+    least_s[:, 0] = np.inf
     clocks_mhz, nodes_mhz = store.clocks_mhz, store.nodes_mhz
-    lowest_mhz = np.full(len(known), int(clocks_mhz[clocks_mhz >= nodes_mhz[0]][0]))
+    lowest_mhz = np.full(len(least_s), int(clocks_mhz[clocks_mhz >= nodes_mhz[0]][0]))
     found = park(plan, min_dwell_s, clock_mhz=lowest_mhz, least_wait_s=least_s)
     return found if found.cost.energy_j < plan.cost.energy_j * (1 - worth) else plan
 
@@ -85,11 +71,3 @@ def still_parked(plan: Plan, park_mhz: IntArray | None) -> Plan:
         return plan
     fits = plan.timeline.wait_s > 2 * plan.conditions.change_time_s
     return replace(plan, park_mhz=np.where(fits, park_mhz, 0))
-
-
-def comes_late(plan: Plan, today: Plan) -> bool:
-    """True if waits that a plan parks in are so much shorter today that clocks may come late."""
-    if plan.park_mhz is None:
-        return False
-    shorter_s = (plan.timeline.wait_s - today.timeline.wait_s)[plan.park_mhz > 0]
-    return bool((shorter_s > _margin_s(today) / 2).any())

@@ -22,7 +22,7 @@ from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Command, Run
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.parking import comes_late, parked, still_parked
+from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import level_factor
 
 #: A new plan must save this share more of the energy than the one that runs.
@@ -240,13 +240,11 @@ class Planner:
         return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
-        """True if a ready plan saves more than one that runs, or that one is too slow or late.
+        """True if a ready plan saves more than one that runs, or that one is too slow.
 
         The framework's own order takes `own_s` by what is known.
         """
         today = self.repriced(running)
-        if comes_late(running, today):
-            return True
         if today.cost.iteration_time_s > own_s * self.limits.allowed:
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         return new.cost.energy_j < today.cost.energy_j * (1 - _WORTH)

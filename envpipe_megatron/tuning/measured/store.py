@@ -31,9 +31,6 @@ from envpipe_megatron.tuning.measured.meters import WAITING, MeterSums, Stretch,
 #: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it.
 _NUM_NODES, _LOWEST_NODE = 23, 0.45
-#: A node of the clock was seen while a stage waited from this sum of squares of times on, s^2: that
-#: of one refresh of a counter.
-_SEEN_S2 = 0.01
 #: What meters said counts this much less after something has changed.
 _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
@@ -328,13 +325,6 @@ class Store:
             energy_j = (times_s * beyond_w).sum(axis=0)
             lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
         return lowest
-
-    def waited_mhz(self) -> list[FloatArray]:
-        """For each stage, at or next to which clocks it was metered while it waited."""
-        waiting = slice(len(self.kinds) * _NUM_NODES, -1)
-        return [
-            self.nodes_mhz[np.diagonal(sums.products)[waiting] > _SEEN_S2] for sums in self.sums
-        ]
 
     def _common_error(self, window: Window) -> float:
         """By which share all units of a window may be off together: heat, hosts, the network."""
