@@ -51,7 +51,7 @@ def parked(plan: Plan, store: Store, min_dwell_s: float, worth: float) -> Plan:
         return plan
     least_s = np.full(plan.frequency_mhz.shape, _margin_s(plan) + 2 * change_s + min_dwell_s)
     least_s[:, 0] = np.inf
-    clocks_mhz, nodes_mhz = store.clocks_mhz, store.nodes_mhz
+    clocks_mhz, nodes_mhz = store.clocks_mhz, store.powers.nodes_mhz
     lowest_mhz = np.full(len(least_s), int(clocks_mhz[clocks_mhz >= nodes_mhz[0]][0]))
     found = park(plan, min_dwell_s, clock_mhz=lowest_mhz, least_wait_s=least_s)
     return found if found.cost.energy_j < plan.cost.energy_j * (1 - worth) else plan

@@ -11,8 +11,9 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.tuning.measured.fit import PowerModel, Times, fit_times_s
+from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
 from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.powers import PowerModel
 from envpipe_megatron.tuning.measured.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
@@ -112,8 +113,8 @@ def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     ]
     refreshes_s = np.arange(0.0, ends_s[-1], 0.1)
     energy_j = np.cumsum(rng.uniform(5.0, 20.0, len(refreshes_s)))
-    clocks, count = store.nodes_mhz, len(WHOLE)
-    store.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
+    clocks, count = store.powers.nodes_mhz, len(WHOLE)
+    store.powers.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
     power_w = store.power_w(0)
     assert (power_w.max(axis=1) > 0).all()
     assert power_w.max() < 2000

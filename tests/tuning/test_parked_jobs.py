@@ -174,7 +174,7 @@ def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
     own_after_s = np.zeros(clocks.shape)
     own_after_s[0, first] = wait_s - (3 * change_s if early else change_s)
     parking = Parking(np.where(clocks == clock_mhz, 705, 0), own_after_s)
-    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(store.sums[0].weighted))
+    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(store.powers.sums[0].weighted))
     window = Window(
         tuple(
             report_of(

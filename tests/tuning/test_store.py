@@ -43,7 +43,7 @@ def learn(store: Store, low_mhz: int, conditions: Conditions) -> None:
 
 def take(store: Store, clocks: IntArray, unit_s: FloatArray) -> None:
     end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
-    meter = MeterSums.none(len(store.sums[0].weighted))
+    meter = MeterSums.none(len(store.powers.sums[0].weighted))
     report = report_of(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
     store.learn(SCHEDULE, clocks[np.newaxis], Window((report,)), replicas=[0])
 
@@ -105,7 +105,7 @@ def test_units_that_run_as_one_tell_nothing_of_late_changes():
     order = builders.interleaved(2, 8, 2, 2, combined=True)
     kinds = [*WHOLE, Kind.COMBINED]
     store = Store(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
-    none = MeterSums.none(len(store.sums[0].weighted))
+    none = MeterSums.none(len(store.powers.sums[0].weighted))
     unknown = np.array([[np.nan]])
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     for low_mhz in (TOP_MHZ, 990):

@@ -135,7 +135,7 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
         assert look.clocked.frequency_mhz.min() < clocks[-1]
         assert store.iteration_s(order, look.clocked.frequency_mhz) < 1.001 * own_s
     *lower, lowest = (int(look.clocked.frequency_mhz.min()) for look in free)
-    assert store.nodes_mhz[0] <= lowest < 700 <= min(lower)
+    assert store.powers.nodes_mhz[0] <= lowest < 700 <= min(lower)
 
 
 def test_a_clock_settles_and_short_iterations_are_repeated_until_they_fill_a_window():
@@ -223,7 +223,7 @@ class Hand:
                 [Stretch(*each) for each in spent],
                 refreshes_s,
                 refreshed_j,
-                store.nodes_mhz,
+                store.powers.nodes_mhz,
                 len(store.kinds),
             )
             step_s = np.full((1, count), unit_s.sum())

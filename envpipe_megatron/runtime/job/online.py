@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.job.reports import make_report, places
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import Command, Report, Run, Window, merged
-from envpipe_megatron.tuning.measured.store import power_nodes_mhz
+from envpipe_megatron.tuning.measured.powers import power_nodes_mhz
 
 T = TypeVar("T", covariant=True)
 

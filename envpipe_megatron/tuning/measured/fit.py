@@ -1,9 +1,8 @@
-"""How time and power follow the clock: models with few parameters, fitted to few measurements.
+"""How time follows the clock: a model with few parameters, fitted to few measurements.
 
 A unit takes `a + b / g`, where `g` is the clock that the GPU reaches: the one that is asked for, up
-to the clock where a power limit holds it. Power is `s + g (c0 + c1 u + c2 u^2)`, where `u` is how
-far `g` lies above the knee up to which the voltage stays at its floor. On published profiles of
-A100 and A40, five clocks give all others to 0.5 % in time and 1.1 % in energy in the mean.
+to the clock where a power limit holds it. On published profiles of A100 and A40, five clocks give
+all others to 0.5 % in time in the mean.
 
 Units of one kind and clock scatter, on an H200 by some 1.5 %. So a measurement (`Point`) counts by
 how many units it stands for: one that agrees with what was known, within what such scatter
@@ -17,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from envpipe_megatron.core.arrays import FloatArray
 
@@ -25,13 +23,6 @@ from envpipe_megatron.core.arrays import FloatArray
 _LIMITS = np.linspace(1.0, 0.6, 41)
 #: A lower limit must explain the times better by this, or the higher one stays.
 _CLEARLY_BETTER = 1e-4
-#: Knees that are tried, as shares of the highest clock.
-_KNEES = np.linspace(0.4, 0.95, 23)
-#: How much it counts that all kinds draw the same power, against what was measured, until each
-#: draws some. Without it a job whose counters refresh each second saves 14 points less.
-_ALIKENESS = (1e-5, 1e-3, 0.1)
-#: Terms of a kind's power beside the static one.
-_TERMS = 3
 #: So many standard errors are no scatter: there are some hundred comparisons in each window.
 _SURELY = 4.5
 #: Ratios to what was known that differ by less are alike, whatever the scatter.
@@ -109,98 +100,6 @@ def _two_terms(
     errors[~(choices >= 0).all(axis=1)] = np.inf  # nor what is no number
     best, fits = errors.argmin(axis=0), np.arange(len(bb))
     return choices[best, :, fits], errors[best, fits]
-
-
-class PowerModel:
-    """Power of each kind of unit, of waiting and of the tail, on one GPU.
-
-    Args:
-        nodes_mhz: [nodes] clocks at which powers stand in sums, the highest last.
-        num_kinds: kinds of units.
-    """
-
-    def __init__(self, nodes_mhz: FloatArray, num_kinds: int) -> None:
-        self._nodes_mhz = nodes_mhz
-        self._num_kinds = num_kinds
-
-    def fit(
-        self,
-        products: FloatArray,
-        weighted: FloatArray,
-        limit_mhz: float,
-    ) -> tuple[FloatArray, float, FloatArray]:
-        """[kinds + 1, nodes] W, waiting last, and the tail's, from sums of what was measured.
-
-        The last value is [kinds + 1, nodes] their standard errors per J that readings scatter by.
-
-        Kinds that nothing tells apart are taken to draw the same power.
-
-        Args:
-            products: [columns, columns] sums of products of times, s^2; see `meter_sums`.
-            weighted: [columns] sums of times by energies, s J.
-            limit_mhz: the clock that units do not go beyond.
-        """
-        values, vectors = np.linalg.eigh(products)
-        kept = values > 1e-9 * values[-1]
-        root = np.sqrt(values[kept])
-        rows = root[:, None] * vectors[:, kept].T
-        wanted = (vectors[:, kept].T @ weighted) / root
-        for alikeness in _ALIKENESS:
-            alike = self._alike(np.sqrt(alikeness * values[-1]))
-            power_w, shapes = self._fit_alike(rows, wanted, alike, limit_mhz)
-            kinds_w = power_w[:-1].reshape(self._num_kinds + 1, -1)
-            # A few noisy refreshes may not tell one way of spending time from the others.
-            if (kinds_w.max(axis=1) > 0).all():
-                break
-        covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
-        errors = np.sqrt(np.einsum("ni,ij,nj->n", shapes, covariance, shapes))
-        return kinds_w, float(power_w[-1]), errors[:-1].reshape(kinds_w.shape)
-
-    def _fit_alike(
-        self, rows: FloatArray, wanted: FloatArray, alike: FloatArray, limit_mhz: float
-    ) -> tuple[FloatArray, FloatArray]:
-        """[columns] W, the tail last, of the knee that explains most, and its `_shapes`."""
-        best: tuple[float, FloatArray, FloatArray] | None = None
-        for knee in _KNEES:
-            shapes = self._shapes(knee, limit_mhz)
-            terms, error = nnls(
-                np.concatenate([rows @ shapes, alike]),
-                np.concatenate([wanted, np.zeros(len(alike))]),
-                maxiter=100 * shapes.shape[1],
-            )
-            if best is None or error < best[0]:
-                best = float(error), shapes @ terms, shapes
-        assert best is not None
-        return best[1:]
-
-    def _shapes(self, knee: float, limit_mhz: float) -> FloatArray:
-        """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
-        asked = self._nodes_mhz / self._nodes_mhz[-1]
-        reached = np.minimum(self._nodes_mhz, limit_mhz) / limit_mhz
-        above = np.maximum(reached - knee, 0.0)
-        terms = reached[:, None] * np.stack([np.ones_like(above), above, above**2], axis=1)
-        nodes, kinds = len(asked), self._num_kinds
-        shapes = np.zeros(((kinds + 1) * nodes + 1, 1 + _TERMS * kinds + 3))
-        for kind in range(kinds):
-            rows = slice(kind * nodes, (kind + 1) * nodes)
-            shapes[rows, 0] = 1.0
-            shapes[rows, 1 + _TERMS * kind : 1 + _TERMS * (kind + 1)] = terms
-        waiting = 1 + _TERMS * kinds
-        shapes[kinds * nodes : -1, waiting] = 1.0
-        shapes[kinds * nodes : -1, waiting + 1] = asked
-        shapes[-1, -1] = 1.0
-        return shapes
-
-    def _alike(self, weight: float) -> FloatArray:
-        """Rows that are 0 where all kinds draw the same, and waiting and tail static power."""
-        kinds = self._num_kinds
-        rows = np.zeros((_TERMS * (kinds - 1) + 3, 1 + _TERMS * kinds + 3))
-        for term in range(_TERMS * (kinds - 1)):
-            rows[term, 1 + term], rows[term, 1 + term + _TERMS] = weight, -weight
-        rows[-3, 0], rows[-3, -3] = weight, -weight
-        rows[-2, -3:] = weight, weight, -weight
-        rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
-        return rows
 
 
 @dataclass(frozen=True)

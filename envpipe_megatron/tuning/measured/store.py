@@ -1,6 +1,6 @@
 """The planning rank's store of units: times and powers at every clock, kept up to date.
 
-Times are measured points, with a model between and beyond them (`curves`). A new measurement
+Times are measured points, with a model between and beyond them (`fit`). A new measurement
 replaces the point at its clock, and what it differs by from what was expected moves the points at
 other clocks with it: a GPU that became slower became so at all clocks, one that is held by a power
 limit at the high ones alone, which the clocks measured by then tell.
@@ -22,15 +22,12 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.tuning.commands import Parking, Window, tail_times_s
-from envpipe_megatron.tuning.measured.fit import Point, PowerModel, Times
+from envpipe_megatron.tuning.measured.fit import Point, Times
 from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
-from envpipe_megatron.tuning.measured.meters import WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import WAITING
+from envpipe_megatron.tuning.measured.powers import Powers, StoreError
 
-#: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
-#: clock: no plan goes lower, since the valleys of all GPUs lie above it.
-_NUM_NODES, _LOWEST_NODE = 23, 0.45
 #: What meters said counts this much less after something has changed.
 _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
@@ -42,10 +39,6 @@ _IMPLAUSIBLE = 0.3
 #: Standard error of powers for what their model misses, as a share: on published profiles of A100
 #: and A40 it errs by 1.1 % in the mean.
 _MODEL_ERRS = 0.014
-
-
-class StoreError(EnvPipeError):
-    """Measurements that tell nothing."""
 
 
 class Store:
@@ -69,7 +62,6 @@ class Store:
     ) -> None:
         self.kinds = tuple(kinds)
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
-        self.nodes_mhz = power_nodes_mhz(clocks_mhz)
         self.tail_s: FloatArray = np.zeros(num_stages)
         self.lateness = Lateness()
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
@@ -84,9 +76,7 @@ class Store:
         keys = num_stages * num_chunks * len(self.kinds)
         #: For each key (part, then kind), what units take.
         self._times = [Times(self.clocks_mhz) for _ in range(keys)]
-        self._power_model = PowerModel(self.nodes_mhz, len(self.kinds))
-        columns = (len(self.kinds) + 1) * _NUM_NODES + 1
-        self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
+        self.powers = Powers(num_stages, clocks_mhz, len(self.kinds))
 
     @property
     def time_s(self) -> FloatArray:
@@ -118,21 +108,13 @@ class Store:
                     times.points[row.frequency_mhz] = Point(row.time_s, 1.0)
                 times.fit()
                 for row in kinds[kind]:
-                    self._look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
+                    self.powers.look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
         waits_w = conditions.waiting_power_w(
-            np.tile(self.nodes_mhz, (self._num_stages, 1)).astype(np.int64)
+            np.tile(self.powers.nodes_mhz, (self._num_stages, 1)).astype(np.int64)
         )
         for stage, curve in enumerate(waits_w.tolist()):
-            for clock_mhz, power_w in zip(self.nodes_mhz.tolist(), curve, strict=True):
-                self._look(stage, WAITING, clock_mhz, power_w)
-
-    def _look(self, stage: int, kind: int, clock_mhz: float, power_w: float) -> None:
-        """Add what a meter would have said of a second spent so."""
-        second = [Stretch(1.0, kind, clock_mhz)]
-        energies_j = np.array([0.0, power_w])
-        self.sums[stage] += meter_sums(
-            0.0, second, np.array([0.0, 1.0]), energies_j, self.nodes_mhz, len(self.kinds)
-        )
+            for clock_mhz, power_w in zip(self.powers.nodes_mhz.tolist(), curve, strict=True):
+                self.powers.look(stage, WAITING, clock_mhz, power_w)
 
     def keys(self, schedule: Schedule) -> IntArray:
         """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
@@ -158,7 +140,7 @@ class Store:
         What meters said counts for little from now on.
         """
         self.upset = self.upset | upset
-        self.sums = [sums.faded(_KEEPS) for sums in self.sums]
+        self.powers.fade(_KEEPS)
 
     def learn(
         self,
@@ -220,7 +202,7 @@ class Store:
         self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
-                self.sums[stage] = self.sums[stage].faded(fades) + report.meter
+                self.powers.add(stage, report.meter, fades)
         return drifted
 
     def _odd(self, measured_s: FloatArray, known_s: FloatArray) -> BoolArray:
@@ -245,11 +227,11 @@ class Store:
         """
         rows, waits = [], []
         for stage in range(self._num_stages):
-            power_w, errors_w = self._powers(stage)
+            power_w, errors_w = self._fitted_w(stage)
             waits.append(
                 {
                     round(node): float(watts)
-                    for node, watts in zip(self.nodes_mhz, power_w[-1], strict=True)
+                    for node, watts in zip(self.powers.nodes_mhz, power_w[-1], strict=True)
                 }
             )
             for chunk in range(self._num_chunks):
@@ -261,8 +243,8 @@ class Store:
                         used &= times.time_s > _NO_SLOWER * times.time_s[-1]
                         used[-1] = True
                     clocks, times_s = self.clocks_mhz[used], times.time_s[used]
-                    joules = times_s * np.interp(clocks, self.nodes_mhz, power_w[place])
-                    scatter_j = times_s * np.interp(clocks, self.nodes_mhz, errors_w[place])
+                    joules = times_s * np.interp(clocks, self.powers.nodes_mhz, power_w[place])
+                    scatter_j = times_s * np.interp(clocks, self.powers.nodes_mhz, errors_w[place])
                     errors_j = np.hypot(scatter_j, _MODEL_ERRS * joules)
                     if careful:
                         times_s = times_s * (1 + times.errs[used])
@@ -290,21 +272,13 @@ class Store:
 
     def power_w(self, stage: int) -> FloatArray:
         """[kinds + 1, nodes] of one GPU of a stage, waiting last; StoreError without meters."""
-        return self._powers(stage)[0]
+        return self._fitted_w(stage)[0]
 
-    def _powers(self, stage: int) -> tuple[FloatArray, FloatArray]:
+    def _fitted_w(self, stage: int) -> tuple[FloatArray, FloatArray]:
         """As `power_w`, and their standard errors."""
-        sums = self.sums[stage]
-        if not np.trace(sums.products) > 0:
-            raise StoreError(
-                f"The energy counters of stage {stage} have said nothing",
-                remedy="Look at the driver's log; a profile by file needs no counter.",
-            )
         keys = self._num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]
-        limit_mhz = max(times.limit_mhz for times in of_stage)
-        power_w, tail_w, errors = self._power_model.fit(sums.products, sums.weighted, limit_mhz)
-        return power_w, sums.scatter_j(np.append(power_w, tail_w)) * errors
+        return self.powers.fit(stage, max(times.limit_mhz for times in of_stage))
 
     def valley_mhz(self, *, waiting: bool) -> float:
         """The lowest clock at which a stage's forward and backward take the least energy.
@@ -317,7 +291,7 @@ class Store:
         for stage in range(self._num_stages):
             power_w = self.power_w(stage)
             per_clock = np.stack(
-                [np.interp(self.clocks_mhz, self.nodes_mhz, power) for power in power_w[:-1]]
+                [np.interp(self.clocks_mhz, self.powers.nodes_mhz, power) for power in power_w[:-1]]
             )
             times_s = self.time_s[stage * places : (stage + 1) * places]
             waiting_w = float(power_w[-1].min()) if waiting else 0.0
@@ -360,9 +334,3 @@ class Store:
         self.lateness.learn(
             own_s[telling], old_s[telling], measured_s[telling], timeline.wait_s[telling]
         )
-
-
-def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:
-    """The nodes of the clock that every rank adds its meter's sums up at."""
-    top_mhz = max(clocks_mhz)
-    return np.linspace(_LOWEST_NODE * top_mhz, top_mhz, _NUM_NODES)

@@ -82,7 +82,7 @@ class Sweep:
     def _all(self, store: Store) -> Iterator[Look]:
         top_mhz = int(store.clocks_mhz[-1])
         # Sums of meters know no lower clocks.
-        known = store.clocks_mhz[store.clocks_mhz >= store.nodes_mhz[0]].astype(int).tolist()
+        known = store.clocks_mhz[store.clocks_mhz >= store.powers.nodes_mhz[0]].astype(int).tolist()
         left = [top_mhz, *probe_clocks_mhz(known, _STEP)]
         seen: list[int] = []
         while left and (len(seen) < 2 or store.valley_mhz(waiting=False) <= seen[-1]):
