@@ -15,10 +15,10 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.parking import timed
 
-#: Replicas differ if the slowest takes so many standard errors of what each takes longer than
-#: another: noise alone sets the slowest of 64 apart from the fastest by about five, and four
-#: iterations make errors seem a quarter smaller than they are.
-_SURELY = 7.0
+#: Replicas differ if the slowest takes this share longer than another, and so many standard errors
+#: of what each takes: noise alone sets the slowest of 64 apart from the fastest by about five, and
+#: four iterations make errors seem a quarter smaller than they are.
+_DIFFER, _SURELY = 0.01, 7.0
 #: From one level of the frontier to the next, plans take this share longer.
 _LEVEL = 0.005
 
@@ -42,7 +42,7 @@ class Followers:
         #: A replica that is as fast as the median, or the next faster one.
         self.usual = 0
         self._factor: FloatArray = np.ones(num_replicas)
-        self._differ = 0.0
+        self._differ = _DIFFER
         self._orders: dict[int, Clocked] = {}
         self._times_s: dict[int, float] = {}
 
@@ -79,7 +79,7 @@ class Followers:
         """
         times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
         factor = self._factor = own_s / times_s
-        self._differ = _SURELY * error
+        self._differ = max(_DIFFER, _SURELY * error)
         self.usual = int(factor.argsort()[(len(factor) - 1) // 2])
         self.slowest = float(factor.max() / factor[self.usual])
 
