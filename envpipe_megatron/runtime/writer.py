@@ -45,10 +45,6 @@ class Writer:
         self._waiting[key].append(call)
         self._ready.put(key)
 
-    def num_waiting(self, key: str) -> int:
-        """How many calls of a key have not ended."""
-        return len(self._waiting[key])
-
     def close(self) -> None:
         """Make all calls that wait; a disk that hangs is waited for once, and left behind.
 

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
@@ -26,7 +25,6 @@ from envpipe_megatron.runtime.energy.steps import (
     RunningMean,
     StepEnergy,
 )
-from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -106,34 +104,30 @@ class EnergyLog:
     grows. Of a window that cannot be metered to its end, the steps that the counter had passed are
     written; the rest is left out, with one message, and later windows are written again.
 
-    The longer a job runs, the more windows are added up in a line (`LineSums`). Training waits for
-    no disk: lines that one does not take are written when it does.
+    The longer a job runs, the more windows are added up in a line (`LineSums`).
 
     Args:
-        append: takes each line: into the JSON Lines file that all ranks of a node may share, where
-            it may raise OSError, or to the node's agent. None only counts.
+        append: takes each line, and waits for no disk: into the JSON Lines file that all ranks of a
+            node may share, or to the node's agent.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
         with_counter: whether lines are for the node's agent, which adds them up: each window has
             its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
             and its uncertainty.
-        writer: makes the calls of `append`; others may have it too.
     """
 
     def __init__(
         self,
         meter: EnergyMeter,
-        append: Callable[[dict[str, Any]], None] | None,
+        append: Callable[[dict[str, Any]], None],
         labels: Mapping[str, object],
         *,
         with_counter: bool = False,
-        writer: Writer | None = None,
     ) -> None:
         self._meter = meter
-        self._append = append
         self._labels = dict(labels)
         self._with_counter = with_counter
-        self._writer = writer or Writer()
-        self._sums = LineSums(self._put)
+        self._append = append
+        self._sums = LineSums(append)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
         #: When the last window that was written ended, and where the counter stood.
@@ -208,7 +202,6 @@ class EnergyLog:
         while self._waiting:
             self._write(self._waiting.popleft())
         self._sums.flush()
-        self._writer.close()
 
     def _flush(self, up_to_s: float) -> None:
         """Write the windows that ended by then, and give up on those that wait in vain."""
@@ -232,8 +225,6 @@ class EnergyLog:
         self.totals.setdefault(window.phase, PhaseTotals()).add(window, energy)
         compared = self._compared.setdefault(window.phase, ComparedSteps())
         self._compare(compared, window, energy)
-        if self._append is None:
-            return
         line = {
             "format": ENERGY_FORMAT,
             **self._labels,
@@ -249,18 +240,12 @@ class EnergyLog:
             # Rounding can make the two slightly longer than the window they are parts of.
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
-        if self._with_counter:
-            line |= {"begin_counter": energy.begin, "end_counter": energy.end}
         if baseline := self._baseline_of(window):
             line["baseline"] = asdict(baseline)
         if self._with_counter:
-            self._append(line)
+            self._append({**line, "begin_counter": energy.begin, "end_counter": energy.end})
         else:
             self._sums.add(line)
-
-    def _put(self, line: dict[str, Any]) -> None:
-        assert self._append is not None
-        self._writer.put(ENERGY_FORMAT, partial(self._append, line))
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

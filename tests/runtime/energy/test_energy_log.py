@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
+from kept_job import job_folder
 from on_request import asked_for
 
 from envpipe_megatron.formats.energy import append_line
@@ -25,16 +26,17 @@ from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
 from envpipe_megatron.runtime.energy.steps import StepEnergy, mean_steps
+from envpipe_megatron.runtime.job.restarts import folder as folder_module
 
 
 class Logged:
     """A GPU whose time a test sets, its meter and its log."""
 
-    def __init__(self, path: Path | None, **gpu: Any) -> None:
-        self.gpu = FakeGpu(**gpu)
+    def __init__(self, path: Path, append: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.gpu = FakeGpu()
         self.meter = EnergyMeter(self.gpu, poll_s=3600)  # samples when a test asks: `at`
         self.path = path
-        self.log = EnergyLog(self.meter, partial(append_line, path) if path else None, {"rank": 3})
+        self.log = EnergyLog(self.meter, append or partial(append_line, path), {"rank": 3})
 
     def at(self, *times_s: float) -> None:
         """Let time come to these instants, and the meter look there."""
@@ -58,8 +60,6 @@ class Logged:
         return self.lines()
 
     def lines(self) -> list[dict[str, Any]]:
-        if self.path is None or not self.path.is_file():
-            return []
         return [json.loads(line) for line in self.path.read_text().split("\n")[:-1]]
 
 
@@ -274,18 +274,19 @@ def test_a_counter_that_goes_back_costs_one_window(logged, caplog):
 # A disk that fails ---------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
+def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, monkeypatch, caplog):
     """It takes no byte for a while, which is said once; what was metered meanwhile is written."""
-    path, tried = tmp_path / "log", threading.Semaphore(0)
-    logged, full = Logged(path), threading.Event()
+    path, tried, full = tmp_path / "energy.jsonl", threading.Semaphore(0), threading.Event()
+    folder = job_folder(tmp_path)
+    logged = Logged(path, partial(folder.append, "energy"))
 
-    def append(line: dict[str, Any]) -> None:
+    def append(path: Path, line: dict[str, Any]) -> None:
         tried.release()
         if full.is_set():
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         append_line(path, line)
 
-    logged.log._append = append
+    monkeypatch.setattr(folder_module, "append_line", append)
     full.set()
     for iteration in range(10):
         logged.step("steady", iteration, iteration, 1.0)
@@ -295,6 +296,7 @@ def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
     for iteration in range(10, 20):
         logged.step("steady", iteration, iteration, 1.0)
     logged.log.close()
+    folder.close()
     assert iterations(logged.lines()) == list(range(20))
     assert sum(line["energy_j"] for line in logged.lines()) == pytest.approx(2000)
     assert caplog.text.count(f"{path} could not be written, and is tried again") == 1

@@ -72,7 +72,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
         assert (found.frequency_mhz == plans[count].frequency_mhz).all()
     job = json.loads((output / "job.json").read_text())
     assert set(job["plans"]) == {"", "m2", "m3"}
-    assert set(job["other_baselines"]) == {"m2", "m3"}
+    assert set(job["baselines"]) == {"", "m2", "m3"}
 
     again = [3] * 3 + [4] * 3 + [2] * 3
     for stage, told in enumerate(three_ranks.run(step_ranks.train_kept, tmp_path, again, {})):
