@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +28,6 @@ from envpipe_megatron.runtime.energy.steps import (
 
 logger = logging.getLogger(__name__)
 
-#: Most windows that wait for a counter that stands still; beyond this it is taken to have failed.
-_MOST_WAITING = 64
 #: A step of a baseline that takes this much longer than the median loads, compiles or captures.
 _REPRESENTATIVE = 1.2
 #: At one clock, one that takes this much longer was held up.
@@ -44,8 +42,7 @@ class Window:
         iterations: number of steps; 0 for the time between steps.
         compute_s: time in units.
         blocking_s: time in receives from other stages.
-        seen: its first steps, if the counter was seen to refresh after their end.
-        baseline: what its steps are held against, once another one is in force.
+        baseline: what its steps are held against, once it has ended.
     """
 
     phase: str
@@ -56,13 +53,18 @@ class Window:
     iterations: int = 1
     compute_s: float = 0.0
     blocking_s: float = 0.0
-    seen: Window | None = None
     baseline: StepEnergy | None = None
 
     @property
     def duration_s(self) -> float:
         """From begin to end."""
         return self.end_s - self.begin_s
+
+    def compare(self, compared: ComparedSteps, energy: WindowEnergy) -> None:
+        """Add its steps beside what they are held against, if there is that."""
+        if self.baseline is not None:
+            measured = self.duration_s, energy.energy_j, energy.uncertainty_j
+            compared.add(self.baseline, self.iterations, *measured)
 
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
@@ -95,14 +97,23 @@ class PhaseTotals:
         self.blocking_s += window.blocking_s
         self.iterations += window.iterations
 
+    @property
+    def step(self) -> StepEnergy | None:
+        """The mean of all steps that there were, which stand for no others; None of none."""
+        count = self.iterations
+        if not count:
+            return None
+        means = self.duration_s / count, 0.0, self.energy_j / count, self.uncertainty_j / count
+        return StepEnergy(count, *means)
+
 
 class EnergyLog:
     """Groups steps of one phase into windows, and appends each to a file when it is metered.
 
     A window lasts at least ten refreshes of the counter, unless its phase ends before, and is
     metered when the counter has refreshed past its end: while the counter stands still, the window
-    grows. Of a window that cannot be metered to its end, the steps that the counter had passed are
-    written; the rest is left out, with one message, and later windows are written again.
+    grows. One that cannot be metered to its end is left out, with one message, and later windows
+    are written again.
 
     The longer a job runs, the more windows are added up in a line (`LineSums`).
 
@@ -132,12 +143,12 @@ class EnergyLog:
         self._waiting: deque[Window] = deque()
         #: When the last window that was written ended, and where the counter stood.
         self._written: tuple[float, CounterAt] | None = None
-        #: By phase, what the windows of its steps that are not written yet are held against.
+        #: By phase, what the window of its steps that ends next is held against.
         self._baselines: dict[str, StepEnergy | None] = {}
-        self._compared: dict[str, ComparedSteps] = {}
+        self._compared: defaultdict[str, ComparedSteps] = defaultdict(ComparedSteps)
         self._failing = False
         #: For each phase, what was metered of it.
-        self.totals: dict[str, PhaseTotals] = {}
+        self.totals: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     def add(self, step: Window) -> None:
         """Add a step that has ended; neither reads nor waits.
@@ -152,62 +163,51 @@ class EnergyLog:
         elif step.begin_s <= seen_s:
             self._failing = False
         window = self._open
-        if window is not None and window.phase == step.phase:
-            if window.end_s > seen_s:
-                window.extend(step)
-                return
-            if window.duration_s < min_window_s:
-                window.seen = replace(window, seen=None)
-                window.extend(step)
-                return
+        if (
+            window is not None
+            and window.phase == step.phase
+            and (window.end_s > seen_s or window.duration_s < min_window_s)
+        ):
+            window.extend(step)
+            return
         self.interrupt()
         self._flush(seen_s)
         self._open = replace(step)
 
     def hold_against(self, phase: str, baseline: StepEnergy | None) -> None:
         """Hold steps of a phase against this GPU's baseline, from those of the open window on."""
-        for window in self._waiting:
-            window.baseline = self._baseline_of(window)
         self._baselines[phase] = baseline
 
     def compared(self, phase: str) -> ComparedSteps:
         """Steps of a phase beside their baselines, also what is not written yet; never waits."""
-        made = copy.copy(self._compared.get(phase, ComparedSteps()))
-        for window in (*self._waiting, self._open):
+        made = copy.copy(self._compared[phase])
+        for window in (*self._waiting, self._ended()):
             if window is not None and window.phase == phase:
                 with suppress(MeterError):
-                    energy = self._meter.window(window.begin_s, window.end_s)
-                    self._compare(made, window, energy)
+                    window.compare(made, self._meter.window(window.begin_s, window.end_s))
         return made
-
-    def _compare(self, compared: ComparedSteps, window: Window, energy: WindowEnergy) -> None:
-        baseline = self._baseline_of(window)
-        if baseline is not None:
-            measured = window.duration_s, energy.energy_j, energy.uncertainty_j
-            compared.add(baseline, window.iterations, *measured)
-
-    def _baseline_of(self, window: Window) -> StepEnergy | None:
-        return window.baseline or self._baselines.get(window.phase)
 
     def interrupt(self) -> None:
         """End the open window: something that is not training follows, and is not billed."""
-        if self._open:
-            self._waiting.append(self._open)
+        if window := self._ended():
+            self._waiting.append(window)
             self._open = None
+
+    def _ended(self) -> Window | None:
+        """The open window, as if it ended now."""
+        window = self._open
+        return window and replace(window, baseline=self._baselines.get(window.phase))
 
     def close(self) -> None:
         """Write what is left, after one more look at the counter."""
         self.interrupt()
         self._meter.catch_up()
-        while self._waiting:
-            self._write(self._waiting.popleft())
+        self._flush(math.inf)
         self._sums.flush()
 
     def _flush(self, up_to_s: float) -> None:
-        """Write the windows that ended by then, and give up on those that wait in vain."""
-        while self._waiting and (
-            self._waiting[0].end_s <= up_to_s or len(self._waiting) > _MOST_WAITING
-        ):
+        """Write the windows that ended by then."""
+        while self._waiting and self._waiting[0].end_s <= up_to_s:
             self._write(self._waiting.popleft())
 
     def _write(self, window: Window) -> None:
@@ -215,16 +215,13 @@ class EnergyLog:
             energy = self._meter.window(window.begin_s, window.end_s)
         except MeterError as error:
             self._warn(str(error))
-            if window.seen:
-                self._write(replace(window.seen, baseline=window.baseline))
             return
         if self._written is not None and self._written[0] == window.begin_s:
             # Windows add up, as an agent bills them.
             energy = replace(energy, begin=self._written[1])
         self._written = window.end_s, energy.end
-        self.totals.setdefault(window.phase, PhaseTotals()).add(window, energy)
-        compared = self._compared.setdefault(window.phase, ComparedSteps())
-        self._compare(compared, window, energy)
+        self.totals[window.phase].add(window, energy)
+        window.compare(self._compared[window.phase], energy)
         line = {
             "format": ENERGY_FORMAT,
             **self._labels,
@@ -240,8 +237,8 @@ class EnergyLog:
             # Rounding can make the two slightly longer than the window they are parts of.
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
-        if baseline := self._baseline_of(window):
-            line["baseline"] = asdict(baseline)
+        if window.baseline is not None:
+            line["baseline"] = asdict(window.baseline)
         if self._with_counter:
             self._append({**line, "begin_counter": energy.begin, "end_counter": energy.end})
         else:

@@ -274,25 +274,16 @@ class TrainingEnergy:
                 step of all GPUs, or None.
         """
         totals = self.log.totals
-        own = {
-            name: StepEnergy(
-                total.iterations,
-                total.duration_s / total.iterations,
-                0.0,  # the mean of all there were, not of some that stand for others
-                total.energy_j / total.iterations,
-                total.uncertainty_j / total.iterations,
-            )
-            for name, total in totals.items()
-            if total.iterations
-        }
+        phases: dict[str, Any] = {}
+        for name, total in totals.items():
+            phases[name] = {
+                **(_step_facts(total.step) if total.step else {"iterations": 0}),
+                "total_energy_j": total.energy_j,
+                "total_duration_s": total.duration_s,
+                "total_units_s": total.compute_s,
+            }
         baseline = self.baselines.get("")
         measured = [batch for batch, known in self.baselines.items() if known.own]
-        phases: dict[str, Any] = {name: _step_facts(step) for name, step in own.items()}
-        for name, total in totals.items():
-            phase = phases.setdefault(name, {"iterations": 0})
-            phase["total_energy_j"] = total.energy_j
-            phase["total_duration_s"] = total.duration_s
-            phase["total_units_s"] = total.compute_s
         return {
             "gpu": {
                 "total_energy_j": sum(total.energy_j for total in totals.values()),

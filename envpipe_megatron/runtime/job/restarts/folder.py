@@ -25,7 +25,7 @@ from typing import IO, Any
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.files import lock_file, lock_holder
+from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.policies.reconfigure import Ended
@@ -51,8 +51,8 @@ _LOCK_FILE = ".lock"
 #: What is put aside of a job that has changed, and of another one.
 _PLANS = re.compile(r"plan(-m\d+)?\.json")
 _ALL = re.compile(r"profile\.(csv|json)|job\.json|" + _PLANS.pattern)
-#: Looks at a lock of this job's own: what ends has ended after these.
-_OWN_LOCK_LOOKS, _LOOK_S = 40, 0.5
+#: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
+_OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
 _NOT_OF_PLAN = {"num_chunks", "blocking_power_w", "conditions", "order", "objective"}
 _NOT_OF_PLAN |= {"split", "runnable"}
@@ -73,8 +73,12 @@ class JobFolder:
         self._lock: IO[str] | None = None
         #: Where they are, and what the bill says of that.
         self.path, self.notes = path, tuple[str, ...]()
-        if path is not None:
-            self.path, self.notes = collectives.agreed(partial(self._take, path))
+        looks, taken = _OWN_LOCK_LOOKS, None
+        while path is not None and taken is None:
+            looks -= 1  # an exchange a look: ranks that wait for longer give the planning one up
+            taken = collectives.agreed(partial(self._take, path, looks > 0))
+        if taken is not None:
+            self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -185,15 +189,21 @@ class JobFolder:
             path = self.path / name
             self._writer.put(name, lambda: self._make_way() and write(path))
 
-    def _take(self, path: Path) -> tuple[Path | None, tuple[str, ...]]:
-        """Lock the first folder that no live job writes to; it, and what is to be said of it."""
+    def _take(self, path: Path, waits: bool) -> tuple[Path | None, tuple[str, ...]] | None:
+        """Lock the first folder that no live job writes to; it, and what is to be said of it.
+
+        None, after a moment, if a start of this job has it and is waited for.
+        """
         for number in count(1):
             own = path if number == 1 else path.with_name(f"{path.name}.{number}")
+            lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(own / _LOCK_FILE)
-                where = f"files of this one are in {own}"
+                self._lock = lock_file(lock)
             except BlockingIOError:
+                if waits and is_of_this_job(lock):
+                    time.sleep(_LOOK_S)
+                    return None
                 continue
             except OSError as error:  # a first one that cannot be locked is taken all the same
                 where = f"this one leaves no files: {error}"
@@ -221,24 +231,6 @@ class JobFolder:
         if found.starts or not config.may_be_lowered:
             self._write(JOB_FILE, self._job.write)
         return found, started
-
-
-def _locked(path: Path) -> IO[str]:
-    """Lock a file; one whose holder has ended is taken, as a file server keeps it for a while.
-
-    A holder of this job is waited for. Raises as `lock_file`.
-    """
-    for _ in range(_OWN_LOCK_LOOKS):
-        with suppress(BlockingIOError):
-            return lock_file(path)
-        own_job, lives = lock_holder(path)
-        if own_job is False or lives is False:
-            break
-        time.sleep(_LOOK_S)
-    if lives is False or (own_job and lives is None):
-        logger.warning("%s is of a start that has ended: this one takes its folder", path)
-        path.unlink()  # the lock goes with it
-    return lock_file(path)
 
 
 def _keys(

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -391,45 +392,39 @@ def test_beside_a_live_job_where_no_folder_can_be_made_no_files_are_left(
 
 
 @pytest.mark.parametrize(
-    ("holder", "taken", "looks"),
+    ("job", "ends", "looks"),
     [
-        pytest.param({}, False, 0, id="another job's that lives"),
-        pytest.param({"host": "b", "boot": "2"}, False, 0, id="another job's elsewhere"),
-        pytest.param({"pid_namespace": 1}, False, 0, id="another job's out of sight"),
-        pytest.param({"pid": 2**22 + 1}, True, 0, id="of no process any more"),
-        pytest.param({"boot": "1"}, True, 0, id="of this host before it was started again"),
-        pytest.param({"job": "7", "host": "b", "boot": "2"}, True, 3, id="this job's elsewhere"),
-        pytest.param({"job": "7"}, False, 3, id="this job's that lives"),
-        pytest.param(None, False, 3, id="nobody knows whose"),
+        pytest.param("8", False, 0, id="another job's"),
+        pytest.param("", False, 0, id="nobody knows whose"),
+        pytest.param("7", False, 3, id="this job's that lives"),
+        pytest.param("7", True, 2, id="this job's that a dead node left"),
     ],
 )
-def test_a_lock_that_a_dead_node_left_costs_no_folder(
-    tmp_path, monkeypatch, caplog, holder, taken, looks
-):
-    """As a file server keeps one whose client has lost its power."""
-    own, slept = tmp_path / "out", []
+def test_a_lock_of_this_job_is_waited_for(tmp_path, monkeypatch, job, ends, looks):
+    """As a file server keeps one for a while whose client has lost its power."""
+    own, lock, slept = tmp_path / "out", tmp_path / "out" / ".lock", []
     own.mkdir()
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 3)
-    monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=slept.append))
-    with locked_file(own / ".lock"):
-        record = json.loads((own / ".lock").read_text())
-        assert (record[0], record[1]) == ("8", socket.gethostname())
-        names = ("job", "host", "boot", "pid_namespace", "pid")
-        record = {**dict(zip(names, record, strict=True)), **(holder or {})}
-        text = "" if holder is None else json.dumps(list(record.values()))
-        (own / ".lock").write_text(text)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 4)
+    with ExitStack() as holder:
+        holder.enter_context(locked_file(lock))
+        assert lock.read_text() == job
+
+        def sleep(time_s: float) -> None:
+            slept.append(time_s)
+            if ends and len(slept) == looks:
+                holder.close()
+
+        monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=sleep))
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         second = job_folder(own)
-        assert second.path == (own if taken else tmp_path / "out.2")
+        assert second.path == (own if ends else tmp_path / "out.2")
         assert len(slept) == looks
-        assert ("of a start that has ended" in caplog.text) is taken
         assert second.notes == (
-            () if taken else (f"Another job writes to {own}: files of this one are in {own}.2",)
+            () if ends else (f"Another job writes to {own}: files of this one are in {own}.2",)
         )
-        if taken:  # by a lock that holds
-            with pytest.raises(AssertionError), locked_file(own / ".lock"):
-                pass
+        with pytest.raises(AssertionError), locked_file(lock):  # by a lock that holds
+            pass
 
 
 class Nodes:
