@@ -175,7 +175,7 @@ class AttachedPipeline:
         """
         self._unreported = None
         if self._without:
-            return IntervalReport(None, None)
+            return IntervalReport()
         return IntervalReport.gather(self.job.session)
 
     def end_training(self) -> None:

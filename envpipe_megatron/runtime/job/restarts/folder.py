@@ -239,20 +239,17 @@ def _keys(
     """All that a profile, a baseline and a plan rest on."""
     request, clocks = config.request, gpu.supported_frequencies_mhz
     asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
-    own = {
-        "num_stages": num_stages,
-        "num_chunks": request.num_chunks,
-        "clocks_mhz": [max(clocks), min(clocks)],
-        "num_clocks": len(clocks),
-        "clock_backend": gpu.address.backend,
-        "power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
-        "power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
-        "profile_sha256": _sha256(config.profile_file),
-    }
     return {
         "profile": {
             **(config.fingerprint or {}),
-            **{f"envpipe_{name}": value for name, value in own.items()},
+            "envpipe_num_stages": num_stages,
+            "envpipe_num_chunks": request.num_chunks,
+            "envpipe_clocks_mhz": [max(clocks), min(clocks)],
+            "envpipe_num_clocks": len(clocks),
+            "envpipe_clock_backend": gpu.address.backend,
+            "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+            "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
+            "envpipe_profile_sha256": _sha256(config.profile_file),
         },
         "plan": {
             **asked,
