@@ -19,12 +19,7 @@ from typing import Any
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
-from envpipe_megatron.runtime.energy.steps import (
-    ComparedSteps,
-    IntervalEnergy,
-    RunningMean,
-    StepEnergy,
-)
+from envpipe_megatron.runtime.energy.steps import ComparedSteps, RunningMean, StepEnergy
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +250,8 @@ class Interval:
     """Steps of one GPU that are metered together: the fewer ends, the less is interpolated."""
 
     def __init__(self, steps: Iterable[Window] = ()) -> None:
-        self._phases: dict[str, int] = {}
+        #: How many steps each phase had, in the order in which they came.
+        self.phases: dict[str, int] = {}
         self._steps_s = RunningMean()
         #: Begin and end of steps without a pause between them.
         self.spans: list[tuple[float, float]] = []
@@ -264,7 +260,7 @@ class Interval:
 
     def add(self, step: Window) -> None:
         """Add one more step, or what lies between steps."""
-        self._phases[step.phase] = self._phases.get(step.phase, 0) + step.iterations
+        self.phases[step.phase] = self.phases.get(step.phase, 0) + step.iterations
         if step.iterations:
             self._steps_s.add(step.duration_s)
         if self.spans and self.spans[-1][1] == step.begin_s:
@@ -272,19 +268,18 @@ class Interval:
         else:
             self.spans.append((step.begin_s, step.end_s))
 
-    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
-        """Return what the steps took, with J to add; neither reads nor waits."""
+    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> StepEnergy | None:
+        """Return the mean step, with J to add to all; neither reads nor waits. None of no steps."""
         count = self._steps_s.count
         if not count:
-            return IntervalEnergy(self._phases, None)
+            return None
         energy_j = metering_j = None
         with contextlib.suppress(MeterError):
             metered = [meter.window(*span) for span in self.spans]
             energy_j = (corrected_j + math.fsum(window.energy_j for window in metered)) / count
             metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
         time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
-        step = StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
-        return IntervalEnergy(self._phases, step)
+        return StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
 
 
 def usual(steps: Sequence[Window]) -> Interval:
@@ -307,5 +302,5 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
     steps = steps[slow[-1] + 1 :] if slow else steps
     if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
         return None
-    measured = Interval(steps).measure(meter).step
+    measured = Interval(steps).measure(meter)
     return measured if measured is not None and measured.energy_j is not None else None

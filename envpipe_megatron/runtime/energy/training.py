@@ -217,7 +217,7 @@ class TrainingEnergy:
         self.catch_up()
         if steps and self._meter.last_refresh_s < steps[-1].end_s:
             self._meter.catch_up()
-        return self._over_gpus(usual(steps).measure(self._meter).step)[0]
+        return self._over_gpus(usual(steps).measure(self._meter))[0]
 
     def warm_step(self, batch: str) -> StepEnergy | None:
         """`mean_step` of the warm-up of a batch whose baseline was known, without the first."""
@@ -235,7 +235,7 @@ class TrainingEnergy:
         self._count()
         lap, self._lap = self._lap, Interval()
         if not lap.spans:
-            return lap.measure(self._meter)
+            return IntervalEnergy(lap.phases, None)
         corrected_j = 0.0
         if self._lap_end is not None:
             with contextlib.suppress(MeterError):  # if not seen, then nothing of it is known
@@ -243,7 +243,7 @@ class TrainingEnergy:
         end_s, self._lap_end = lap.spans[-1][1], None
         with contextlib.suppress(MeterError):
             self._lap_end = end_s, self._counter_j(end_s)
-        return lap.measure(self._meter, corrected_j)
+        return IntervalEnergy(lap.phases, lap.measure(self._meter, corrected_j))
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
         """The interval on an average GPU of the job; on all ranks together.
