@@ -5,7 +5,6 @@ An `Interval` meters steps together: a log interval, a baseline, a clock that is
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
@@ -274,7 +273,7 @@ class Interval:
         if not count:
             return None
         energy_j = metering_j = None
-        with contextlib.suppress(MeterError):
+        with suppress(MeterError):
             metered = [meter.window(*span) for span in self.spans]
             energy_j = (corrected_j + math.fsum(window.energy_j for window in metered)) / count
             metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
