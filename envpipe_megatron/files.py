@@ -6,10 +6,8 @@ import csv
 import errno
 import io
 import itertools
-import json
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -90,9 +88,9 @@ def written_beside(path: Path) -> Iterator[Path]:
 def lock_file(path: Path) -> IO[str]:
     """Lock a file, which is made if it is not there, until it is closed or this process ends.
 
-    No child inherits the lock, and NFS has it for all hosts. The file says who has it, for
-    `lock_holder`. BlockingIOError if another process has it, another OSError where that cannot be
-    known.
+    No child inherits the lock, and NFS has it for all hosts. The file says whose it is, for
+    `is_of_this_job`. BlockingIOError if another process has it, another OSError where that cannot
+    be known.
     """
     import fcntl  # no Windows has it, where plans are made too
 
@@ -104,32 +102,27 @@ def lock_file(path: Path) -> IO[str]:
         raise
     with suppress(OSError):  # a full disk locks as well
         os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), json.dumps(_this_process()).encode())
+        os.write(lock.fileno(), "\n".join(_this_start()).encode())
     return lock
 
 
-def lock_holder(path: Path) -> tuple[bool | None, bool | None]:
-    """Find if a lock is of this process's job, and if its holder lives; None if not known."""
-    own_job, own_host, own_boot, own_namespace, _ = _this_process()
-    try:
-        job, host, boot, namespace, pid = json.loads(path.read_text())
-        lives = False if host == own_host and boot != own_boot else None
-        if (boot, namespace) == (own_boot, own_namespace):
-            os.kill(pid, 0)
-            lives = True
-    except (ProcessLookupError, PermissionError) as error:
-        lives = isinstance(error, PermissionError)  # another user's
-    except (OSError, ValueError, TypeError):  # it is just being written, or of an older version
-        return None, None
-    return job == own_job != "", lives
+def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
+    """True if a start of this job has locked a file last; `elsewhere`: under another boot.
+
+    What this host holds since it was booted is of a process that lives; of others, nobody knows.
+    """
+    with suppress(OSError, ValueError):
+        job, boot = path.read_text().split("\n")
+        own_job, own_boot = _this_start()
+        return job == own_job != "" and not (elsewhere and boot == own_boot)
+    return False
 
 
-def _this_process() -> list[str | int]:
-    """Its job; its host, when that was started, and its PID namespace; its number there."""
+def _this_start() -> tuple[str, str]:
+    """What names its job to all starts of it, empty if not known, and its host's boot."""
     job = next(filter(None, map(os.environ.get, _JOB_VARIABLES)), "")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/pid").stat().st_ino
-    return ["" if job == "none" else job, socket.gethostname(), boot, namespace, os.getpid()]
+    return "" if job == "none" else job, boot
 
 
 def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:

@@ -171,11 +171,6 @@ class ComparedSteps:
         self._ratios = RunningMean()
         self._sums = np.zeros(8)
 
-    def __copy__(self) -> ComparedSteps:
-        made = ComparedSteps()
-        vars(made).update(vars(self), _ratios=copy.copy(self._ratios), _sums=self._sums.copy())
-        return made
-
     def add(self, baseline: StepEnergy, steps: int, *measured: float | None) -> None:
         """Add a window of steps: s, J, and its uncertainty of metering in J.
 
@@ -187,9 +182,10 @@ class ComparedSteps:
         self._alike += steps
         own = np.array(measured, np.float64)  # nan where it is not known
         base = np.array([getattr(baseline, name) for name in STEP[1:]], np.float64)
+        self._ratios = copy.copy(self._ratios)  # a copy of these stays as it is
         self._ratios.add(float(own[0] / steps / base[0]))
         expected = base ** (1, 2, 1, 2) * (steps, shared, steps, shared)
-        self._sums += (steps, *own ** (1, 1, 2), *expected)
+        self._sums = self._sums + np.array([steps, *own ** (1, 1, 2), *expected])
 
     @property
     def sums(self) -> FloatArray:

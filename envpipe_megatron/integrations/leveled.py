@@ -143,9 +143,7 @@ class LeveledJob:
 
     def report(self) -> IntervalReport:
         """Energy since the last report; every rank calls it after the same step."""
-        return (
-            IntervalReport(None, None) if self.job is None else IntervalReport.gather(self.session)
-        )
+        return IntervalReport() if self.job is None else IntervalReport.gather(self.session)
 
     def end(self) -> None:
         """Give the clock back, and print the bill; every rank calls it."""

@@ -36,28 +36,26 @@ _made: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
 class IntervalReport:
     """Training since the last log line, on an average GPU of the job.
 
-    Without a whole step there is no energy. The comparison is of all steady steps so far, as in the
+    Without a whole step there is no energy. What is saved is of all steady steps so far, as in the
     bill; None in other phases, of several sizes of batches, and of a job that only measures.
     """
 
-    energy: IntervalEnergy | None
-    comparison: Comparison | None
+    energy: IntervalEnergy | None = None
 
     @classmethod
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
-        energy = session.gather(session.lap())
-        return cls(energy, None if energy is None else energy.saved)
+        return cls(session.gather(session.lap()))
 
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and W&B, beside Megatron's own `iter-energy/gpu` and `power/gpu`."""
-        values: dict[str, float | None] = {}
-        if self.energy is not None and self.energy.step is not None:
-            values["envpipe-iter-energy/gpu"] = self.energy.step.energy_j
-            values["envpipe-power/gpu"] = self.energy.step.power_w
-        if self.comparison is not None:
-            values["envpipe-saving-percent"] = self.comparison.saving_percent
-            values["envpipe-slowdown-percent"] = self.comparison.slowdown_percent
+        if self.energy is None or self.energy.step is None:
+            return {}
+        step, saved = self.energy.step, self.energy.saved
+        values = {"envpipe-iter-energy/gpu": step.energy_j, "envpipe-power/gpu": step.power_w}
+        if saved is not None:
+            values["envpipe-saving-percent"] = saved.saving_percent
+            values["envpipe-slowdown-percent"] = saved.slowdown_percent
         return {name: value for name, value in values.items() if value is not None}
 
     def record(self, meter: Any) -> None:
@@ -87,8 +85,8 @@ class IntervalReport:
                 f"envpipe energy per GPU (J/iter/GPU): {mean.energy_j:.1f}",
                 f"envpipe power per GPU (W/GPU): {mean.power_w:.1f}",
             ]
-        if self.comparison is not None:
-            parts += comparison_parts(self.comparison)
+        if self.energy.saved is not None:
+            parts += comparison_parts(self.energy.saved)
         return "".join(f" {part} |" for part in parts)
 
 

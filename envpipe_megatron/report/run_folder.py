@@ -40,7 +40,7 @@ class RunFolder:
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         loop: what a closed loop predicted, and said, from which iteration on (`loop.jsonl`).
         summary: summary of a job or quickstart, as `summary.json` has it.
-        job: as `job.json` has it, which outlives a killed job.
+        job: as `job.json` has it, which outlives a killed job, with `baseline`, a step or None.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 
@@ -131,7 +131,7 @@ def read_run_folder(path: Path) -> RunFolder:
         _clocks(path, missing),
         tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
         summary and _with_step(summary, "baseline", "summary.json", missing),
-        job and _with_measured_baseline(job, missing),
+        job and _with_baseline(job, missing),
         _read(path / "bill.json", "", _json_object, missing),
         (),
     )
@@ -270,10 +270,12 @@ def _with_step(data: dict[str, Any], name: str, file: str, missing: list[str]) -
     return {**data, name: None}
 
 
-def _with_measured_baseline(job: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    baseline = job.get("baseline")
-    told = baseline if isinstance(baseline, dict) else {"mean": baseline}
-    return {**job, "baseline": _with_step(told, "mean", "job.json", missing)}
+def _with_baseline(job: dict[str, Any], missing: list[str]) -> dict[str, Any]:
+    """A job with the mean step of the full batch's baseline as `baseline`, or None."""
+    step: Any = job.get("baselines")
+    for name in ("", "mean"):
+        step = step.get(name) if isinstance(step, dict) else step
+    return _with_step({**job, "baseline": step}, "baseline", "job.json", missing)
 
 
 def _num_lines(folder: RunFolder) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -40,14 +41,15 @@ class Writer:
             self._thread.start()  # here: a handler that raises from it leaves a thread that waits
         weakref.finalize(self, self._ready.put, None).atexit = False
 
-    def put(self, key: str, call: Callable[[], object]) -> None:
-        """Have a file written; returns at once."""
-        self._waiting[key].append(call)
+    def put(self, key: str, call: Callable[[], object], most: float = math.inf) -> None:
+        """Have a file written; returns at once. Left out if as many as `most` of its key wait."""
+        calls = self._waiting[key]
+        if len(calls) >= most:
+            return
+        calls.append(call)
+        if len(calls) == most:
+            logger.warning("A disk is slow: of %s, what follows is left out until it writes", key)
         self._ready.put(key)
-
-    def num_waiting(self, key: str) -> int:
-        """How many calls of a key have not ended."""
-        return len(self._waiting[key])
 
     def close(self) -> None:
         """Make all calls that wait; a disk that hangs is waited for once, and left behind.

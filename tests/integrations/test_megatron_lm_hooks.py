@@ -134,7 +134,7 @@ def test_gauges_go_beside_megatrons_own_where_that_exports(
     for energy_j in (120.0, 100.0):
         step = StepEnergy(4, 0.5, 0.0, energy_j, 0.0)
         compared = Comparison(20.0, 0.1, 0.5, 0.1)
-        report = IntervalReport(IntervalEnergy({"steady": 4}, step), compared)
+        report = IntervalReport(IntervalEnergy({"steady": 4}, step, compared))
         monkeypatch.setattr(IntervalReport, "gather", lambda session, report=report: report)
         hooks.log(7, None, None)
     (resource,) = reader.get_metrics_data().resource_metrics
@@ -147,7 +147,7 @@ def test_gauges_go_beside_megatrons_own_where_that_exports(
 
 
 def test_a_meter_that_fails_ends_no_training(caplog: Any) -> None:
-    report = IntervalReport(IntervalEnergy({}, StepEnergy(4, 0.5, 0.0, 100.0, 0.0)), None)
+    report = IntervalReport(IntervalEnergy({}, StepEnergy(4, 0.5, 0.0, 100.0, 0.0)))
     report.record(SimpleNamespace)
     assert "does not take" in caplog.text
 

@@ -153,9 +153,9 @@ def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
 def test_a_damaged_baseline_is_named(tmp_path, told):
     put_energy(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"baseline": told, "ranks": []}))
-    (tmp_path / "job.json").write_text(json.dumps({"baseline": {"mean": told}}))
+    (tmp_path / "job.json").write_text(json.dumps({"baselines": {"": {"mean": told}}}))
     folder = read_run_folder(tmp_path)
     assert folder.summary == {"baseline": None, "ranks": []}
-    assert folder.job["baseline"]["mean"] is None
+    assert folder.job["baseline"] is None
     assert lacks(folder, "summary.json is damaged")
     assert lacks(folder, "job.json is damaged")

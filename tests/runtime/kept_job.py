@@ -23,11 +23,10 @@ from envpipe_megatron.runtime.job.restarts.job_file import JobKeys
 
 KEYS: JobKeys = {
     "profile": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
-    "steps": {"num_microbatches": 4, "num_replicas": 1},
-    "plan": {"policy": "envelope", "reconfigure": "greedy"},
+    "plan": {"policy": "envelope", "reconfigure": "greedy", "num_microbatches": 4},
 }
 #: Those of a job whose units cost something else.
-OTHER: JobKeys = {"profile": {"other": 1}, "steps": {}, "plan": {}}
+OTHER: JobKeys = {"profile": {"other": 1}, "plan": {}}
 STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 

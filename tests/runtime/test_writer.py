@@ -84,6 +84,24 @@ def test_the_end_waits_for_a_disk_that_hangs_once_and_not_for_long(disk, monkeyp
     assert caplog.text.count("their disk does not answer") == 1
 
 
+def test_of_lines_that_a_slow_disk_keeps_waiting_no_more_than_a_limit_are_kept(disk, caplog):
+    """A job of weeks would fill the node's memory."""
+    writer = Writer()
+    for number in range(5):
+        writer.put("log", disk.write(f"line {number}"), most=3)
+        writer.put("plan", disk.write(f"plan {number}"))
+    assert [record.message for record in caplog.records] == [
+        "A disk is slow: of log, what follows is left out until it writes"
+    ]
+    disk.room.set()
+    writer.close()
+    writer.put("log", disk.write("line 5"), most=3)
+    writer.close()
+    lines = [name for name in disk.written if name.startswith("line")]
+    assert lines == ["line 0", "line 1", "line 2", "line 5"]
+    assert disk.written.count("plan 4") == 1
+
+
 def test_lines_that_come_as_python_ends_are_written(disk, monkeypatch):
     """It starts no thread by then, in version 3.12."""
     writer = Writer()

@@ -315,7 +315,7 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     The job file is the present job's; the others may be left from an earlier one.
     """
     if folder.job is not None:
-        return _read_step((folder.job.get("baseline") or {}).get("mean"))
+        return _read_step(folder.job.get("baseline"))
     told = _read_step((folder.summary or {}).get("baseline"))
     return told or _read_step(bill.facts.get("baseline"))
 

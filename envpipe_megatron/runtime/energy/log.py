@@ -5,29 +5,20 @@ An `Interval` meters steps together: a log interval, a baseline, a clock that is
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT
 from envpipe_megatron.formats.energy_sums import LineSums
-from envpipe_megatron.formats.steps import (
-    HELD_UP,
-    ComparedSteps,
-    IntervalEnergy,
-    RunningMean,
-    StepEnergy,
-)
+from envpipe_megatron.formats.steps import HELD_UP, ComparedSteps, RunningMean, StepEnergy
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
-from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +36,7 @@ class Window:
         iterations: number of steps; 0 for the time between steps.
         compute_s: time in units.
         blocking_s: time in receives from other stages.
-        seen: its first steps, if the counter was seen to refresh after their end.
-        baseline: what its steps are held against, once another one is in force.
+        baseline: what its steps are held against, once it has ended.
     """
 
     phase: str
@@ -57,13 +47,18 @@ class Window:
     iterations: int = 1
     compute_s: float = 0.0
     blocking_s: float = 0.0
-    seen: Window | None = None
     baseline: StepEnergy | None = None
 
     @property
     def duration_s(self) -> float:
         """From begin to end."""
         return self.end_s - self.begin_s
+
+    def compare(self, compared: ComparedSteps, energy: WindowEnergy) -> None:
+        """Add its steps beside what they are held against, if there is that."""
+        if self.baseline is not None:
+            measured = self.duration_s, energy.energy_j, energy.uncertainty_j
+            compared.add(self.baseline, self.iterations, *measured)
 
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
@@ -96,53 +91,58 @@ class PhaseTotals:
         self.blocking_s += window.blocking_s
         self.iterations += window.iterations
 
+    @property
+    def step(self) -> StepEnergy | None:
+        """The mean of all steps that there were, which stand for no others; None of none."""
+        count = self.iterations
+        if not count:
+            return None
+        means = self.duration_s / count, 0.0, self.energy_j / count, self.uncertainty_j / count
+        return StepEnergy(count, *means)
+
 
 class EnergyLog:
     """Groups steps of one phase into windows, and appends each to a file when it is metered.
 
     A window lasts at least ten refreshes of the counter, unless its phase ends before, and is
     metered when the counter has refreshed past its end: while the counter stands still, the window
-    grows. Of a window that cannot be metered to its end, the steps that the counter had passed are
-    written; the rest is left out, with one message, and later windows are written again.
+    grows. One that cannot be metered to its end is left out, with one message, and later windows
+    are written again.
 
-    The longer a job runs, the more windows are added up in a line (`LineSums`). Training waits for
-    no disk: lines that one does not take are written when it does.
+    The longer a job runs, the more windows are added up in a line (`LineSums`).
 
     Args:
-        append: takes each line: into the JSON Lines file that all ranks of a node may share, where
-            it may raise OSError, or to the node's agent. None only counts.
+        append: takes each line, and waits for no disk: into the JSON Lines file that all ranks of a
+            node may share, or to the node's agent.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
         with_counter: whether lines are for the node's agent, which adds them up: each window has
             its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
             and its uncertainty.
-        writer: makes the calls of `append`; others may have it too.
     """
 
     def __init__(
         self,
         meter: EnergyMeter,
-        append: Callable[[dict[str, Any]], None] | None,
+        append: Callable[[dict[str, Any]], None],
         labels: Mapping[str, object],
         *,
         with_counter: bool = False,
-        writer: Writer | None = None,
     ) -> None:
         self._meter = meter
-        self._append = append
         self._labels = dict(labels)
         self._with_counter = with_counter
-        self._writer = writer or Writer()
-        self._sums = LineSums(self._put)
+        self._append = append
+        self._sums = LineSums(append)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
         #: When the last window that was written ended, and where the counter stood.
         self._written: tuple[float, CounterAt] | None = None
-        #: By phase, what the windows of its steps that are not written yet are held against.
+        #: By phase, what the window of its steps that ends next is held against.
         self._baselines: dict[str, StepEnergy | None] = {}
-        self._compared: dict[str, ComparedSteps] = {}
+        self._compared: defaultdict[str, ComparedSteps] = defaultdict(ComparedSteps)
         self._failing = False
         #: For each phase, what was metered of it.
-        self.totals: dict[str, PhaseTotals] = {}
+        self.totals: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     def add(self, step: Window) -> None:
         """Add a step that has ended; neither reads nor waits.
@@ -157,57 +157,47 @@ class EnergyLog:
         elif step.begin_s <= seen_s:
             self._failing = False
         window = self._open
-        if window is not None and window.phase == step.phase:
-            if window.end_s > seen_s:
-                window.extend(step)
-                return
-            if window.duration_s < min_window_s:
-                window.seen = replace(window, seen=None)
-                window.extend(step)
-                return
+        if (
+            window is not None
+            and window.phase == step.phase
+            and (window.end_s > seen_s or window.duration_s < min_window_s)
+        ):
+            window.extend(step)
+            return
         self.interrupt()
         self._flush(seen_s)
         self._open = replace(step)
 
     def hold_against(self, phase: str, baseline: StepEnergy | None) -> None:
         """Hold steps of a phase against this GPU's baseline, from those of the open window on."""
-        for window in self._waiting:
-            window.baseline = self._baseline_of(window)
         self._baselines[phase] = baseline
 
     def compared(self, phase: str) -> ComparedSteps:
         """Steps of a phase beside their baselines, also what is not written yet; never waits."""
-        made = copy.copy(self._compared.get(phase, ComparedSteps()))
-        for window in (*self._waiting, self._open):
+        made = copy.copy(self._compared[phase])
+        for window in (*self._waiting, self._ended()):
             if window is not None and window.phase == phase:
                 with suppress(MeterError):
-                    energy = self._meter.window(window.begin_s, window.end_s)
-                    self._compare(made, window, energy)
+                    window.compare(made, self._meter.window(window.begin_s, window.end_s))
         return made
-
-    def _compare(self, compared: ComparedSteps, window: Window, energy: WindowEnergy) -> None:
-        baseline = self._baseline_of(window)
-        if baseline is not None:
-            measured = window.duration_s, energy.energy_j, energy.uncertainty_j
-            compared.add(baseline, window.iterations, *measured)
-
-    def _baseline_of(self, window: Window) -> StepEnergy | None:
-        return window.baseline or self._baselines.get(window.phase)
 
     def interrupt(self) -> None:
         """End the open window: something that is not training follows, and is not billed."""
-        if self._open:
-            self._waiting.append(self._open)
+        if window := self._ended():
+            self._waiting.append(window)
             self._open = None
+
+    def _ended(self) -> Window | None:
+        """The open window, as if it ended now."""
+        window = self._open
+        return window and replace(window, baseline=self._baselines.get(window.phase))
 
     def close(self) -> None:
         """Write what is left, after one more look at the counter."""
         self.interrupt()
         self._meter.catch_up()
-        while self._waiting:
-            self._write(self._waiting.popleft())
+        self._flush(math.inf)
         self._sums.flush()
-        self._writer.close()
 
     def _flush(self, up_to_s: float) -> None:
         """Write the windows that ended by then, and give up on those that wait in vain."""
@@ -221,18 +211,13 @@ class EnergyLog:
             energy = self._meter.window(window.begin_s, window.end_s)
         except MeterError as error:
             self._warn(str(error))
-            if window.seen:
-                self._write(replace(window.seen, baseline=window.baseline))
             return
         if self._written is not None and self._written[0] == window.begin_s:
             # Windows add up, as an agent bills them.
             energy = replace(energy, begin=self._written[1])
         self._written = window.end_s, energy.end
-        self.totals.setdefault(window.phase, PhaseTotals()).add(window, energy)
-        compared = self._compared.setdefault(window.phase, ComparedSteps())
-        self._compare(compared, window, energy)
-        if self._append is None:
-            return
+        self.totals[window.phase].add(window, energy)
+        window.compare(self._compared[window.phase], energy)
         line = {
             "format": ENERGY_FORMAT,
             **self._labels,
@@ -248,18 +233,12 @@ class EnergyLog:
             # Rounding can make the two slightly longer than the window they are parts of.
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
+        if window.baseline is not None:
+            line["baseline"] = asdict(window.baseline)
         if self._with_counter:
-            line |= {"begin_counter": energy.begin, "end_counter": energy.end}
-        if baseline := self._baseline_of(window):
-            line["baseline"] = asdict(baseline)
-        if self._with_counter:
-            self._append(line)
+            self._append({**line, "begin_counter": energy.begin, "end_counter": energy.end})
         else:
             self._sums.add(line)
-
-    def _put(self, line: dict[str, Any]) -> None:
-        assert self._append is not None
-        self._writer.put(ENERGY_FORMAT, partial(self._append, line))
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""
@@ -272,7 +251,8 @@ class Interval:
     """Steps of one GPU that are metered together: the fewer ends, the less is interpolated."""
 
     def __init__(self, steps: Iterable[Window] = ()) -> None:
-        self._phases: dict[str, int] = {}
+        #: How many steps each phase had, in the order in which they came.
+        self.phases: dict[str, int] = {}
         self._steps_s = RunningMean()
         #: Begin and end of steps without a pause between them.
         self.spans: list[tuple[float, float]] = []
@@ -281,7 +261,7 @@ class Interval:
 
     def add(self, step: Window) -> None:
         """Add one more step, or what lies between steps."""
-        self._phases[step.phase] = self._phases.get(step.phase, 0) + step.iterations
+        self.phases[step.phase] = self.phases.get(step.phase, 0) + step.iterations
         if step.iterations:
             self._steps_s.add(step.duration_s)
         if self.spans and self.spans[-1][1] == step.begin_s:
@@ -289,19 +269,18 @@ class Interval:
         else:
             self.spans.append((step.begin_s, step.end_s))
 
-    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
-        """Return what the steps took, with J to add; neither reads nor waits."""
+    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> StepEnergy | None:
+        """Return the mean step, with J to add to all; neither reads nor waits. None of no steps."""
         count = self._steps_s.count
         if not count:
-            return IntervalEnergy(self._phases, None)
+            return None
         energy_j = metering_j = None
-        with contextlib.suppress(MeterError):
+        with suppress(MeterError):
             metered = [meter.window(*span) for span in self.spans]
             energy_j = (corrected_j + math.fsum(window.energy_j for window in metered)) / count
             metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
         time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
-        step = StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
-        return IntervalEnergy(self._phases, step)
+        return StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
 
 
 def usual(steps: Sequence[Window]) -> Interval:
@@ -324,5 +303,5 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
     steps = steps[slow[-1] + 1 :] if slow else steps
     if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
         return None
-    measured = Interval(steps).measure(meter).step
+    measured = Interval(steps).measure(meter)
     return measured if measured is not None and measured.energy_j is not None else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,29 +16,22 @@ from envpipe_megatron.formats.timeline import (
 )
 from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.writer import Writer
 
-logger = logging.getLogger(__name__)
-
-#: Iterations that wait for a slow disk; of more, those that come while it is slow are left out.
-_MOST_WAITING = 256
 #: Looks at a clock per line: those of a minute.
 _SAMPLES_A_LINE = 120
 
 
 class TimelineLog:
-    """Appends the recorded iterations of one rank to a file; training never waits for it.
+    """Appends the recorded iterations of one rank to a file.
 
-    A disk that hangs, or is full, costs lines. `append` takes each line, and may raise OSError;
-    None if nothing is recorded. Every line has `labels`. Others may have the `writer` too.
+    `append` takes each line, and waits for no disk; None if nothing is recorded. Every line has
+    `labels`.
     """
 
     def __init__(
         self,
         append: Callable[[dict[str, Any]], None] | None,
         labels: Mapping[str, object],
-        *,
-        writer: Writer | None = None,
     ) -> None:
         self._append = append
         self._labels = dict(labels)
@@ -49,8 +40,6 @@ class TimelineLog:
         self._due: set[str] = set()
         self._samples: list[tuple[float, int | None, int, str]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
-        self._left_out = 0
-        self._writer = writer or Writer()
 
     def add(
         self,
@@ -69,7 +58,7 @@ class TimelineLog:
         if self._append is None or phase not in self._due or not record.timed:
             return
         self._due.remove(phase)
-        self._put(
+        self._append(
             timeline_line(self._labels, phase, iteration, record, executed(), frequencies_mhz)
         )
 
@@ -81,28 +70,16 @@ class TimelineLog:
         reasons = ", ".join(state.throttle_reasons)
         self._samples.append((round(time_s, 3), state.requested_mhz, state.observed_mhz, reasons))
         if len(self._samples) == _SAMPLES_A_LINE:
-            self._put_samples()
+            self.close()
 
-    def _put_samples(self) -> None:
+    def close(self) -> None:
+        """Append what was seen of the clock since the last such line."""
+        if self._append is None or not self._samples:
+            return
         names = "time_s", "requested_mhz", "observed_mhz", "throttle_reasons"
         columns = zip(names, map(list, zip(*self._samples, strict=True)), strict=True)
         self._samples = []
-        self._put({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
-
-    def _put(self, line: dict[str, Any]) -> None:
-        assert self._append is not None
-        if self._writer.num_waiting(TIMELINE_FORMAT) > _MOST_WAITING:
-            self._left_out += 1
-        else:
-            self._writer.put(TIMELINE_FORMAT, partial(self._append, line))
-
-    def close(self) -> None:
-        """Write what is left; a disk that hangs is left behind."""
-        if self._samples:
-            self._put_samples()
-        self._writer.close()
-        if self._left_out:
-            logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
+        self._append({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
 
 
 def timeline_line(

@@ -71,10 +71,8 @@ class TrainingEnergy:
         self._lap = Interval()
         #: When the last lap ended, and where the counter was taken to stand then (J).
         self._lap_end: tuple[float, float] | None = None
-        #: Of batches whose baseline is to be measured, the warm-up or a stretch of `baseline`.
+        #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
         self._warmups: dict[str, list[Window]] = {}
-        #: Of those whose baseline is known.
-        self._warm: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: By batch, the sums of the job's GPUs of steady steps, `ComparedSteps.sums`.
         self._job: dict[str, FloatArray] = {}
@@ -179,11 +177,12 @@ class TrainingEnergy:
         And again after each stretch of phase `baseline`: savings are against the job as it is.
         """
         first = batch not in self._settled
-        if not first and batch not in self._warmups:
+        phase = phase_in_batch(Phase.WARMUP if first else Phase.BASELINE, batch)
+        if not first and phase not in self._warmups:
             return
         self.catch_up()
         self._settled.add(batch)
-        own = measure_baseline(self._warmups.pop(batch, []), self._meter)
+        own = measure_baseline(self._warmups.pop(phase, []), self._meter)
         mean, stages = self._over_gpus(own)
         if mean is not None:
             self._know_baseline(batch, BaselineEnergy(mean, stages, own))
@@ -208,10 +207,10 @@ class TrainingEnergy:
         """
         self.catch_up()
         self._count()
-        steps = self._warm.pop(batch, [])[1:]
+        steps = self._warmups.pop(phase_in_batch(Phase.WARMUP, batch), [])[1:]
         if steps and self._meter.last_refresh_s < steps[-1].end_s:
             self._meter.catch_up()
-        return self._over_gpus(usual(steps).measure(self._meter).step)[0]
+        return self._over_gpus(usual(steps).measure(self._meter))[0]
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; does not wait for the meter.
@@ -224,7 +223,7 @@ class TrainingEnergy:
         self._count()
         lap, self._lap = self._lap, Interval()
         if not lap.spans:
-            return lap.measure(self._meter)
+            return IntervalEnergy(lap.phases, None)
         corrected_j = 0.0
         if self._lap_end is not None:
             with contextlib.suppress(MeterError):  # if not seen, then nothing of it is known
@@ -232,7 +231,7 @@ class TrainingEnergy:
         end_s, self._lap_end = lap.spans[-1][1], None
         with contextlib.suppress(MeterError):
             self._lap_end = end_s, self._counter_j(end_s)
-        return lap.measure(self._meter, corrected_j)
+        return IntervalEnergy(lap.phases, lap.measure(self._meter, corrected_j))
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
         """The interval on an average GPU of the job; on all ranks together.
@@ -263,25 +262,16 @@ class TrainingEnergy:
                 step of all GPUs, or None.
         """
         totals = self.log.totals
-        own = {
-            name: StepEnergy(
-                total.iterations,
-                total.duration_s / total.iterations,
-                0.0,  # the mean of all there were, not of some that stand for others
-                total.energy_j / total.iterations,
-                total.uncertainty_j / total.iterations,
-            )
-            for name, total in totals.items()
-            if total.iterations
-        }
+        phases: dict[str, Any] = {}
+        for name, total in totals.items():
+            phases[name] = {
+                **(_step_facts(total.step) if total.step else {"iterations": 0}),
+                "total_energy_j": total.energy_j,
+                "total_duration_s": total.duration_s,
+                "total_units_s": total.compute_s,
+            }
         baseline = self.baselines.get("")
         measured = [batch for batch, known in self.baselines.items() if known.own]
-        phases: dict[str, Any] = {name: _step_facts(step) for name, step in own.items()}
-        for name, total in totals.items():
-            phase = phases.setdefault(name, {"iterations": 0})
-            phase["total_energy_j"] = total.energy_j
-            phase["total_duration_s"] = total.duration_s
-            phase["total_units_s"] = total.compute_s
         return {
             "gpu": {
                 "total_energy_j": sum(total.energy_j for total in totals.values()),
@@ -311,11 +301,8 @@ class TrainingEnergy:
         self._counted = True
         self.log.add(step)
         self._lap.add(step)
-        phase, batch = split_phase(step.phase)
-        if phase == Phase.BASELINE or (phase == Phase.WARMUP and batch not in self._settled):
-            self._warmups.setdefault(batch, []).append(step)
-        elif phase == Phase.WARMUP:
-            self._warm.setdefault(batch, []).append(step)
+        if split_phase(step.phase)[0] in (Phase.WARMUP, Phase.BASELINE):
+            self._warmups.setdefault(step.phase, []).append(step)
 
     def _compared(self, batch: str) -> ComparedSteps:
         return self.log.compared(phase_in_batch(Phase.STEADY, batch))

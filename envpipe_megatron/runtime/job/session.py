@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
@@ -38,6 +39,9 @@ from envpipe_megatron.runtime.memory.stage import (
 from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
+
+#: Lines of the timeline that wait for a slow disk; of more, those that come meanwhile are left out.
+_MOST_LINES = 256
 
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
@@ -148,9 +152,8 @@ class Session:
             self._agent = connect_to_agent(gpu, self._labels, collectives)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
-            self._timeline = TimelineLog(
-                self._folder.appender("timeline"), self._labels, writer=self._folder.writer
-            )
+            append = partial(self._folder.append, "timeline", most=_MOST_LINES)
+            self._timeline = TimelineLog(append if self._folder.path else None, self._labels)
             self._parts.callback(self._timeline.close)
             if self._agent is not None:  # its bill waits for no disk
                 self._parts.callback(self._agent.close)
@@ -160,14 +163,9 @@ class Session:
             self.meter = EnergyMeter(gpu)
             self._parts.callback(self.meter.close)
             half_made.pop_all()
-        append = self._agent.window if self._agent else self._folder.appender(own_log_name())
-        self.energy_log = EnergyLog(
-            self.meter,
-            append,
-            self._labels,
-            with_counter=self._agent is not None,
-            writer=self._folder.writer,
-        )
+        has_agent, own_log = self._agent is not None, partial(self._folder.append, own_log_name())
+        log_window = self._agent.window if self._agent else own_log
+        self.energy_log = EnergyLog(self.meter, log_window, self._labels, with_counter=has_agent)
         self._energy = TrainingEnergy(
             self.meter,
             self.energy_log,

@@ -48,7 +48,7 @@ def test_a_baseline_of_which_no_gpu_was_metered_has_no_power():
     told = {"time_s": 2.0, "iterations": 3, "energy_j": 200.0}
     told |= dict.fromkeys(("time_uncertainty_s", "metering_uncertainty_j"))
     lines = [window(0, 4, 5, energy_j=300, phase="profile")]
-    facts = report_facts(folder(*lines, job={"baseline": {"mean": told}}))
+    facts = report_facts(folder(*lines, job={"baseline": told}))
     assert facts.baseline.time_s == 2.0
     assert facts.baseline.energy_j is facts.baseline.power_w is None
 
@@ -93,11 +93,11 @@ def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
     new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))
     lines = [window(0, 0, 3, energy_j=800, phase="warm-up"), window(0, 4, 7, energy_j=800)]
-    known = {"job": {"baseline": {"mean": new}}, "summary": {"baseline": old}}
+    known = {"job": {"baseline": new}, "summary": {"baseline": old}}
     assert report_facts(folder(*lines, **known)).saved.startswith("50.00")
     assert report_facts(folder(*lines, summary={"baseline": old})).saved.startswith("75.00")
     # The job was killed before it could tell: its warm-up stands in, which takes as much.
-    killed = known | {"job": {"baseline": {"mean": None}}}
+    killed = known | {"job": {"baseline": None}}
     assert report_facts(folder(*lines, **killed)).saved.startswith("0.00")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.clock.controller import ClockController, spread
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.energy.timeline_log import TIMELINE_FORMAT, TimelineLog
+from envpipe_megatron.runtime.writer import Writer
 
 WAIT_S = 10.0
 
@@ -384,14 +385,14 @@ def leave_at_random_instants() -> None:
     for _ in range(200):
         left.clear()
         gpu = FakeGpu()
-        clock, log = ClockController(gpu), TimelineLog(lambda line: None, {})
+        clock, writer, lines = ClockController(gpu), Writer(), []
         watch = ClockWatch(gpu, lambda clock=clock: clock.last_change_s)
-        parts = (clock, watch, log)
+        parts = (clock, watch, writer)
         try:
             signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 2e-3))
             for number in range(10):
                 clock.request(gpu.supported_frequencies_mhz[number % 5], Done())
-                log._put({})
+                writer.put("lines", partial(lines.append, number))
             clock.wait_idle()
             while not left:  # Python drops what is raised in a destructor
                 for part in parts:
@@ -402,7 +403,8 @@ def leave_at_random_instants() -> None:
             part.close()
         assert gpu.requested_frequency_mhz is None, gpu.history
         assert not any(part._thread.is_alive() for part in (clock, watch))
-        assert not log._writer._waiting[TIMELINE_FORMAT]
+        assert lines == list(range(len(lines)))
+        assert not any(writer._waiting.values())
 
 
 def test_wherever_a_signal_takes_the_main_thread_the_way_out_is_free():

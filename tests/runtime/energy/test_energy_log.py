@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
+from kept_job import job_folder
 from on_request import asked_for
 
 from envpipe_megatron.formats.energy import append_line
@@ -25,16 +26,17 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
+from envpipe_megatron.runtime.job.restarts import folder as folder_module
 
 
 class Logged:
     """A GPU whose time a test sets, its meter and its log."""
 
-    def __init__(self, path: Path | None, **gpu: Any) -> None:
-        self.gpu = FakeGpu(**gpu)
+    def __init__(self, path: Path, append: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.gpu = FakeGpu()
         self.meter = EnergyMeter(self.gpu, poll_s=3600)  # samples when a test asks: `at`
         self.path = path
-        self.log = EnergyLog(self.meter, partial(append_line, path) if path else None, {"rank": 3})
+        self.log = EnergyLog(self.meter, append or partial(append_line, path), {"rank": 3})
 
     def at(self, *times_s: float) -> None:
         """Let time come to these instants, and the meter look there."""
@@ -58,8 +60,6 @@ class Logged:
         return self.lines()
 
     def lines(self) -> list[dict[str, Any]]:
-        if self.path is None or not self.path.is_file():
-            return []
         return [json.loads(line) for line in self.path.read_text().split("\n")[:-1]]
 
 
@@ -233,17 +233,17 @@ def test_a_window_grows_while_the_counter_stands_still(logged, monkeypatch, capl
     assert caplog.text.count("no refresh of the counter since") == 2  # once each time
 
 
-def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(logged, monkeypatch):
+def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_whole_window(logged, monkeypatch):
     for iteration in range(40):
         if iteration == 13:
             stall(logged.gpu, monkeypatch)
         logged.step("steady" if iteration < 30 else "other", iteration, 0.5 * iteration, 0.5)
     logged.log.close()
     lines = logged.lines()
-    assert lines[-1]["last_iteration"] == 12
-    assert sum(line["energy_j"] for line in lines) == pytest.approx(650)
+    assert lines[-1]["last_iteration"] == 11
+    assert sum(line["energy_j"] for line in lines) == pytest.approx(600)
     assert logged.log.totals.keys() == {"steady"}
-    assert logged.log.totals["steady"].iterations == 13
+    assert logged.log.totals["steady"].iterations == 12
 
 
 def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, caplog):
@@ -274,18 +274,19 @@ def test_a_counter_that_goes_back_costs_one_window(logged, caplog):
 # A disk that fails ---------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
+def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, monkeypatch, caplog):
     """It takes no byte for a while, which is said once; what was metered meanwhile is written."""
-    path, tried = tmp_path / "log", threading.Semaphore(0)
-    logged, full = Logged(path), threading.Event()
+    path, tried, full = tmp_path / "energy.jsonl", threading.Semaphore(0), threading.Event()
+    folder = job_folder(tmp_path)
+    logged = Logged(path, partial(folder.append, "energy"))
 
-    def append(line: dict[str, Any]) -> None:
+    def append(path: Path, line: dict[str, Any]) -> None:
         tried.release()
         if full.is_set():
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         append_line(path, line)
 
-    logged.log._append = append
+    monkeypatch.setattr(folder_module, "append_line", append)
     full.set()
     for iteration in range(10):
         logged.step("steady", iteration, iteration, 1.0)
@@ -295,6 +296,7 @@ def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, caplog):
     for iteration in range(10, 20):
         logged.step("steady", iteration, iteration, 1.0)
     logged.log.close()
+    folder.close()
     assert iterations(logged.lines()) == list(range(20))
     assert sum(line["energy_j"] for line in logged.lines()) == pytest.approx(2000)
     assert caplog.text.count(f"{path} could not be written, and is tried again") == 1

@@ -1,9 +1,7 @@
-"""What of a job's iterations is written, and that training never waits for it."""
+"""What of a job's iterations is written."""
 
 from __future__ import annotations
 
-import errno
-import threading
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +12,6 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.formats.energy import Phase, append_line
 from envpipe_megatron.formats.timeline import is_recorded, read_timelines
 from envpipe_megatron.gpu.base import ClockState
-from envpipe_megatron.runtime import writer
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -122,52 +119,3 @@ def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
         "observed_mhz": [1185] * 120,
         "throttle_reasons": ["sw power cap, hw slowdown"] * 120,
     }
-
-
-@pytest.mark.parametrize("lost", [0, 3])
-def test_a_full_disk_costs_what_does_not_wait_for_it_and_is_told_of_once(caplog, lost):
-    tried, room, lines = threading.Event(), threading.Event(), []
-
-    def append(line):
-        tried.set()
-        if not room.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device", "timeline.jsonl")
-        lines.append(line["iteration"])
-
-    log = TimelineLog(append, LABELS)
-    for index in range(257 + lost):
-        add(log, Phase.WARMUP, index)
-        assert tried.wait(60)
-    room.set()
-    log.close()
-    assert lines == list(range(257))
-    warned = [f"The timeline lacks {lost} lines: its disk is slow"] if lost else []
-    assert [r.message for r in caplog.records] == [
-        "timeline.jsonl could not be written, and is tried again. Training goes on: "
-        "[Errno 28] No space left on device: 'timeline.jsonl'",
-        *warned,
-    ]
-
-
-@pytest.mark.parametrize("lines", [1, 290], ids=["few lines wait", "more than may wait"])
-def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, monkeypatch):
-    monkeypatch.setattr(writer, "_JOIN_S", 0.01)
-    writing, hangs = threading.Event(), threading.Event()
-
-    def append(line):
-        writing.set()
-        hangs.wait()
-
-    log = TimelineLog(append, LABELS)
-    add(log, Phase.WARMUP, 0)
-    assert writing.wait(60)
-    for index in range(lines):
-        add(log, Phase.WARMUP, 1 + index)
-    log.close()
-    hangs.set()
-    assert all(t.daemon for t in threading.enumerate() if t.name == "envpipe-writer")
-    lost = [f"The timeline lacks {lines - 256} lines: its disk is slow"] if lines > 256 else []
-    assert [record.message for record in caplog.records] == [
-        "The files of this rank are not complete: their disk does not answer",
-        *lost,
-    ]

@@ -76,7 +76,7 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
         assert (found.frequency_mhz == plans[count].frequency_mhz).all()
     job = json.loads((output / "job.json").read_text())
     assert set(job["plans"]) == {"", "m2", "m3"}
-    assert set(job["other_baselines"]) == {"m2", "m3"}
+    assert set(job["baselines"]) == {"", "m2", "m3"}
 
     again = [3] * 3 + [4] * 3 + [2] * 3
     for stage, told in enumerate(three_ranks.run(step_ranks.train_kept, tmp_path, again, {})):
@@ -99,11 +99,11 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
         if phase == "steady"
     ]
     # The baseline is known one step later, when the counter has been seen after its end.
-    assert [count for count, report in steady if report.comparison is None] == [4]
+    assert [count for count, report in steady if report.energy.saved is None] == [4]
     for _, report in steady:
-        if report.comparison is not None:
-            assert report.comparison.saving_percent > 3
-            assert abs(report.comparison.slowdown_percent) < 8  # steps are of whole 0.1 s
+        if report.energy.saved is not None:
+            assert report.energy.saved.saving_percent > 3
+            assert abs(report.energy.saved.slowdown_percent) < 8  # steps are of whole 0.1 s
     summary = told["summary"]["job"]
     assert set(summary["other_batches"]) == {"m2"}
     for compared in (summary["comparison"], summary["other_batches"]["m2"]):

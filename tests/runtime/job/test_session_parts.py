@@ -555,11 +555,11 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
     if with_agent:
         labels["node"] = "agent's"
     (append, told), _ = world.made["TimelineLog"]
-    assert append.args == (tmp_path / "timeline.jsonl",)
+    assert (append.args, append.keywords) == (("timeline",), {"most": 256})
     assert told == labels
     (meter, append, told), _ = world.made["EnergyLog"]
     assert (meter, told) == (world.meter, labels)
-    assert append == "window" if with_agent else append.args == (tmp_path / f"{log}.jsonl",)
+    assert append == "window" if with_agent else append.args == (log,)
 
 
 CLOSING = [

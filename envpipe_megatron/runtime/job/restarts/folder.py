@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import socket
 import time
@@ -18,13 +19,14 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.files import lock_file, lock_holder
+from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
@@ -47,14 +49,14 @@ logger = logging.getLogger(__name__)
 _GRIDS_FILE = "reconfigure.txt"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
-_PLAN = re.compile(r"plan(-m\d+)?\.json")
-#: Looks at a lock of this job's own, in 90 s: NFS keeps one of a node that died for as long.
-_OWN_LOCK_LOOKS, _LOOK_S = 180, 0.5
+#: What is put aside of a job that has changed, and of another one.
+_PLANS = re.compile(r"plan(-m\d+)?\.json")
+_ALL = re.compile(r"profile\.(csv|json)|job\.json|" + _PLANS.pattern)
+#: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
+_OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
-_NOT_OF_PLAN = (
-    *("num_microbatches", "num_chunks", "group_size", "blocking_power_w", "conditions", "order"),
-    *("objective", "split", "runnable"),
-)
+_NOT_OF_PLAN = {"num_chunks", "blocking_power_w", "conditions", "order", "objective"}
+_NOT_OF_PLAN |= {"split", "runnable"}
 #: Of a job whose profile is another one: plans of the one that it had are not this one's.
 _NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_ended": None}
 
@@ -68,26 +70,20 @@ class JobFolder:
     """
 
     def __init__(self, path: Path | None, collectives: Collectives) -> None:
+        self._collectives = collectives
         #: Its lock ends with the process, however that ends, and is no child's.
         self._lock: IO[str] | None = None
-        #: Where they are.
-        self.path: Path | None = None
-        left = _OWN_LOCK_LOOKS
-        waits = path is not None
-        while path is not None and waits:
-            left -= 1  # an exchange a look: ranks that wait for longer give the planning one up
-            self.path, waits = collectives.agreed(partial(self._take, path, left))
-        #: What the bill says of them.
-        self.notes: tuple[str, ...] = ()
-        if self.path != path:
-            where = (
-                f"files of this one are in {self.path}" if self.path else "this one leaves no files"
-            )
-            self.notes = (f"Another job writes to {path}: {where}",)
+        #: Where they are, and what the bill says of that.
+        self.path, self.notes = path, tuple[str, ...]()
+        looks, taken = _OWN_LOCK_LOOKS, None
+        while path is not None and taken is None:
+            looks -= 1  # an exchange a look: ranks that wait for longer give the planning one up
+            taken = collectives.agreed(partial(self._take, path, looks > 0))
+        if taken is not None:
+            self.path, self.notes = taken
         with suppress(OSError):  # what cannot be written is logged
             if self.path is not None:  # nodes may have disks of their own
                 self.path.mkdir(parents=True, exist_ok=True)
-        self._collectives = collectives
         self.node = socket.gethostname()
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
@@ -98,13 +94,13 @@ class JobFolder:
         self.started = ""
         #: What `job.json` is to say; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
-        self.writer = Writer()
+        self._writer = Writer()
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
 
     def close(self) -> None:
         """Write what is left, and let another job write to the folder."""
-        self.writer.close()
+        self._writer.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -132,17 +128,11 @@ class JobFolder:
             return dict(labels)
         return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
 
-    def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
-        """A function that adds to `<name>.jsonl` or `<name>-<node>.jsonl`; None without folder."""
-        if self.path is None:
-            return None
-        return partial(append_line, self.path / f"{name}{self._of_node}.jsonl")
-
-    def append(self, name: str, entry: dict[str, Any]) -> None:
-        """Append an object to the node's file of this name."""
-        append = self.appender(name)
-        if append is not None:
-            self.writer.put(name, partial(append, entry))
+    def append(self, name: str, entry: dict[str, Any], most: float = math.inf) -> None:
+        """Append an object to `<name>.jsonl` or `<name>-<node>.jsonl`; `most` as `Writer.put`."""
+        if self.path is not None:
+            path = self.path / f"{name}{self._of_node}.jsonl"
+            self._writer.put(name, partial(append_line, path, entry), most)
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
@@ -199,68 +189,53 @@ class JobFolder:
         """Have the planning rank write a file, once another job's has made way."""
         if self.path is not None and self._collectives.is_planner:
             path = self.path / name
-            self.writer.put(name, lambda: self._make_way() and write(path))
+            self._writer.put(name, lambda: self._make_way() and write(path))
 
-    def _take(self, path: Path, left: int) -> tuple[Path | None, bool]:
-        """Return the first folder that no live job writes to; the path where that is not known.
+    def _take(self, path: Path, waits: bool) -> tuple[Path | None, tuple[str, ...]] | None:
+        """Lock the first folder that no live job writes to; it, and what is to be said of it.
 
-        None where another live job has the path and no other folder can be made. With it, whether a
-        lock is waited for, as long as there are looks `left`.
+        None, after a moment, if a start of this job has it and is waited for.
         """
-        own, number = path, 1
-        while True:
+        for number in count(1):
+            own = path if number == 1 else path.with_name(f"{path.name}.{number}")
+            lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(own / _LOCK_FILE, left)
-                break
+                if not waits and is_of_this_job(lock, elsewhere=True):
+                    logger.warning("%s is of a node that died: this start takes its folder", lock)
+                    lock.unlink()  # the lock goes with it
+                self._lock = lock_file(lock)
             except BlockingIOError:
-                number += 1
-                own = path.with_name(f"{path.name}.{number}")
-            except OSError as error:
-                if number == 1:
-                    return path, False
-                logger.warning(
-                    "Another job writes to %s: this one leaves no files: %s", path, error
-                )
-                return None, False
-        if own != path and self._lock is not None:
-            logger.warning("Another job writes to %s: this one writes to %s", path, own)
-        return own, self._lock is None
+                if waits and is_of_this_job(lock):
+                    time.sleep(_LOOK_S)
+                    return None
+                continue
+            except OSError as error:  # a first one that cannot be locked is taken all the same
+                where = f"this one leaves no files: {error}"
+            if number == 1:
+                return path, ()
+            note = f"Another job writes to {path}: {where}"
+            logger.warning(note)
+            return own if self._lock else None, (note,)
+        raise AssertionError
 
     def _look(self, path: Path, config: SessionConfig, keys: JobKeys) -> tuple[StoredJob, str]:
         """Return what was found, and when this start began; on the planning rank."""
-        found, why, starts_over = StoredJob(keys), "", False
+        found, why, names = StoredJob(keys), "", _PLANS
         try:
             found = read_job(path / JOB_FILE, keys, config.profile_file)
         except Exception as error:  # a kept file may fail in any way, and the job must start
-            why, starts_over = f"The job starts over: {error}", True
+            why, names = f"The job starts over: {error}", _ALL
         if found.changed:
             left = ", ".join(found.phases_done) or "nothing"
             why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
         if why:
-            self._make_way = cache(partial(_set_aside, path, config, why, starts_over=starts_over))
+            self._make_way = cache(partial(_set_aside, path, config, why, names))
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._job = replace(found, starts=(*found.starts, started))
         if found.starts or not config.may_be_lowered:
             self._write(JOB_FILE, self._job.write)
         return found, started
-
-
-def _locked(path: Path, left: int) -> IO[str] | None:
-    """Lock a file; None after a moment if its holder may be of this job and there are looks left.
-
-    Raises as `lock_file`, unless the holder has ended.
-    """
-    with suppress(BlockingIOError):
-        return lock_file(path)
-    own_job, lives = lock_holder(path)
-    if lives is False or (own_job and lives is None and not left):
-        logger.warning("%s is of a start that has ended: this one takes its folder", path)
-        path.unlink()  # the lock goes with it
-    elif left and own_job is not False:
-        time.sleep(_LOOK_S)
-        return None
-    return lock_file(path)
 
 
 def _keys(
@@ -269,26 +244,21 @@ def _keys(
     """All that a profile, a baseline and a plan rest on."""
     request, clocks = config.request, gpu.supported_frequencies_mhz
     asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
-    own = {
-        "num_stages": num_stages,
-        "num_chunks": request.num_chunks,
-        "clocks_mhz": [max(clocks), min(clocks)],
-        "num_clocks": len(clocks),
-        "clock_backend": gpu.address.backend,
-        "power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
-        "power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
-        "profile_sha256": _sha256(config.profile_file),
-    }
-    fingerprint = config.fingerprint or {}
     return {
-        "profile": {**fingerprint, **{f"envpipe_{name}": value for name, value in own.items()}},
-        "steps": {
-            "num_microbatches": request.num_microbatches,
-            "num_replicas": num_replicas,
-            "group_size": request.group_size,
+        "profile": {
+            **(config.fingerprint or {}),
+            "envpipe_num_stages": num_stages,
+            "envpipe_num_chunks": request.num_chunks,
+            "envpipe_clocks_mhz": [max(clocks), min(clocks)],
+            "envpipe_num_clocks": len(clocks),
+            "envpipe_clock_backend": gpu.address.backend,
+            "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+            "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
+            "envpipe_profile_sha256": _sha256(config.profile_file),
         },
         "plan": {
             **asked,
+            "num_replicas": num_replicas,
             "deadline_factor": request.deadline_factor or 1.0,
             "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
             "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
@@ -310,30 +280,24 @@ def _sha256(path: Path | None) -> object:
     return path and _if_known(lambda: hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def _set_aside(folder: Path, config: SessionConfig, reason: str, *, starts_over: bool) -> bool:
+def _set_aside(folder: Path, config: SessionConfig, reason: str, names: re.Pattern[str]) -> bool:
     """Rename a job's files but those that the user gave, so that others may have their names.
 
     False if that failed; OSError if the folder cannot be looked at.
     """
-    files = [each for each in folder.glob("plan*.json") if _PLAN.fullmatch(each.name)]
-    if starts_over:
-        profile = folder / PROFILE_FILE
-        # The job file comes last: as long as it is there, the others pass for no new job's.
-        files = [profile, sidecar_path(profile), *files, folder / JOB_FILE]
-    profile_file = config.profile_file
-    given = {config.plan_file, profile_file, profile_file and sidecar_path(profile_file)}
-    files = [path for path in files if path not in given]
+    profile = config.profile_file
+    given = {config.plan_file, profile, profile and sidecar_path(profile)}
+    files = {path for path in folder.glob("*.*") if names.fullmatch(path.name)} - given
     number = 1
-    while any(_aside(path, number).exists() for path in files):
+    while any(folder.glob(f"*.old{number}.*")):
         number += 1
+    kept = []
     try:
-        kept = [path.rename(_aside(path, number)).name for path in files if path.exists()]
+        # The job file comes last: as long as it is there, the others pass for no new job's.
+        for path in sorted(files, reverse=True):
+            kept.append(path.rename(path.with_suffix(f".old{number}{path.suffix}")).name)
     except OSError as error:
         logger.warning("%s. Its files stay as they are: %s", reason, error)
         return False
     logger.warning("%s. Put aside: %s", reason, ", ".join(kept) or "nothing")
     return True
-
-
-def _aside(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.old{number}{path.suffix}")

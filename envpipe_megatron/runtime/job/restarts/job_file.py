@@ -2,23 +2,23 @@
 
 ```json
 {
- "format": "envpipe-job/3", "sha256": "of the rest",
- "keys": {"profile": {"hidden_size": 2048, "...": 0}, "steps": {"num_microbatches": 8, "...": 0},
-          "plan": {"policy": "envelope", "...": 0}},
+ "format": "envpipe-job/4", "sha256": "of the rest",
+ "keys": {"profile": {"hidden_size": 2048, "...": 0}, "plan": {"policy": "envelope", "...": 0}},
  "starts": ["2026-05-04T10:11:12.345+00:00"],
  "phases_done": ["warm-up", "profile", "reconfigure"],
  "profile": {"rows": [[0, "forward", 1410, 0.1, 35.0, 0.2], "..."], "listed_chunks": 1,
              "sidecar": {"...": 0}},
  "plans": {"": {"format": "envpipe-plan/1", "...": 0}},
- "baseline": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
-                       "energy_j": 210.0, "metering_uncertainty_j": 0.4}, "by_stage": ["..."]},
- "other_baselines": {}, "reconfigure": {"steps": 12, "ended": "..."}, "one_clock_mhz": null
+ "baselines": {"": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
+                             "energy_j": 210.0, "metering_uncertainty_j": 0.4},
+                    "by_stage": ["..."], "own": null}},
+ "reconfigure_steps": 12, "reconfigure_ended": "...", "one_clock_mhz": null
 }
 ```
 
-Plans have the names of their batches: empty is the full one, `m24` one of 24 microbatches, whose
-baseline is among `other_baselines`. The file is all that a start reads, and is replaced as a whole:
-a kill leaves the old one or the new one.
+Plans and baselines have the names of their batches: empty is the full one, `m24` one of 24
+microbatches. The file is all that a start reads, and is replaced as a whole: a kill leaves the old
+one or the new one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.reconfigure import Ended
 
-_JOB_FORMAT = "envpipe-job/3"
+_JOB_FORMAT = "envpipe-job/4"
 JOB_FILE, PROFILE_FILE = "job.json", "profile.csv"
 
 #: Facts that must be the same for what an earlier start left to hold, of JSON's types. `profile`:
-#: what units cost rests on, and so everything: model, sizes, GPU. `steps`: what a step takes rests
-#: on besides, and so baselines and plans: how many microbatches and replicas there are. `plan`:
-#: what plans, and the clock of a whole job, rest on besides: what was asked for.
+#: what units cost rests on, and so everything: model, sizes, GPU. `plan`: what a step takes and all
+#: that is planned rest on besides: how many microbatches and replicas there are, what is asked for.
 JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
@@ -92,22 +91,15 @@ class StoredJob:
 
     def write(self, path: Path) -> None:
         """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
-        baselines = {
-            batch: {"mean": asdict(known.mean), "by_stage": [asdict(s) for s in known.by_stage]}
-            for batch, known in self.baselines.items()
-        }
         data = {
             "format": _JOB_FORMAT,
-            "keys": self.keys,
-            "starts": self.starts,
+            **vars(self),
             "phases_done": self.phases_done,
             "profile": self.profile and self.profile.to_json(),
             "plans": {batch: plan.to_json() for batch, plan in self.plans.items()},
-            "baseline": baselines.pop("", None),
-            "other_baselines": baselines,
-            "reconfigure": {"steps": self.reconfigure_steps, "ended": self.reconfigure_ended},
-            "one_clock_mhz": self.one_clock_mhz,
+            "baselines": {batch: asdict(known) for batch, known in self.baselines.items()},
         }
+        del data["changed"]
         data["sha256"] = _digest(data)
         lines = (f' "{name}": {json.dumps(value)}' for name, value in data.items())
         replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
@@ -128,30 +120,16 @@ def read_job(path: Path, keys: JobKeys, profile_file: Path | None = None) -> Sto
     if data.pop("sha256", None) != _digest(data):
         raise EnvPipeError(f"{path} is damaged")
     now = json.loads(json.dumps(keys))
-    of_profile, of_steps, of_plan = (
-        _changes(data["keys"][part], now[part]) for part in ("profile", "steps", "plan")
-    )
-    changed = (*of_profile, *of_steps, *of_plan)
+    of_profile, of_plan = (_changes(data["keys"][part], now[part]) for part in ("profile", "plan"))
     if of_profile:
-        raise EnvPipeError(f"{path} is of another job: {'; '.join(changed)}")
-    baselines = {"": data["baseline"], **data["other_baselines"]}
-    job = StoredJob(
-        now,
-        tuple(data["starts"]),
-        profile_of_json(data["profile"], path) if data["profile"] else None,
-        baselines={
-            batch: BaselineEnergy(
-                StepEnergy(**known["mean"]), tuple(StepEnergy(**each) for each in known["by_stage"])
-            )
-            for batch, known in baselines.items()
-            if known is not None and not of_steps
-        },
-        changed=changed,
-    )
-    if changed:
+        raise EnvPipeError(f"{path} is of another job: {'; '.join(of_profile + of_plan)}")
+    profile = profile_of_json(data["profile"], path) if data["profile"] else None
+    job = StoredJob(now, tuple(data["starts"]), profile, changed=tuple(of_plan))
+    if of_plan:
         return job
-    profile = read_profile(profile_file) if profile_file and data["plans"] else job.profile
-    ended = data["reconfigure"]["ended"]
+    if profile_file and data["plans"]:
+        profile = read_profile(profile_file)
+    ended = data["reconfigure_ended"]
     return replace(
         job,
         plans={
@@ -159,7 +137,13 @@ def read_job(path: Path, keys: JobKeys, profile_file: Path | None = None) -> Sto
             for batch, plan in data["plans"].items()
             if profile is not None
         },
-        reconfigure_steps=data["reconfigure"]["steps"],
+        baselines={
+            batch: BaselineEnergy(
+                StepEnergy(**known["mean"]), tuple(StepEnergy(**each) for each in known["by_stage"])
+            )
+            for batch, known in data["baselines"].items()
+        },
+        reconfigure_steps=data["reconfigure_steps"],
         reconfigure_ended=ended and Ended(ended),
         one_clock_mhz=data["one_clock_mhz"],
     )

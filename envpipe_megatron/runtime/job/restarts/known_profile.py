@@ -66,10 +66,10 @@ def baseline_holds(job: PhaseParts) -> bool:
 
     An earlier start's that it contradicts is forgotten. Every rank calls it.
     """
-    step, baseline = job.energy.warm_step(job.batch), job.energy.baselines.get(job.batch)
+    baseline = job.energy.baselines.get(job.batch)
     if baseline is None or baseline.own is not None:
         return True  # this start measures it
-    known = baseline.mean
+    step, known = job.energy.warm_step(job.batch), baseline.mean
     if step is not None:
         unsure = NORMAL_95 * (known.time_uncertainty_s or 0.0) / known.time_s
         share = step.time_s / known.time_s - 1

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,8 +85,10 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
             "envpipe_power_profiles": [],
             "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
         },
-        "steps": {"num_microbatches": 4, "num_replicas": 1, "group_size": None},
         "plan": {
+            "num_microbatches": 4,
+            "num_replicas": 1,
+            "group_size": None,
             "schedule": "envpipe",
             "policy": "envelope",
             "reconfigure": "greedy",
@@ -144,18 +147,16 @@ def test_every_rank_gets_what_the_planner_found(whole):
     assert files(whole) == before
 
 
-STEPS = {"num_microbatches": 8, "num_replicas": 1}
-
-
 @pytest.mark.parametrize(
-    ("change", "kept", "shown"),
+    ("plan", "shown"),
     [
-        ({"steps": STEPS}, ("profile",), "num_microbatches was 4 and is now 8"),
-        ({"plan": {"policy": "optimal"}}, ("warm-up", "profile"), "policy was 'envelope'"),
-        ({"steps": STEPS, "plan": {}}, ("profile",), "reconfigure was 'greedy' and is now not"),
+        ({"num_microbatches": 8}, "num_microbatches was 4 and is now 8"),
+        ({"policy": "optimal"}, "policy was 'envelope'"),
+        ({}, "reconfigure was 'greedy' and is now not"),
     ],
 )
-def test_what_does_not_rest_on_what_has_changed_is_kept(whole, caplog, change, kept, shown):
+def test_a_profile_is_kept_where_units_cost_the_same(whole, caplog, plan, shown):
+    change, kept = {"plan": plan}, ("profile",)
     folder = job_folder(whole)
     folder.keep_one_clock(1200)
     before = files(whole)
@@ -361,7 +362,8 @@ def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, 
         second.append("energy", {"energy_j": 1.0})
         assert {*files(second.path)} == {"job.json", "energy.jsonl"}
         assert files(own) == {}
-        assert f"Another job writes to {own}: this one writes to {second.path}" in caplog.text
+        why = f"Another job writes to {own}: files of this one are in {second.path}"
+        assert (why in caplog.text, second.notes) == (True, (why,))
     second.close()
     assert job_folder(own).path == own
 
@@ -384,51 +386,54 @@ def test_beside_a_live_job_where_no_folder_can_be_made_no_files_are_left(
         second.append("energy", {"energy_j": 1.0})
     assert files(whole) == before
     assert (second.path, second.found) == (None, StoredJob())
-    why = f"Another job writes to {whole}: this one leaves no files"
+    why = f"Another job writes to {whole}: this one leaves no files: [Errno 13] Permission denied"
     assert second.notes == (why,)
     assert why in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("holder", "taken", "looks"),
+    ("holder", "ends", "taken", "looks"),
     [
-        pytest.param({}, False, 0, id="another job's that lives"),
-        pytest.param({"host": "b", "boot": "2"}, False, 0, id="another job's elsewhere"),
-        pytest.param({"pid_namespace": 1}, False, 0, id="another job's out of sight"),
-        pytest.param({"pid": 2**22 + 1}, True, 0, id="of no process any more"),
-        pytest.param({"boot": "1"}, True, 0, id="of this host before it was started again"),
-        pytest.param({"job": "7", "host": "b", "boot": "2"}, True, 3, id="this job's elsewhere"),
-        pytest.param({"job": "7"}, False, 3, id="this job's that lives"),
-        pytest.param(None, False, 3, id="nobody knows whose"),
+        pytest.param({"job": "8"}, False, False, 0, id="another job's"),
+        pytest.param({"job": "8", "boot": "1"}, False, False, 0, id="another job's elsewhere"),
+        pytest.param({"job": ""}, False, False, 0, id="nobody knows whose"),
+        pytest.param(None, False, False, 0, id="nothing is known of it"),
+        pytest.param({}, False, False, 3, id="this job's that lives"),
+        pytest.param({}, True, True, 2, id="this job's that is ending"),
+        pytest.param({"boot": "1"}, True, True, 2, id="this job's that a dead node left"),
+        pytest.param({"boot": "1"}, False, True, 3, id="one that a dead node left for ever"),
     ],
 )
 def test_a_lock_that_a_dead_node_left_costs_no_folder(
-    tmp_path, monkeypatch, caplog, holder, taken, looks
+    tmp_path, monkeypatch, caplog, holder, ends, taken, looks
 ):
-    """As a file server keeps one whose client has lost its power."""
-    own, slept = tmp_path / "out", []
+    """As a file server keeps one, some for a while, whose client has lost its power."""
+    own, lock, slept = tmp_path / "out", tmp_path / "out" / ".lock", []
     own.mkdir()
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 3)
-    monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=slept.append))
-    with locked_file(own / ".lock"):
-        record = json.loads((own / ".lock").read_text())
-        assert (record[0], record[1]) == ("8", socket.gethostname())
-        names = ("job", "host", "boot", "pid_namespace", "pid")
-        record = {**dict(zip(names, record, strict=True)), **(holder or {})}
-        text = "" if holder is None else json.dumps(list(record.values()))
-        (own / ".lock").write_text(text)
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 4)
+    with ExitStack() as held:
+        held.enter_context(locked_file(lock))
+        job, boot = lock.read_text().split("\n")
+        assert (job, boot) == ("7", Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        record = {"job": job, "boot": boot, **(holder or {})}
+        lock.write_text("" if holder is None else "\n".join(record.values()))
+
+        def sleep(time_s: float) -> None:
+            slept.append(time_s)
+            if ends and len(slept) == looks:
+                held.close()
+
+        monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=sleep))
         second = job_folder(own)
         assert second.path == (own if taken else tmp_path / "out.2")
-        assert len(slept) == max(looks - 1, 0)
-        assert ("of a start that has ended" in caplog.text) is taken
+        assert len(slept) == looks
+        assert ("of a node that died" in caplog.text) is (taken and not ends)
         assert second.notes == (
             () if taken else (f"Another job writes to {own}: files of this one are in {own}.2",)
         )
-        if taken:  # by a lock that holds
-            with pytest.raises(AssertionError), locked_file(own / ".lock"):
-                pass
+        with pytest.raises(AssertionError), locked_file(lock):  # by a lock that holds
+            pass
 
 
 class Nodes:

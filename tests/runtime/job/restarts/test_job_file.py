@@ -61,7 +61,7 @@ def test_another_job_is_told_from_this_one(path, change, shown):
         read_job(path, of_units(**change))
     fewer = {key: value for key, value in KEYS["profile"].items() if key != "gpu"}
     now: JobKeys = {**KEYS, "profile": fewer, "plan": {}}
-    with pytest.raises(EnvPipeError, match="gpu was 'NVIDIA H200' and is now not given; policy"):
+    with pytest.raises(EnvPipeError, match="gpu was 'NVIDIA H200' and is now not given; num"):
         read_job(path, now)
 
 
@@ -100,8 +100,8 @@ def test_a_damaged_job_starts_over_and_is_kept(path, caplog, how, seed):
 
 
 def test_the_file_of_another_version_is_refused_by_its_format(path):
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "envpipe-job/2"}))
-    with pytest.raises(EnvPipeError, match="It must be 'envpipe-job/3'"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "envpipe-job/3"}))
+    with pytest.raises(EnvPipeError, match="It must be 'envpipe-job/4'"):
         read_job(path, KEYS)
 
 
