@@ -275,6 +275,8 @@ class Controller:
         if drift.any():
             self._store.forget(upset(drift))
             self._planner.begin_again(self._judge.windows)
+            if self.plan is not None:
+                self._commands.note(self._what_drifted(drift, window) + ": planning again")
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""

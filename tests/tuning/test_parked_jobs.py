@@ -106,14 +106,12 @@ def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypa
     "what",
     [
         {"wait_follows": 0.0},
-        # As long as a wait may be, for all that units tell.
-        pytest.param({"change_s": 0.04}, marks=on_request("CONTROL")),
         # What is left of waits is too short.
         pytest.param({"forward_s": (0.03, 0.03, 0.03)}, marks=on_request("CONTROL")),
     ],
     ids=str,
 )
-def test_nothing_is_parked_where_it_does_not_pay_or_changes_are_slow(what):
+def test_nothing_is_parked_where_it_does_not_pay(what):
     _, gpus, plan = run(50, **what)
     assert not gpus.parked
     assert plan.park_mhz is None

@@ -32,8 +32,8 @@ from envpipe_megatron.tuning.measured.powers import Powers, StoreError
 _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
 _NO_SLOWER = 1.01
-#: So many windows tell how iterations of one order differ as a whole.
-_KEPT_COMMON = 9
+#: So many iterations of one order tell how they differ as a whole, and so many windows are kept.
+_TELLS_COMMON, _KEPT_COMMON = 3, 9
 #: A unit that takes less than this share of what is known did not run.
 _IMPLAUSIBLE = 0.3
 #: Standard error of powers for what their model misses, as a share: on published profiles of A100
@@ -303,9 +303,10 @@ class Store:
     def _common_error(self, window: Window) -> float:
         """By which share all units of a window may be off together: heat, hosts, the network."""
         count = window.num_iterations
-        self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
+        if count >= _TELLS_COMMON:
+            self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
         # A window in which something changed differs in itself, and tells nothing.
-        return float(np.median(self._common) / np.sqrt(count))
+        return float(np.median(self._common or 0.0) / np.sqrt(count))
 
     def _learn_tails(self, window: Window) -> None:
         ends_s, gaps_s = window.ends_s, window.gaps_s
