@@ -13,7 +13,7 @@ so that clocks come late, waits cost their power and counters refresh as for a r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
 from queue import SimpleQueue
@@ -72,13 +72,13 @@ _FAILED = object()
 
 
 class Immediate(Background[Any]):
-    """Work beside training that takes no time, or is looked for so many times in vain."""
+    """Work beside training that takes no time, or is looked for in vain: each so many times."""
 
     _make: Callable[[], Any] | None = None
 
-    def __init__(self, looks: int = 0) -> None:
+    def __init__(self, looks: Iterator[int]) -> None:
         super().__init__()
-        self._looks = looks
+        self._looks, self._left = looks, 0
 
     @property
     def busy(self) -> bool:
@@ -87,12 +87,12 @@ class Immediate(Background[Any]):
 
     def start(self, make: Callable[[], Any]) -> None:
         """Begin; it is done when its result is taken."""
-        self._make = make
+        self._make, self._left = make, next(self._looks)
 
     def take(self) -> Any:
         """As `Background.take`."""
-        if self._make is not None and self._looks:
-            self._looks -= 1
+        if self._make is not None and self._left:
+            self._left -= 1
             return None
         make, self._make = self._make, None
         return make and make()
@@ -107,9 +107,10 @@ class EmulatedJob:
 
     Args:
         own_order: of a framework that runs its units itself.
-        late: so many times the first best plan is looked for in vain.
+        late: how many times each best plan is looked for in vain, one plan after the other; all
+            that follow as the last.
         rooms: whether plans of other orders than the framework's find memory for their messages,
-            one plan after the other; all that follow as the last.
+            likewise.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class EmulatedJob:
         config: SessionConfig,
         own_order: Schedule | None = None,
         *,
-        late: int = 0,
+        late: Sequence[int] = (0,),
         rooms: Sequence[bool] = (True,),
     ) -> None:
         self.pipelines = pipelines
@@ -211,7 +212,8 @@ class EmulatedJob:
         counts = asked.num_microbatches, asked.num_chunks, asked.group_size
         own = framework_order(self._stages, *counts)
         rooms = chain(self._rooms, repeat(self._rooms[-1]))
-        backgrounds = chain((self._late,), repeat(0))
+        late = chain(self._late, repeat(self._late[-1]))
+        backgrounds = chain((late,), repeat(repeat(0)))
         channel = SimpleNamespace(
             capacity=None,
             more_bytes=lambda schedule: 0,

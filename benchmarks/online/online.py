@@ -148,7 +148,7 @@ def trouble_rows() -> Iterator[dict[str, Any]]:
 
     troubles: dict[str, dict[str, Any]] = {
         "none": {},
-        "the first plan is late": {"late": _LATE},
+        "the first plan is late": {"late": (_LATE, 0)},
         "a look of the probe does not run whole": partial_at(
             [each.phase for each in calm.job].index(Phase.PROFILE)
         ),
@@ -177,7 +177,7 @@ def noise_rows() -> Iterator[dict[str, Any]]:
             forward_s,
             iterations=_NOISY,
             replicas=_MANY,
-            hiccups=share,
+            emulated={"hiccups": share},
         )
         yield {
             "hiccups (% of units)": 100 * share,

@@ -186,6 +186,8 @@ class Pipelines:
         hiccups: share of units that take 10 ms longer.
         scatter: standard deviation of the time of a unit, as a share of it.
         wait_follows: share of the power of waiting at the highest clock that follows the clock.
+        tail_s: what the last stage does after its last unit.
+        seed: of hiccups and scatter.
     """
 
     def __init__(
@@ -199,6 +201,8 @@ class Pipelines:
         hiccups: float = 0.0,
         scatter: float = 0.0,
         wait_follows: float = 0.0,
+        tail_s: float = 0.0,
+        seed: int = 7,
     ) -> None:
         self.gpus = [
             [
@@ -211,7 +215,7 @@ class Pipelines:
             {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
         ]
         self._faults, self._hiccups, self._scatter = faults, hiccups, scatter
-        self._random = np.random.default_rng(7)
+        self._tail_s, self._random = tail_s, np.random.default_rng(seed)
         self.iterations: list[Iteration] = []
         #: After how many waits that were parked in a unit began at its own clock, and did not.
         self.parked: Counter[bool] = Counter()
@@ -234,7 +238,7 @@ class Pipelines:
                 gpu.conditions = now.get((replica, stage), Conditions())
             starts, ends = self._run_replica(gpus, order, begin_s)
             made.append((starts, ends))
-            ends_s.append(max(end for of_stage in ends for end in of_stage))
+            ends_s.append(max(*map(max, ends), ends[-1][-1] + self._tail_s))
         latest_s = max(ends_s)
         for gpus in self.gpus:
             for gpu in gpus:

@@ -91,15 +91,14 @@ def run_job(
     iterations: int,
     replicas: int = 1,
     faults: Faults = lambda iteration: {},
-    hiccups: float = 0.0,
-    scatter: float = 0.0,
     starts_again: Sequence[int] = (),
+    emulated: Mapping[str, Any] | None = None,
     **trouble: Any,
 ) -> Ran:
     """Run a job, and the framework's own order; `forward_s` is of a chunk of each stage.
 
-    In the iterations of `starts_again` the job starts again, with what its folder keeps. `trouble`
-    is that of `EmulatedJob`.
+    In the iterations of `starts_again` the job starts again, with what its folder keeps. More
+    of the GPUs is `emulated`, as arguments of `Pipelines`; `trouble` is that of `EmulatedJob`.
     """
 
     def pipelines() -> Pipelines:
@@ -109,13 +108,12 @@ def run_job(
             replicas,
             backward_ratio=BACKWARD_RATIO,
             faults=faults,
-            hiccups=hiccups,
-            scatter=scatter,
+            **(emulated or {}),
         )
 
     controlled = pipelines()
     said: list[tuple[int, str]] = []
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # ranks end a little later
         if starts_again:
             config = replace(config, output_dir=Path(folder), fingerprint={})
         for first, after in pairwise((0, *starts_again, iterations)):

@@ -31,7 +31,8 @@ from envpipe_megatron.tuning.probes.probe import Probe, first_probe
 from envpipe_megatron.tuning.probes.slack import SlackProbe, lifted
 from envpipe_megatron.tuning.replicas import Followers
 
-#: Corrections that gain nothing end after so many.
+#: Corrections that gain nothing end after so many. Without any, a job in which a GPU becomes slow
+#: saves 0.8 points less.
 _MOST_CORRECTIONS = 6
 #: The framework's order runs at the highest clocks for so many iterations, each time that so many
 #: others have passed: less than a hundredth of what is saved.

@@ -51,9 +51,8 @@ def run(
         iterations=iterations,
         replicas=replicas,
         faults=faults,
-        hiccups=hiccups,
-        scatter=scatter,
         starts_again=starts_again,
+        emulated={"hiccups": hiccups, "scatter": scatter},
     )
 
 

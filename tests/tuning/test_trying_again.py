@@ -81,7 +81,7 @@ def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_while_the_best_plan_takes_long_a_quick_one_runs(calm):
-    ran = run(iterations=130, late=23)
+    ran = run(iterations=130, late=(23, 0))
     (quick,) = (at for at, text in ran.said if "made in seconds" in text)
     assert quick == ran.profiled
     assert 0.02 < ran.saved(quick + 2, 60) < calm

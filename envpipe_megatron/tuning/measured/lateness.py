@@ -10,7 +10,8 @@ from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.tuning.commands import Parking
 
-#: How late a change of clock is taken to be until one was seen, s.
+#: How late a change of clock is taken to be until one was seen, s. With 0, uneven stages save 11
+#: points less.
 _LATE_S = 0.01
 #: Units that start this many times later than changes are late ran at their own clock.
 _SURELY = 2.0

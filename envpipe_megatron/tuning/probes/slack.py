@@ -19,12 +19,14 @@ from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.probe import Look
 
-#: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter.
+#: Each kind of unit is seen for so long at a clock, s: three refreshes of the counter. With a tenth
+#: of one, a job with late plans in which a GPU becomes slow saves 7.3 points less.
 _ENOUGH_S = 0.3
 #: A probe that would lose less time than this share of the iteration loses none. Without it three
 #: stages of which two come under a power cap save 1.5 points less.
 _NOTHING_LOST = 1e-4
-#: Looks go on until this many clocks below the bottom of all energy valleys were seen.
+#: Looks go on until this many clocks below the bottom of all energy valleys were seen. With all
+#: clocks, a job that starts again on another GPU loses 9.7 iterations more.
 _BELOW_VALLEY = 1
 
 
