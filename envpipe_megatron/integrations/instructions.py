@@ -347,8 +347,11 @@ class InstrumentedPipeline:
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS
+        options = self._options
+        if len(set(counts.values())) > 1:  # a step has run: what was given ends nothing now
+            options = replace(options, profile=None, plan=None)
         job = LeveledJob(
-            self._options,
+            options,
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,

@@ -59,7 +59,7 @@ class LeveledJob:
         of_replicas = limits_of_replicas(placement.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
-        self.job = self._make_job(of_replicas)
+        self.job = self._make_job(options, of_replicas)
 
     @property
     def level(self) -> Level:
@@ -96,8 +96,8 @@ class LeveledJob:
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
 
-        What options ask for beyond the new level is dropped; a step that has begun is to begin
-        again. Raises LevelError if the level `asked` cannot be had.
+        What options ask for beyond the new level is left out: it ends no training that has begun. A
+        step that has begun is to begin again. Raises LevelError if the level `asked` cannot be had.
         """
         self._limits = *self._limits, *found
         decision = self._decide(asked)
@@ -106,11 +106,16 @@ class LeveledJob:
         self.decision = decision
         if self.options.plan is not None:
             self.tell(f"the plan {self.options.plan} is not run: it may be of another order")
-        self.options = replace(self.options, plan=None)
+        options = self.options = replace(self.options, plan=None)
         if decision.level < Level.UNITS:
-            self.options = replace(self.options, profile=None, profile_only=False)
+            if options.profile is not None or options.profile_only:
+                self.tell("no profile is used or written: it is of units, and the level below that")
+            self.options = replace(options, profile=None)
+            options = replace(self.options, profile_only=False)
+        if decision.level is Level.OBSERVE:
+            options = replace(options, require_control=False)
         self.job.close()
-        self.job = self._make_job(found)
+        self.job = self._make_job(options, found)
         return True
 
     def begin_step(self, iteration: int | None = None) -> None:
@@ -168,8 +173,8 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._args, self._limits, asked, checks=checks)
 
-    def _make_job(self, found: Sequence[Limit]) -> Job | None:
+    def _make_job(self, options: Options, found: Sequence[Limit]) -> Job | None:
         try:
-            return self._make(self.options, level=self.level, notes=[*map(str, found)])
+            return self._make(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import call
 
 import pytest
 
@@ -267,8 +268,11 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     def full(*arguments: Any, **options: Any) -> None:
         raise MemoryFullError("too little of a test")
 
-    ran = []
+    ran, steps = [], TrainSchedule(2, 2, 0)
     monkeypatch.setattr(PipelineEngine, "_exec_schedule", lambda engine, steps: ran.append(steps))
+    monkeypatch.setattr(
+        PipelineEngine, "train_batch", lambda engine, _: engine._exec_schedule(steps)
+    )
     engine: Any = object.__new__(EnvPipeEngine)
     job, made, said = begin()
     made[0].session.run_iteration = full
@@ -280,16 +284,18 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         "micro_batches": 2,
         "full_microbatches": 2,
         "_reserve_pipe_buffers": lambda count: None,
+        "_tells": False,
+        "steps_per_print": lambda: None,
     }
     for name, value in given.items():
         object.__setattr__(engine, name, value)
-    steps = TrainSchedule(2, 2, 0)
     for _ in range(3):
-        engine._exec_schedule(steps)
+        engine.train_batch()
     assert ran == [steps] * 3
     why = "DeepSpeed's own schedule (too little of a test)"
     assert said == [f"level observe; against uniform: {why}; active"]
     first, second = made
     assert first.closed
     assert second.session.state.notes == (why,)
-    second.session.begin_step.assert_called_once_with(3)
+    assert second.session.begin_step.call_args_list == [call(3)] * 3
+    second.session.pause.assert_not_called()  # short steps are metered together

@@ -9,10 +9,11 @@ import pytest
 from leveled_jobs import begin, given
 
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import Level, LevelError, stands_against
+from envpipe_megatron.integrations.levels import Level, LevelError, Limit, stands_against
 
 DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
 GRAPHS = stands_against("graphs", Level.UNIFORM, "no host")
+LEFT = stands_against("its own schedule", Level.OBSERVE, "it was set later")
 FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 
 
@@ -33,12 +34,19 @@ def test_a_limit_that_shows_makes_the_job_again_at_its_level() -> None:
     assert said[2] == "level units; against order: random numbers (drawn in order); active"
 
 
-def test_a_level_without_units_has_no_profile() -> None:
-    job, made, _ = begin(options=given(**FILES, profile_only=True))
-    assert job.lower([DRAWS, GRAPHS])
-    assert job.level is Level.UNIFORM
+@pytest.mark.parametrize(("limit", "requires"), [(GRAPHS, True), (LEFT, False)])
+def test_what_a_level_below_units_cannot_have_ends_no_training(
+    limit: Limit, requires: bool
+) -> None:
+    """But who only wants a profile gets an error in the end."""
+    job, made, said = begin(options=given(**FILES, profile_only=True, require_control=True))
+    assert job.lower([DRAWS, limit])
     asked = made[-1].options
     assert (asked.plan, asked.profile, asked.profile_only) == (None, None, False)
+    assert asked.require_control is requires
+    assert said[-1].startswith("no profile is used or written")
+    with pytest.raises(JobError, match="before every stage was profiled"):
+        job.check_profiled()
 
 
 def test_a_job_for_its_profile_only_that_ends_without_one() -> None:

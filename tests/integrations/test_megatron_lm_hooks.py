@@ -16,12 +16,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from leveled_jobs import begin, given
+from leveled_jobs import begin, given, jobs_are_faked
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.hooking import HookError, Reached
 from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.megatron.limits import LIMITS
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
 
@@ -518,3 +520,28 @@ def test_a_job_that_trains_without_envpipe(
     hooks.end_training()
     assert schedules.envpipe_hook is None
     assert not caplog.records
+
+
+def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
+    hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where other microbatches than those of the arguments are trained, Megatron refuses none."""
+    from envpipe_megatron.integrations.megatron import job, training
+
+    config = SimpleNamespace(
+        variable_seq_lengths=False,
+        microbatch_group_size_per_vp_stage=4,
+        overlap_moe_expert_parallel_comm=False,
+    )
+    args = argparse.Namespace(pipeline_model_parallel_size=4, perform_rl_step=True)
+    for module in (job, training):
+        monkeypatch.setattr(module, "get_model_config", lambda chunk: config)
+    monkeypatch.setattr(training, "num_microbatches_of", lambda args: 5)
+    monkeypatch.setattr(training, "limits_of", lambda model: [])
+    monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
+    monkeypatch.setattr(training, "timeout_of", lambda group: None)
+    monkeypatch.setattr(training, "facts_of", lambda args: None)
+    group: Any = None
+    with jobs_are_faked() as made:
+        hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)
+    assert [job.level for job in made] == [Level.OBSERVE]

@@ -245,13 +245,13 @@ def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
     gpu = open_reader(listed.address)
     supported = gpu.supported_frequencies_mhz
     state = gpu.clock_state()
-    swept = sweep_range(supported, override_for(gpu.name))
+    profiled = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
     table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", numbers(supported))
-    table.add_row("a profile sweeps (MHz)", numbers(swept))
+    table.add_row("a profile lists (MHz)", numbers(profiled))
     if not gpu.is_emulated:
         table.add_row("memory clocks (MHz)", numbers(_memory_clocks(gpu)))
     table.add_row("SM clock now", _clock_text(state))

@@ -82,7 +82,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
         Raises SystemExit once the profile is written, if only that was asked for.
         """
-        if self._own_steps_left > 0:  # at the highest clock
+        if 0 < self._own_steps_left < math.inf:  # at the highest clock
             self.job.pause()
         self.job.begin_step(self.global_steps)
         try:

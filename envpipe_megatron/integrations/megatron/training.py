@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.job import Placement, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
@@ -62,12 +64,15 @@ class Training(LeveledJob):
         config = get_model_config(model[0])
         if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
             options = replace(options, scheduling="1f1b")
+        own = None
+        with suppress(ScheduleError):  # lower levels need none
+            own = self._order_of(self._microbatches)
         placement = Placement(
             pipeline_group,
             self._microbatches,
             timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
-            own_order=self._order_of(self._microbatches),
+            own_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         super().__init__(

@@ -70,7 +70,7 @@ def test_show_lists_what_each_gpu_supports_and_changes_nothing(node):
     for uuid in node.uuids:
         assert uuid in shown
     assert shown.count("210 to 1410 MHz in steps of 15 MHz, 81 clocks") == 4
-    assert re.search(r"a profile sweeps \(MHz\) +│ 1410 1350 1290 ", shown)
+    assert re.search(r"a profile lists \(MHz\) +│ 1410 1350 1290 ", shown)
     assert re.search(r"memory clocks \(MHz\) +│ 1215 ", shown)
     assert re.search(r"SM clock now +│ 1410 MHz ", shown)
     assert "W of at most 400 W" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -42,17 +44,24 @@ def given(**options: Any) -> Options:
     return Options(**{**usual, **options})
 
 
-def begin(
-    of: Any = LeveledJob, options: Options | None = None, limits: Any = ()
-) -> tuple[Any, list[FakeJob], list[str]]:
-    """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
+@contextmanager
+def jobs_are_faked() -> Iterator[list[FakeJob]]:
+    """Leveled jobs make fake ones, which are yielded, and have no replicas."""
     made: list[FakeJob] = []
-    said: list[str] = []
-    job = object.__new__(of)
-    placement: Any = SimpleNamespace(num_microbatches=4)
     with (
         patch.object(leveled, "limits_of_replicas", lambda count: []),
         patch.object(leveled, "Job", partial(FakeJob, made=made)),
     ):
+        yield made
+
+
+def begin(
+    of: Any = LeveledJob, options: Options | None = None, limits: Any = ()
+) -> tuple[Any, list[FakeJob], list[str]]:
+    """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
+    said: list[str] = []
+    job = object.__new__(of)
+    placement: Any = SimpleNamespace(num_microbatches=4)
+    with jobs_are_faked() as made:
         LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
     return job, made, said
