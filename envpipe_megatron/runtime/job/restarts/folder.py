@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import re
 import socket
 import time
@@ -146,12 +147,7 @@ class JobFolder:
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-
-        def write(path: Path) -> None:
-            with path.open("a") as file:
-                file.write(text + "\n\n")
-
-        self._write(_GRIDS_FILE, write)
+        self._write(_GRIDS_FILE, partial(_append, text + "\n\n"))
 
     def keep_profile(self, profile: Profile) -> None:
         """Keep the profile that was measured, even if no plan can be made from it."""
@@ -198,8 +194,9 @@ class JobFolder:
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Have the planning rank write a file, once another job's has made way."""
         if self.path is not None and self._collectives.is_planner:
-            path = self.path / name
-            self.writer.put(name, lambda: self._make_way() and write(path))
+            # A copy is written: what writing works out must not be added to what is being sent.
+            path, copied = self.path / name, pickle.dumps(write)
+            self.writer.put(name, lambda: self._make_way() and pickle.loads(copied)(path))
 
     def _take(self, path: Path, left: int) -> tuple[Path | None, bool]:
         """Return the first folder that no live job writes to; the path where that is not known.
@@ -244,6 +241,11 @@ class JobFolder:
         if found.starts or not config.may_be_lowered:
             self._write(JOB_FILE, self._job.write)
         return found, started
+
+
+def _append(text: str, path: Path) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def _locked(path: Path, left: int) -> IO[str] | None:
