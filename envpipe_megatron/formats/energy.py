@@ -53,7 +53,7 @@ NOTE_FORMAT = "envpipe-note/1"
 BEGUN, JOB, ENDED = "begun", "job", "ended"
 #: The phase of steps that the framework runs by itself, before it hands the first one over.
 FRAMEWORK = "framework"
-#: The phase of what prepares other phases, outside all steps: measuring waits and hops.
+#: The phase of what prepares other phases, outside all steps: measuring hops.
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"

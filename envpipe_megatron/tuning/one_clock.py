@@ -147,7 +147,6 @@ class OneClock:
 
     Args:
         schedule: the framework's order, in which all iterations run.
-        num_replicas: its pipelines.
         clocks_mhz: those to choose from, the highest first.
         slowdown_percent: what the user allows.
         least_steps: a measurement has as many, and two at least.
@@ -158,7 +157,6 @@ class OneClock:
     """
 
     schedule: Schedule
-    num_replicas: int
     clocks_mhz: Sequence[int]
     slowdown_percent: float
     least_steps: int
@@ -225,16 +223,12 @@ class OneClock:
         self, search: ClockSearch, phase: Phase, clock: int, note: str = "", settle: int = 1
     ) -> Run[None]:
         """Add a round to a search: steps at a clock, and the begin of another, which ends them."""
-        stages = self.schedule.num_stages
-        clocks_mhz = np.full((stages, self.schedule.units_per_stage), clock)
+        clocks_mhz = np.full((self.schedule.num_stages, self.schedule.units_per_stage), clock)
         window = yield Command(
             phase,
             self._steps + 1,
             settle,
-            late_s=0.0,
-            tail_s=(0.0,) * stages,
             orders=(Clocked(self.schedule, clocks_mhz),),
-            which=(0,) * self.num_replicas,
             note=note,
             billed=note if phase is Phase.STEADY else "",
             metered=True,

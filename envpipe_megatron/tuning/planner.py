@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -101,9 +101,10 @@ class PlannedBeside:
     def run(self) -> Run[tuple[Plan, tuple[str, ...]]]:
         """What `planned` returns; raises what planning raises, BackgroundError if it is ended."""
         yield None
-        self.background.start(partial(planned, *self.asked))
-        while (made := self.background.take()) is None:
-            yield Command(Phase.PROFILE, 1)
+        with closing(self.background) as background:
+            background.start(partial(planned, *self.asked))
+            while (made := background.take()) is None:
+                yield Command(Phase.PROFILE, 1)
         return made
 
 

@@ -36,6 +36,8 @@ def no_bubble_threshold_s(schedule: Schedule, window: Window) -> float:
     """
     receives = schedule.receives.copy()
     receives[:, 0] = False  # waits for the pipeline to fill
+    if not receives.any():
+        return 0.0  # a single stage never waits
     waits_s = window.waits_s[:, receives]
     median_s = np.median(waits_s, axis=0)
     least = int(median_s.argmin())

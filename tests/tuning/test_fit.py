@@ -178,3 +178,19 @@ def test_what_passes_leaves_no_trace_at_a_clock_that_was_not_seen():
         assert times.points[1125].time_s == pytest.approx(1.02 * 0.036)
         assert learned(times, {1410: [0.03] * 3}) == pytest.approx(-0.02, abs=0.001)
     assert times.points[1125].time_s == pytest.approx(0.036, rel=1e-3)
+
+
+def test_after_weeks_a_small_change_is_followed_and_more_scatter_is_no_change():
+    times, random = Times(CLOCKS_MHZ), np.random.default_rng(1)
+
+    def windows(count: int, time_s: float, scatter: float) -> int:
+        """How many of them seem a change."""
+        return sum(
+            learned(times, {1410: (time_s * random.normal(1, scatter, 8)).tolist()}) != 0
+            for _ in range(count)
+        )
+
+    windows(3000, 0.03, 0.005)
+    windows(100, 0.03 * 1.005, 0.005)
+    assert times.points[1410].time_s == pytest.approx(0.03 * 1.005, rel=0.001)
+    assert windows(1000, 0.03 * 1.005, 0.02) < 20

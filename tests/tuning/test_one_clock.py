@@ -153,7 +153,7 @@ class Job:
             "keep": lambda *kept: self.kept.append(kept),
         }
         order = builders.whole_iteration(STAGES)
-        self._run = OneClock(order, REPLICAS, CLOCKS, **{**given, **options}).run()
+        self._run = OneClock(order, CLOCKS, **{**given, **options}).run()
         next(self._run)
         self.command = self._run.send(self._window(CLOCKS[0], 3))
 
@@ -162,7 +162,6 @@ class Job:
         """The clock of the command that runs."""
         (clocked,) = self.command.orders
         assert clocked.frequency_mhz.shape == (STAGES, 1)
-        assert self.command.which == (0,) * REPLICAS
         (clock,) = set(clocked.frequency_mhz.ravel().tolist())
         return clock
 

@@ -69,3 +69,13 @@ def test_planning_that_never_ends_is_ended(monkeypatch):
     with pytest.raises(BackgroundError, match=r"No end in 0\.05 s"):
         any(command is None for command in commands)
     assert not background.busy
+
+
+def test_planning_that_nobody_waits_for_is_ended():
+    background: Background[Any] = Background()
+    run = PlannedBeside(background, (None, ())).run()  # type: ignore[arg-type]
+    next(run)
+    run.send(Window(()))
+    assert background.busy
+    run.close()
+    assert not background.busy

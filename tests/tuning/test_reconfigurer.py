@@ -68,6 +68,11 @@ def test_the_threshold_is_the_least_wait_and_what_it_varies_by():
     assert found_s == pytest.approx(3e-3 + 4 * 1.4826 * 1e-3 + 0.01 * 0.375)
 
 
+def test_a_single_stage_has_no_wait_that_counts():
+    window = window_of(([[[0.0, 0.0]]], [[0.5, 1.0]]))
+    assert no_bubble_threshold_s(builders.one_f_one_b(1, 1), window) == 0.0
+
+
 FRAMEWORKS = builders.one_f_one_b(2, 2)
 
 

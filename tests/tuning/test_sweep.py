@@ -309,3 +309,13 @@ def test_nothing_is_made_of_a_clock_or_counter_that_fails(spoilt, text):
     hand = Hand(builders.one_f_one_b(2, 8), spoilt=lambda report: replace(report, **spoilt))
     with pytest.raises(SweepError, match=text):
         hand.profile()
+
+
+def test_a_counter_that_missed_two_windows_is_waited_for():
+    """After a pause few iterations follow each other, and some counters refresh each second."""
+    missed = iter([True, True])
+    Hand(
+        builders.one_f_one_b(2, 8),
+        spoilt=lambda report: replace(report, metered=0) if next(missed, False) else report,
+    ).profile()
+    assert next(missed, None) is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,8 +19,6 @@ T = TypeVar("T")
 
 #: Iterations that did not run whole are repeated until they have been run so often.
 MOST_TRIES = 3
-#: Of a shorter iteration, as a step without units is, no more are run than of this one, s.
-_LEAST_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -80,36 +76,3 @@ def constant_order(
     """All forwards at one frequency; all backwards, and what is combined with one, at another."""
     frequency = np.where(schedule.is_backward, backward_mhz, forward_mhz).astype(np.int64)
     return IterationOrder(phase, schedule, schedule.pair_clocks(frequency))
-
-
-class Stretches:
-    """Runs them on all ranks alike, the first at the clocks at which iterations are shortest.
-
-    Args:
-        settle_iterations: run and not measured after each change of clocks, one at least.
-        min_window_s: iterations are added until they last so long.
-        collectives: to all ranks.
-    """
-
-    def __init__(
-        self, settle_iterations: int, min_window_s: float, collectives: Collectives
-    ) -> None:
-        self._settle_iterations = settle_iterations
-        self._min_window_s = min_window_s
-        self._collectives = collectives
-        self._shortest_s: float | None = None
-
-    def settle(self, order: IterationOrder) -> PhaseRun[None]:
-        """Let new clocks settle."""
-        longest_s = _LEAST_S
-        for _ in range(self._settle_iterations):
-            settled = yield order
-            longest_s = max(longest_s, settled.iteration_time_s)
-        if self._shortest_s is None:
-            self._shortest_s = min(self._collectives.by_stage(longest_s, min))
-
-    def measure(self, order: IterationOrder, at_least: int) -> PhaseRun[list[StageRecord]]:
-        """Return this stage's records of iterations that fill a window, behind `settle`."""
-        assert self._shortest_s is not None
-        count = max(at_least, math.ceil(self._min_window_s / self._shortest_s))
-        return (yield from whole(partial(iterations, order, count), self._collectives))

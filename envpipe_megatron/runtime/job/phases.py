@@ -129,7 +129,6 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
 
     tuner = OneClock(
         schedule,
-        job.collectives.num_replicas,
         clocks,
         config.one_clock_slowdown_percent,
         config.profiler.measured_iterations,

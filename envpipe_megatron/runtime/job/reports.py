@@ -74,7 +74,7 @@ def make_report(
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
-    if metered and meter.last_refresh_s < begins_s[-1]:
+    if metered and meter.last_refresh_s < begins_s[-1] + ends_s[-1]:
         meter.catch_up()
     sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
     unit_s = [record.unit_time_s for record in records if record.whole]
@@ -103,8 +103,6 @@ def _power_w(
     else:  # something lies behind each iteration
         spans = np.stack([begins_s, begins_s + ends_s], axis=1)
     try:
-        if meter.last_refresh_s < spans[-1, 1]:
-            meter.catch_up()
         windows = [meter.window(*span) for span in spans.tolist()]
     except MeterError:
         return _UNKNOWN

@@ -30,6 +30,9 @@ _CLEARLY_BETTER = 1e-4
 _SURELY = 4.5
 #: Ratios to what was known that differ by less are alike, whatever the scatter.
 _ALIKE = 0.005
+#: A point never stands for more units: after weeks, what is measured still moves it. What is known
+#: of scatter counts this much less with each measurement.
+_MOST_UNITS, _FADES = 400.0, 0.98
 #: From the median of absolute deviations to a standard deviation.
 _FROM_MEDIAN = 1.4826
 #: Error of what does not scatter.
@@ -121,7 +124,7 @@ class Point:
         """Both together."""
         units = self.units + other.units
         time_s = (self.units * self.time_s + other.units * other.time_s) / units
-        return Point(time_s, units)
+        return Point(time_s, min(units, _MOST_UNITS))
 
 
 class Times:
@@ -160,8 +163,9 @@ class Times:
             if len(times_s) > 2:
                 count = len(times_s)
                 apart = float(np.median(np.abs(times_s / median_s - 1)))
-                self._squares += (count - 1) * iterations * (_FROM_MEDIAN * apart) ** 2
-                self._degrees += count - 1
+                squares = (count - 1) * iterations * (_FROM_MEDIAN * apart) ** 2
+                self._squares = _FADES * self._squares + squares
+                self._degrees = _FADES * self._degrees + count - 1
         return self._take_in(new, common)
 
     def fit(self) -> None:

@@ -32,6 +32,9 @@ from envpipe_megatron.tuning.probes.slack import probe, probe_clocks_mhz
 _STEP = 0.075
 #: Of a shorter iteration, no more are run than of this one, s.
 _LEAST_S = 1e-3
+#: So many times as long is looked where a counter said nothing: a pause, or a slow counter, leaves
+#: fewer than two refreshes to see.
+_LONGER = (1, 2, 4)
 
 
 class SweepError(EnvPipeError):
@@ -140,10 +143,13 @@ class Measuring:
         while (look := self._probe.next(self._store)) is not None:
             self._commands.note(look.note)
             clocked, count, settle = look.clocked, look.iterations, look.settle
-            # Waiting for the counter, so that what it has seen of a short window is there.
-            window = yield self._commands.for_all(
-                Phase.PROFILE, clocked, count, settle, metered=True
-            )
+            for longer in _LONGER:
+                # Waiting for the counter, so that what it has seen of a short window is there.
+                window = yield self._commands.for_all(
+                    Phase.PROFILE, clocked, longer * count, settle, metered=True
+                )
+                if all(report.metered for report in window.stages):
+                    break
             _check(window)
             self._learn(clocked, window)
         self._store.align()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import pickle
 import re
 import socket
 import time
@@ -136,12 +137,7 @@ class JobFolder:
 
     def add_grid(self, text: str) -> None:
         """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-
-        def write(path: Path) -> None:
-            with path.open("a") as file:
-                file.write(text + "\n\n")
-
-        self._write(_GRIDS_FILE, write)
+        self._write(_GRIDS_FILE, partial(_append, text + "\n\n"))
 
     def keep_profile(self, profile: Profile) -> None:
         """Keep the profile that was measured, even if no plan can be made from it."""
@@ -188,8 +184,9 @@ class JobFolder:
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Have the planning rank write a file, once another job's has made way."""
         if self.path is not None and self._collectives.is_planner:
-            path = self.path / name
-            self._writer.put(name, lambda: self._make_way() and write(path))
+            # A copy is written: what writing works out must not be added to what is being sent.
+            path, copied = self.path / name, pickle.dumps(write)
+            self._writer.put(name, lambda: self._make_way() and pickle.loads(copied)(path))
 
     def _take(self, path: Path, waits: bool) -> tuple[Path | None, tuple[str, ...]] | None:
         """Lock the first folder that no live job writes to; it, and what is to be said of it.
@@ -236,6 +233,11 @@ class JobFolder:
         if found.starts or not config.may_be_lowered:
             self._write(JOB_FILE, self._job.write)
         return found, started
+
+
+def _append(text: str, path: Path) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def _keys(

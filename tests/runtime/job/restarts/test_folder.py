@@ -494,3 +494,14 @@ def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(
 def test_what_may_be_lowered_leaves_an_empty_folder_empty(tmp_path):
     job_folder(tmp_path, may_be_lowered=True)
     assert not files(tmp_path)
+
+
+def test_what_is_written_does_not_change_meanwhile(tmp_path):
+    """Ranks send each other plans while a thread writes them."""
+    folder = job_folder(tmp_path)
+    plan = planned.__wrapped__()  # nobody has looked at it
+    before = [list(vars(each)) for each in (plan, plan.schedule, plan.profile)]
+    folder.keep_plan(plan, 0, None)
+    folder.close()
+    assert (tmp_path / "plan.json").exists()
+    assert [list(vars(each)) for each in (plan, plan.schedule, plan.profile)] == before
