@@ -76,9 +76,9 @@ class Immediate(Background[Any]):
 
     _make: Callable[[], Any] | None = None
 
-    def __init__(self, looks: Iterator[int]) -> None:
+    def __init__(self, looks: Iterator[int] | None = None) -> None:
         super().__init__()
-        self._looks, self._left = looks, 0
+        self._looks, self._left = looks or repeat(0), 0
 
     @property
     def busy(self) -> bool:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.online import emulated_job
-from benchmarks.online.emulated_job import Immediate
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -23,30 +21,16 @@ from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 LOOKS = 7
 
 
-class Slow(Immediate):
-    """Work whose end is seen at a later look."""
-
-    def start(self, make: Any) -> None:
-        super().start(make)
-        self._left = LOOKS
-
-    def take(self) -> Any:
-        self._left -= 1
-        return None if self._left >= 0 else super().take()
-
-
-def run(reconfigure: str) -> Ran:
+def run(reconfigure: str, late: int) -> Ran:
     request = PlanRequest(6, "envpipe", "envelope", reconfigure)
     config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 0.0))
     preset = load_preset("a100-sxm")
-    return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2)
+    return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2, late=(late,))
 
 
 @pytest.mark.parametrize("reconfigure", ["default", "balanced"])
-def test_training_goes_on_while_the_plan_is_made(monkeypatch, reconfigure):
-    at_once = run(reconfigure)
-    monkeypatch.setattr(emulated_job, "Immediate", Slow)
-    slow = run(reconfigure)
+def test_training_goes_on_while_the_plan_is_made(reconfigure):
+    at_once, slow = run(reconfigure, 0), run(reconfigure, LOOKS)
     phases, before = ([one.phase for one in ran.job] for ran in (slow, at_once))
     first, planned = at_once.profiled, at_once.profiled + LOOKS
     assert phases == [*before[:first], *[Phase.PROFILE] * LOOKS, *before[first:-LOOKS]]
