@@ -119,7 +119,7 @@ def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
 
 
 def _this_start() -> tuple[str, str]:
-    """What names its job to all starts of it, empty if not known, and its host's boot."""
+    """The name of its job for all starts of it, empty if not known, and its host's boot."""
     job = next(filter(None, map(os.environ.get, _JOB_VARIABLES)), "")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "" if job == "none" else job, boot

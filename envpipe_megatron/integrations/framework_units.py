@@ -29,7 +29,7 @@ class Seen(NamedTuple):
         return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
 
     def may_be(self, unit: Unit) -> bool:
-        """Whether this is the unit, by what is known."""
+        """True if this is the unit, by what is known."""
         return (
             self.kind is unit.kind
             and self.combined == unit.combined

@@ -63,7 +63,7 @@ class LeveledJob:
 
     @property
     def level(self) -> Level:
-        """What EnvPipe changes in this job."""
+        """The level at which EnvPipe runs in this job."""
         return self.decision.level
 
     @property
@@ -73,13 +73,13 @@ class LeveledJob:
 
     @property
     def session(self) -> Session:
-        """What executes and bills the steps of a job that does not train without EnvPipe."""
+        """The session of a job that does not train without EnvPipe."""
         assert self.job is not None
         return self.job.session
 
     @property
     def collectives(self) -> Collectives:
-        """Those of a job that does not train without EnvPipe."""
+        """The parts of a job that does not train without EnvPipe."""
         assert self.job is not None
         return self.job.collectives
 

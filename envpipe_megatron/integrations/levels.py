@@ -80,7 +80,7 @@ class Decision:
 
     @property
     def tells_units(self) -> bool:
-        """Whether the job has more than whole steps: its units are seen, one by one."""
+        """True if the job has more than whole steps: its units are seen, one by one."""
         return self.level is not Level.UNIFORM and not self.against.get(Level.UNITS)
 
     def __str__(self) -> str:

@@ -46,14 +46,13 @@ _LOOKS_AT_TOP, _SELDOM = 2, 8
 _FADES = 0.98
 
 
-class Calendar:
-    """When looks at the highest clock are due, and baselines, in windows of a plan."""
+class Looks:
+    """When looks at the highest clock are due, in windows of plans."""
 
     def __init__(self) -> None:
         self._every, self._at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
-        self._since_baseline = 0
 
-    def look_is_due(self, windows: int) -> bool:
+    def are_due(self, windows: int) -> bool:
         """True if a look is, after so many windows in all."""
         return windows >= self._at
 
@@ -61,18 +60,6 @@ class Calendar:
         """Have the next look later than this one was, if all is as before."""
         self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
         self._at = windows + self._every
-
-    def baseline_is_due(self) -> bool:
-        """True if a baseline is."""
-        return self._since_baseline >= BASELINE_EVERY
-
-    def pass_window(self) -> None:
-        """Another window of a plan has passed."""
-        self._since_baseline += WINDOW
-
-    def measured_baseline(self) -> None:
-        """The framework's own order has run."""
-        self._since_baseline = 0
 
 
 class Controller:
@@ -95,7 +82,7 @@ class Controller:
         self._followers = Followers(num_replicas)
         self._commands = CommandMaker(store, num_replicas)
         self._judge = Judge(planner.limits.allowed)
-        self._calendar = Calendar()
+        self._looks, self._since_baseline = Looks(), 0
         self._silence = Silence(own.num_stages)
 
     def run(self) -> Run[None]:
@@ -183,11 +170,11 @@ class Controller:
         judge, planner = self._judge, self._planner
         window = yield self._plan_command(Phase.STEADY, settle=1 if judge.begins else 0)
         drift = self._learn_plan(window)
-        look = drift.any() or self._calendar.look_is_due(judge.windows)
+        look = drift.any() or self._looks.are_due(judge.windows)
         if look and not self._harmed():
             at_top = yield from self._look_at_the_top()
             drift = larger(at_top, drift)
-            self._calendar.looked(judge.windows, calm=not drift.any())
+            self._looks.looked(judge.windows, calm=not drift.any())
         if self._harmed():
             yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
@@ -197,7 +184,7 @@ class Controller:
             yield from self._plan_anew(drift)
         elif planner.is_due(judge.windows) and not planner.busy:
             self._replan(reorder=True)
-        elif self._calendar.baseline_is_due():
+        elif self._since_baseline >= BASELINE_EVERY:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -224,7 +211,7 @@ class Controller:
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
         self._commands.billed = judge.blame(window, own_s, error, why)
-        self._calendar.looked(judge.windows, calm=False)
+        self._looks.looked(judge.windows, calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
@@ -285,7 +272,7 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(*self._followers.running, window)
         self._judge.add(window)
-        self._calendar.pass_window()
+        self._since_baseline += WINDOW
         return drift
 
     def _learn_usual(
@@ -306,7 +293,7 @@ class Controller:
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
-        self._calendar.measured_baseline()
+        self._since_baseline = 0
 
     def _own_predicted_s(self) -> float:
         """Return what the slowest replica takes in the framework's order at the highest clocks."""

@@ -1,4 +1,4 @@
-"""Whether something has changed, and whether steps last longer than they may.
+"""Tells whether something has changed, and whether steps last longer than they may.
 
 `Judge` holds the steps of a plan against what the framework's own order would take today. `Harm`
 and `Silence` are what a job's bill and log must say: too slow steps, and silent meters.
@@ -91,7 +91,7 @@ class Baseline:
 
 
 class Judge:
-    """Whether steps of a plan last longer than they may, by more than noise.
+    """Tells whether steps of a plan last longer than they may, by more than noise.
 
     Args:
         allowed: how many times as long as the framework's own order they may last.

@@ -99,7 +99,7 @@ class PlannedBeside:
     asked: Asked
 
     def run(self) -> Run[tuple[Plan, tuple[str, ...]]]:
-        """What `planned` returns; raises what planning raises, BackgroundError if it is ended."""
+        """Return what `planned` does; raises what that raises, BackgroundError if it is ended."""
         yield None
         with closing(self.background) as background:
             background.start(partial(planned, *self.asked))
@@ -145,7 +145,7 @@ class Planner:
         return self._failure is not None or self._background.busy
 
     def take(self) -> Plans | None:
-        """What was made, once; None as long as there is none; PlanningError, whatever failed."""
+        """Return what was made, once; None if there is nothing yet; PlanningError: that failed."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:

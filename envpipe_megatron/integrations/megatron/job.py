@@ -48,7 +48,7 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
 
 
 def facts_of(args: argparse.Namespace) -> JobFacts:
-    """What Megatron's arguments say of the job."""
+    """Read the job from Megatron's arguments."""
     return JobFacts(
         Sidecar(
             tensor_parallel=args.tensor_model_parallel_size,

@@ -52,7 +52,7 @@ class _Swaps(Tuner[T], Protocol):
 
 @dataclass(frozen=True)
 class _Ended:
-    """What a run returned, in place of a command."""
+    """The value that a run returned, in place of a command."""
 
     found: Any
 
@@ -64,7 +64,7 @@ def run_commands(
     records: Sequence[StageRecord],
     make: Callable[[], Tuner[T]],
 ) -> PhaseRun[tuple[T, IterationOrder]]:
-    """What a tuner found, if it ends, and what ran last; GoesOnError on all ranks if it fails.
+    """Run a tuner; what it found, if it ends, and what ran last. GoesOnError: it failed on a rank.
 
     Args:
         job: this rank's parts.

@@ -1,4 +1,4 @@
-"""What a job is to plan, and the plan that it has already, by file or from an earlier start."""
+"""A job's request for a plan, and the plan that it has by file or from an earlier start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank reports of a window: times, and how its GPU spent them at which clock."""
+"""A rank's report of a window: times, and how its GPU spent them at which clock."""
 
 from __future__ import annotations
 

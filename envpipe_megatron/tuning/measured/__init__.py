@@ -1,1 +1,1 @@
-"""What is measured of units, and what is fitted to it."""
+"""Measurements of units, and what is fitted to them."""

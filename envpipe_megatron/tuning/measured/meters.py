@@ -36,7 +36,7 @@ class MeterSums:
 
     @classmethod
     def none(cls, columns: int) -> MeterSums:
-        """Those of no measurement."""
+        """Return the sums of no measurement."""
         return cls(np.zeros((columns, columns)), np.zeros(columns))
 
     def __add__(self, other: MeterSums) -> MeterSums:

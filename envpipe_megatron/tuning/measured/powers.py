@@ -35,7 +35,7 @@ class StoreError(EnvPipeError):
 
 
 class Powers:
-    """What the energy counters of stages said, and the powers that explain it.
+    """Energies that the counters of stages said, and the powers that explain them.
 
     Args:
         num_stages: p.

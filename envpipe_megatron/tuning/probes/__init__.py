@@ -1,1 +1,1 @@
-"""What to look at: each probe is a file."""
+"""Probes say what to look at: each is a file."""
