@@ -15,7 +15,6 @@ class CommandMaker:
 
     Args:
         store: what is known of a job's units.
-        num_replicas: its pipelines.
 
     Attributes:
         fresh: whether the order of the last command began with it.
@@ -23,8 +22,8 @@ class CommandMaker:
         billed: what the bill is to say from the next command on; empty if nothing new.
     """
 
-    def __init__(self, store: Store, num_replicas: int) -> None:
-        self._store, self._num_replicas = store, num_replicas
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         self.fresh, self.billed = False, ""
         self.adopted: Plan | None = None
@@ -46,8 +45,7 @@ class CommandMaker:
         metered: bool = False,
     ) -> Command:
         """Return a command of one order and its clocks, the same on all replicas."""
-        which = (0,) * self._num_replicas
-        return self.make(phase, iterations, settle, (clocked,), which, metered=metered)
+        return self.make(phase, iterations, settle, (clocked,), (), metered=metered)
 
     def make(
         self,
@@ -59,7 +57,7 @@ class CommandMaker:
         *,
         metered: bool = False,
     ) -> Command:
-        """Return a command; `which` is each replica's place among the orders."""
+        """Return a command; `which` is each replica's place among the orders, empty: the first."""
         running = tuple(orders), which
         same, self._running = self._running == running, running
         self.fresh = not same and not settle

@@ -76,11 +76,9 @@ class Controller:
         self.plan: Plan | None = None
         self._store, self._planner = store, planner
         self._everyone = range(num_replicas)
-        top_mhz = int(store.clocks_mhz[-1])
-        shape = (own.num_stages, own.units_per_stage)
-        self._top = Clocked(own, np.full(shape, top_mhz, dtype=np.int64))
+        self._top = store.at_top(own)
         self._followers = Followers(num_replicas)
-        self._commands = CommandMaker(store, num_replicas)
+        self._commands = CommandMaker(store)
         self._judge = Judge(planner.limits.allowed)
         self._looks, self._since_baseline = Looks(), 0
         self._silence = Silence(own.num_stages)

@@ -22,6 +22,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare, percent
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
 ONE_CLOCK_STEP = 0.0075
@@ -36,8 +37,6 @@ _ROUNDS = 2
 _COMPARED_AFTER, _MEASUREMENTS_APART = 1000, 100
 #: Two steps are the least whose scatter is known.
 _LEAST_STEPS = 2
-#: Steps without units are taken to last so long, s: else they would set how many are measured.
-_LEAST_S = 1e-3
 #: Noise may not excuse a slower clock by more, percent.
 _MOST_EXCUSED_PERCENT = 0.25
 #: Times that differ by no more are equal but for rounding, percent.
@@ -149,8 +148,7 @@ class OneClock:
         schedule: the framework's order, in which all iterations run.
         clocks_mhz: those to choose from, the highest first.
         slowdown_percent: what the user allows.
-        least_steps: a measurement has as many, and two at least.
-        min_window_s: one at the highest clock lasts as long.
+        settings: how long a measurement lasts, of two steps at least.
         follows: whether clocks change; in a dry run they do not, and the highest is kept.
         found_mhz: the clock that an earlier start of the job found, if one did.
         keep: called with each clock that is found, and the mean step at all that were measured.
@@ -159,8 +157,7 @@ class OneClock:
     schedule: Schedule
     clocks_mhz: Sequence[int]
     slowdown_percent: float
-    least_steps: int
-    min_window_s: float
+    settings: ProfilerSettings
     follows: bool
     found_mhz: int | None
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
@@ -243,8 +240,8 @@ class OneClock:
 
     def _fill(self, window: Window) -> None:
         """Let measurements last long enough, by what steps took at the highest clock."""
-        step_s = max(_LEAST_S, float(np.median(window.steps_s)))
-        self._steps = max(_LEAST_STEPS, self.least_steps, math.ceil(self.min_window_s / step_s))
+        count = self.settings.count(float(np.median(window.steps_s)))
+        self._steps = max(_LEAST_STEPS, count)
 
 
 def _mean_step(windows: Sequence[Window]) -> StepEnergy:

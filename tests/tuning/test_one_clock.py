@@ -22,6 +22,7 @@ from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, swe
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, ClockSearch, OneClock
+from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Time in s and energy in J of a step at a clock in MHz.
 Model = Callable[[int], tuple[float, float]]
@@ -146,8 +147,7 @@ class Job:
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
             "slowdown_percent": 1.0,
-            "least_steps": 5,
-            "min_window_s": 1.0,
+            "settings": ProfilerSettings(1, 5, 1.0),
             "follows": True,
             "found_mhz": None,
             "keep": lambda *kept: self.kept.append(kept),

@@ -22,7 +22,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.tuning.commands import Parking, Window, tail_times_s
+from envpipe_megatron.tuning.commands import Clocked, Parking, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Point, Times
 from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
 from envpipe_megatron.tuning.measured.meters import WAITING
@@ -121,6 +121,11 @@ class Store:
     def keys(self, schedule: Schedule) -> IntArray:
         """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
         return schedule.unit_keys(self._num_chunks, self.kinds).astype(np.int64)
+
+    def at_top(self, schedule: Schedule) -> Clocked:
+        """Return an order at the highest clock."""
+        shape = schedule.num_stages, schedule.units_per_stage
+        return Clocked(schedule, np.full(shape, int(self.clocks_mhz[-1]), dtype=np.int64))
 
     def durations_s(self, schedule: Schedule, frequency_mhz: IntArray) -> FloatArray:
         """[num_stages, units_per_stage] what units take at clocks, no change being late."""

@@ -63,6 +63,11 @@ class ProfilerSettings:
                 value=(self.settle_iterations, self.measured_iterations),
             )
 
+    def count(self, iteration_s: float) -> int:
+        """Return how many iterations of such a length are measured."""
+        in_window = math.ceil(self.min_window_s / max(iteration_s, _LEAST_S))
+        return max(self.measured_iterations, in_window)
+
 
 class Sweep:
     """The probe of a sweep.
@@ -113,8 +118,7 @@ class Sweep:
 
     def _look(self, store: Store, clocks_mhz: IntArray, what: str) -> Look:
         settings = self._settings
-        iteration_s = max(store.iteration_s(self._own, clocks_mhz), _LEAST_S)
-        count = max(settings.measured_iterations, math.ceil(settings.min_window_s / iteration_s))
+        count = settings.count(store.iteration_s(self._own, clocks_mhz))
         clocked = Clocked(self._own, clocks_mhz)
         return Look(clocked, count, f"profile: {what}", settings.settle_iterations)
 
@@ -132,14 +136,12 @@ class Measuring:
     def __init__(self, own: Schedule, store: Store, num_replicas: int, probe: Probe) -> None:
         self._own, self._store, self._probe = own, store, probe
         self._everyone = range(num_replicas)
-        self._commands = CommandMaker(store, num_replicas)
+        self._commands = CommandMaker(store)
 
     def run(self) -> Run[Profile]:
         """The profile; SweepError if a clock ceases to follow, or the counters of a stage fail."""
         first = yield None
-        shape = (self._own.num_stages, self._own.units_per_stage)
-        top = Clocked(self._own, np.full(shape, int(self._store.clocks_mhz[-1]), dtype=np.int64))
-        self._learn(top, first)
+        self._learn(self._store.at_top(self._own), first)
         while (look := self._probe.next(self._store)) is not None:
             self._commands.note(look.note)
             clocked, count, settle = look.clocked, look.iterations, look.settle
