@@ -79,10 +79,10 @@ class StuckStage:
 def check_message_order(schedule: Schedule) -> None:
     """Refuse a schedule where messages are taken in another order than they are sent.
 
-    A channel knows no names of messages: units would get the wrong tensors. Combined units are
-    refused too: a framework runs those alone.
+    A channel knows no names of messages: units would get the wrong tensors. Forwards combined with
+    backwards are refused too: a framework runs those alone.
     """
-    if schedule.combined.any():
+    if schedule.combined.any() and not schedule.split:
         raise EnvPipeError(
             f"Schedule '{schedule.name}' has combined units, which EnvPipe cannot run itself",
             remedy="Plan so for a job whose framework runs its units by itself.",

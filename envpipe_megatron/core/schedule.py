@@ -106,7 +106,7 @@ class Schedule:
     @property
     def split(self) -> bool:
         """Whether backwards are two units each."""
-        return self.unit_kinds is SPLIT
+        return self.unit_kinds == SPLIT  # a pickled order has kinds of its own
 
     @cached_property
     def unit_kinds(self) -> tuple[Kind, ...]:

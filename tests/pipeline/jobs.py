@@ -55,11 +55,20 @@ class Job:
     noise: float = 0.0
     per_token_loss: bool = False
     evaluate_after: int | None = None
+    #: Ranks that share a stage; with sequence parallelism.
+    tensor: int = 1
+    #: `bf16` or `fp16`.
+    half: str | None = None
+    #: Whether weight gradients go straight into `main_grad`, by a stand-in for Apex's kernel.
+    fused: bool = False
+    #: Of TransformerConfig, or of its subclass for multi-latent attention.
+    options: tuple[tuple[str, object], ...] = ()
+    latent: bool = False
 
     @property
     def connected(self) -> bool:
         """Whether replicas exchange anything."""
-        return self.reducer is not None or self.tied
+        return self.reducer is not None or self.tied or self.tensor > 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Ours:
     clocks_mhz: tuple[int, ...] | None = None
     kept_orders: tuple[Schedule, ...] = ()
     checked: Schedule | None = None
+    splits: bool = False
+    closed_loop: bool = False
 
 
 Bits = dict[str, bytes]
@@ -121,6 +132,8 @@ class Result:
     reconfigure_steps: int = 0
     around: list[tuple[object, ...]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    #: Of each second part of a backward, the weight gradients that it computed.
+    put_off: list[int] = field(default_factory=list)
     failed: str | None = None
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,10 +32,17 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import layers, random
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
 from waiting_plans import plans_are_waited_for
@@ -44,6 +52,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
+from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
@@ -87,7 +96,8 @@ def _gather_at_once(group: Any, force_sync: bool = False) -> None:
 def cuda_on_cpu() -> Iterator[None]:
     """What megatron-core's own schedules, reducers and optimizers need besides `use_cpu`."""
     real_type = torch.Tensor.type
-    fake_type = {"torch.FloatTensor": "torch.cuda.FloatTensor"}
+    kinds = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
+    fake_type = {f"torch.{kind}": f"torch.cuda.{kind}" for kind in kinds}
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = real_type(self, *args, **kwargs)
@@ -95,6 +105,7 @@ def cuda_on_cpu() -> Iterator[None]:
 
     with (
         patch("torch.cuda.synchronize", lambda *a, **k: None),
+        patch("torch.cuda.current_stream", lambda *a, **k: None),
         patch("torch.cuda.random.get_rng_state", lambda *a, **k: torch.zeros(1, dtype=torch.uint8)),
         patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *a, **k: None),
         patch.object(torch.Tensor, "type", type_),
@@ -127,12 +138,26 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
             stack.enter_context(plans_are_waited_for())
+            stack.enter_context(_counted(result.put_off))
         _train(job, ours, session, result, collectives)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
         return result
+
+
+@contextlib.contextmanager
+def _counted(put_off: list[int]) -> Iterator[None]:
+    """Count weight gradients of second parts."""
+    second_part = split_backward.second_part
+
+    def counted(waiting: Any) -> None:
+        put_off.append(len(waiting))
+        second_part(waiting)
+
+    with patch.object(split_backward, "second_part", counted):
+        yield
 
 
 COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
@@ -215,7 +240,7 @@ def _globals_of_parallel_state() -> dict[str, Any]:
 
 
 _UNUSED_STATE = _globals_of_parallel_state()
-_PARALLEL_STATES: dict[tuple[int, int], dict[str, Any]] = {}
+_PARALLEL_STATES: dict[tuple[int, ...], dict[str, Any]] = {}
 
 
 _GROUPS: dict[tuple[Any, ...], Any] = {}
@@ -235,11 +260,12 @@ def _shared_group(ranks: list[int], group_desc: str = "", **_: Any) -> Any:
 
 def _use_parallel_state(job: Job) -> None:
     """Put megatron-core's process groups for this shape of job in place; they are kept."""
-    key = job.stages, job.chunks
+    key = job.stages, job.chunks, job.tensor
     if key not in _PARALLEL_STATES:
         vars(parallel_state).update(_UNUSED_STATE)
         with patch.object(parallel_state, "create_group", _shared_group):
             parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=job.tensor,
                 pipeline_model_parallel_size=job.stages,
                 virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
             )
@@ -353,16 +379,35 @@ def _evaluate(job: Job, call: Any, result: Result) -> None:
 
 def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], None]]:
     """The chunks of this stage, what clears their gradients, and what steps their weights."""
-    config = TransformerConfig(
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[job.half]
+    options: dict[str, Any] = {
+        "gradient_accumulation_fusion": job.fused,
+        "recompute_granularity": "full" if job.recompute else None,
+        "recompute_method": "block" if job.recompute else None,
+        "recompute_num_layers": 1 if job.recompute else None,
+        "tensor_model_parallel_size": job.tensor,
+        "sequence_parallel": job.tensor > 1,
+        "params_dtype": dtype,
+        # Varying lengths refuse the default, experts or not.
+        "moe_token_dispatcher_type": "alltoall",
+        "bf16": job.half == "bf16",
+        "fp16": job.half == "fp16",
+        **dict(job.options),
+    }
+    _stand_in_for_transformer_engine()
+    if job.fused:
+        _stand_in_for_apex()
+    if job.tensor > 1:
+        _norms_of_sequence_parallelism()
+    config = (MLATransformerConfig if job.latent else TransformerConfig)(
         num_layers=job.layers or max(2, job.stages * job.chunks),
         hidden_size=HIDDEN,
         num_attention_heads=4,
         pipeline_model_parallel_size=job.stages,
         virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
         microbatch_group_size_per_vp_stage=job.group,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
         variable_seq_lengths=bool(job.lengths),
-        moe_token_dispatcher_type="alltoall",  # varying lengths refuse the default, experts or not
         use_cpu_initialization=True,
         hidden_dropout=job.dropout,
         attention_dropout=job.dropout,
@@ -371,19 +416,26 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=job.deallocate,
         # Megatron's interleaved order gives wrong gradients at p = 2 with its defaults.
         overlap_p2p_comm=job.chunks > 1,
         batch_p2p_comm=job.chunks == 1,
         calculate_per_token_loss=job.per_token_loss,
-        recompute_granularity="full" if job.recompute else None,
-        recompute_method="block" if job.recompute else None,
-        recompute_num_layers=1 if job.recompute else None,
+        **options,
     )
     config.overlap_moe_expert_parallel_comm = job.combined  # it wants experts and CUDA
     config.noise = job.noise
-    made: Callable[..., Any] = partial(GPTModel, config, get_gpt_layer_local_spec())
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        multi_latent_attention=job.latent,
+    )
+    made: Callable[..., Any] = partial(GPTModel, config, spec)
+    if config.mtp_num_layers:
+        mtp = partial(get_gpt_mtp_block_spec, config, spec, use_transformer_engine=False)
+        made = lambda **how: GPTModel(  # noqa: E731
+            config, spec, mtp_block_spec=mtp(vp_stage=how["vp_stage"]), **how
+        )
     if job.bert:
         made = partial(BertModel, config, 0, bert_layer_local_spec, add_binary_head=False)
     chunks: list[torch.nn.Module] = []
@@ -404,21 +456,57 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
                 seed = "embedding.word_embeddings.weight" if tied else name
                 generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        chunks.append(model)
+        chunks.append(Float16Module(config, model) if job.half else model)
     if job.reducer is None and not job.tied:
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         adam = torch.optim.Adam(parameters, lr=1e-3)
         return chunks, adam.zero_grad, adam.step
-    return _with_reducer(job.reducer or (), config, chunks)
+    return _with_reducer(job.reducer or (), config, chunks, job.half)
+
+
+def _stand_in_for_apex() -> None:
+    """Its kernels add a product to `main_grad`."""
+
+    def add(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.addmm_(gradients.to(main_grad.dtype).t(), inputs.to(main_grad.dtype))
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = kernels
+
+
+def _stand_in_for_transformer_engine() -> None:
+    """What 0.16.1 takes for granted of it."""
+    moe_utils.te_general_gemm = None
+
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext()
+
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = nothing
+
+
+def _norms_of_sequence_parallelism() -> None:
+    """Of which torch's own knows nothing."""
+
+    def made(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    WrappedTorchNorm.__new__ = made  # type: ignore[method-assign,assignment]
 
 
 def _with_reducer(
-    reducer: tuple[str, ...], config: Any, models: list[Any]
+    reducer: tuple[str, ...], config: Any, models: list[Any], half: str | None = None
 ) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
     """The chunks under megatron-core's reducer, with its finalising and optimizer."""
     align = "align_grad_reduce" in reducer
     options = {option: True for option in reducer if option != "align_grad_reduce"}
-    ddp_config = DistributedDataParallelConfig(bucket_size=2000, **options)
+    ddp_config = DistributedDataParallelConfig(
+        bucket_size=2000, grad_reduce_in_fp32=half is not None, **options
+    )
     chunks = [
         DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
         for index, model in enumerate(models)
@@ -440,6 +528,10 @@ def _with_reducer(
             lr=1e-3,
             clip_grad=1.0,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            bf16=half == "bf16",
+            fp16=half == "fp16",
+            params_dtype=config.params_dtype,
+            initial_loss_scale=2.0**12,
         ),
         chunks,
     )
@@ -483,9 +575,14 @@ class _RecordingWork:
         return self._work.forward(unit, inputs)
 
     def backward(self, unit: Any, gradients: Any) -> Any:
-        assert unit.kind is Kind.BACKWARD
+        assert unit.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
         self._executed.append(unit.label(self._num_chunks))
         return self._work.backward(unit, gradients)
+
+    def weight_gradient(self, unit: Any) -> None:
+        assert unit.kind is Kind.WEIGHT_GRADIENT
+        self._executed.append(unit.label(self._num_chunks))
+        self._work.weight_gradient(unit)
 
     def sent(self, unit: Any) -> None:
         self._work.sent(unit)
@@ -539,6 +636,7 @@ def _session(
     fast_time = FastTime()
     fast_time.install(gpu)
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
+    times |= {Kind.INPUT_GRADIENT: ours.unit_s, Kind.WEIGHT_GRADIENT: ours.unit_s}
     session = _RecordingSession(
         SessionConfig(
             PlanRequest(
@@ -554,6 +652,8 @@ def _session(
             profile_file=ours.profile_file,
             plan_file=ours.plan_file,
             output_dir=root,
+            splits=ours.splits,
+            closed_loop=ours.closed_loop,
         ),
         gpu,
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
@@ -619,10 +719,11 @@ def _forward_step(
 def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a chunk, each layer by its number in the whole model."""
     for name, parameter in chunk.named_parameters():
-        name = name.removeprefix("module.")
+        module: Any = chunk
+        while name.startswith("module."):
+            name, module = name.removeprefix("module."), module.module
         if name.startswith("decoder.layers."):
             layer = name.split(".")[2]
-            module: Any = chunk.get_submodule("module") if "module" in chunk._modules else chunk
             number = module.decoder.layers[int(layer)].layer_number
             name = name.replace(f"layers.{layer}.", f"layers.{number}.", 1)
         yield name, parameter
@@ -642,4 +743,5 @@ def _named_bits(chunks: list[torch.nn.Module], read: Callable[[Any], torch.Tenso
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return np.ascontiguousarray(tensor.detach().numpy()).tobytes()
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return np.ascontiguousarray(flat.numpy()).tobytes()

@@ -20,6 +20,8 @@ from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.megatron import split_backward
 
 Tensors = list[torch.Tensor | None]
 
@@ -59,10 +61,11 @@ class MegatronWork:
             )
         order = schedule.stages[self._stage]
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
-        backwards = [unit for unit in order if unit.kind is Kind.BACKWARD]
+        ends = Kind.WEIGHT_GRADIENT if schedule.split else Kind.BACKWARD
+        backwards = [unit for unit in order if unit.kind is ends]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
         last_backwards = {unit.chunk: unit for unit in backwards}.values()
-        self._last_backwards = frozenset(last_backwards)
+        self._last_backwards = frozenset(map(_key, last_backwards))
         # Parameters are gathered, and gradients reduced, at the same time on all stages, of which
         # those behind come to a chunk later (Megatron's own rule).
         self._gathered_at = {
@@ -71,13 +74,27 @@ class MegatronWork:
             if 1 < first.chunk + 1 < len(chunks)
         }
         self._reduced_behind = {
-            backwards[at]: last.chunk
+            _key(backwards[at]): last.chunk
             for last in last_backwards
             if (at := backwards.index(last) + self._stage) < len(backwards)
         }
         self._not_reduced = set(range(len(chunks)))
         self._places = {unit: place for place, unit in enumerate(forwards)}
-        self._window = order.index(backwards[0])
+        self._window = next(at for at, unit in enumerate(order) if unit.kind is not Kind.FORWARD)
+        #: Microbatch and chunk of each backward in two parts, and what its second part computes.
+        self._put_off: dict[tuple[int, int], list[split_backward.PutOff]] = {
+            _key(unit): []
+            for unit in order
+            if unit.kind is Kind.INPUT_GRADIENT and not unit.combined
+        }
+        self._splits = schedule.split
+        self._grad_sync_func = config.grad_sync_func
+        if self._splits:
+            split_backward.put_off_in(chunks)
+            reducer = getattr(chunks[0], "ddp_config", None)
+            if self._grad_sync_func is None and getattr(reducer, "overlap_grad_reduce", False):
+                # The reducer's own hooks want each parameter's gradient in one backward.
+                self._grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._no_sync = contextlib.ExitStack()
@@ -94,44 +111,71 @@ class MegatronWork:
         several = len(self._chunks) > 1
         if unit in self._gathered_at:
             self._gather_parameters(self._gathered_at[unit])
-        output_tensor, num_tokens = forward_step(
-            self._forward_step_func,
-            self._iterators[unit.chunk],
-            self._chunks[unit.chunk],
-            self._num_microbatches,
-            input_tensor,
-            self.losses,
-            self._config,
-            cp_group_size=self._groups.cp.size(),
-            checkpoint_activations_microbatch=self._checkpoints_all(unit),
-            is_first_microbatch=unit in self._first_forwards,
-            current_microbatch=unit.microbatch,
-            vp_stage=unit.chunk if several else None,
-            is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
-        )
+        key = _key(unit)
+        with self._put_off_later(key):
+            output_tensor, num_tokens = forward_step(
+                self._forward_step_func,
+                self._iterators[unit.chunk],
+                self._chunks[unit.chunk],
+                self._num_microbatches,
+                input_tensor,
+                self.losses,
+                self._config,
+                cp_group_size=self._groups.cp.size(),
+                checkpoint_activations_microbatch=self._checkpoints_all(unit),
+                is_first_microbatch=unit in self._first_forwards,
+                current_microbatch=unit.microbatch,
+                vp_stage=unit.chunk if several else None,
+                is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
+            )
         self.num_tokens += num_tokens
         outputs = listed(output_tensor)
-        key = (unit.microbatch, unit.chunk)
         self._inputs[key], self._outputs[key] = input_tensor, outputs
         return outputs
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run a backward, and let gradients synchronise in a chunk's last one."""
-        key = (unit.microbatch, unit.chunk)
-        if unit in self._last_backwards and self._syncs_in_last_backward():
+        """Run a backward or its first part; gradients synchronise in a chunk's last backward."""
+        key = _key(unit)
+        if key in self._last_backwards and self._syncs_in_last_backward():
             self._release_sync()
         gradient: Tensors = list(gradients) if gradients is not None else [None]
         model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
-        result = backward_step(
-            self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
-        )
-        if len(self._chunks) > 1:
-            if self._config.grad_sync_func is not None and unit in self._reduced_behind:
-                self._release_sync()
-                self._reduce_gradients(self._reduced_behind[unit])
-            self._hold_sync()  # another chunk's gradients are not complete yet
-        sent: list[torch.Tensor] = result
+        with self._put_off_later(key), self._reducer_waits(unit.chunk):
+            sent: list[torch.Tensor] = backward_step(
+                self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
+            )
+        if unit.kind is Kind.BACKWARD:
+            self._backward_ended(key)
         return sent
+
+    def weight_gradient(self, unit: Unit) -> None:
+        """Compute the weight gradients that the first part of a backward put off."""
+        key = _key(unit)
+        split_backward.second_part(self._put_off[key])
+        self._backward_ended(key)
+
+    def _backward_ended(self, key: tuple[int, int]) -> None:
+        if len(self._chunks) > 1:
+            if self._grad_sync_func is not None and key in self._reduced_behind:
+                self._release_sync()
+                self._reduce_gradients(self._reduced_behind[key])
+            self._hold_sync()  # another chunk's gradients are not complete yet
+
+    def _put_off_later(self, key: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+        """Around a forward or a first part: weight gradients are put off where the order says."""
+        if key not in self._put_off:
+            return contextlib.nullcontext()
+        return split_backward.first_part(self._put_off[key])
+
+    def _reducer_waits(self, chunk: int) -> contextlib.AbstractContextManager[None]:
+        """Around a backward of an order with split ones: the reducer's hooks only add gradients.
+
+        They would want a gradient of each parameter, and a first part has none of most.
+        """
+        config = getattr(self._chunks[chunk], "ddp_config", None)
+        if not self._splits or config is None:
+            return contextlib.nullcontext()
+        return replaced(config, overlap_grad_reduce=False)
 
     def sent(self, unit: Unit) -> None:
         """Free an output's data: the channel keeps what it still sends."""
@@ -143,7 +187,7 @@ class MegatronWork:
         """Launch the gradient reductions that no backward launched."""
         held = self._sync_held
         self._release_sync()
-        if self._config.grad_sync_func is not None and held:
+        if self._grad_sync_func is not None and held:
             for chunk in sorted(self._not_reduced):
                 self._reduce_gradients(chunk)
 
@@ -153,7 +197,7 @@ class MegatronWork:
 
     def _reduce_gradients(self, chunk: int) -> None:
         self._not_reduced.discard(chunk)
-        _for_chunk(self._config.grad_sync_func, chunk, self._chunks)
+        _for_chunk(self._grad_sync_func, chunk, self._chunks)
 
     def _checkpoints_all(self, unit: Unit) -> bool | None:
         """Whether all layers of a forward are computed again in its backward; None: as always.
@@ -169,7 +213,9 @@ class MegatronWork:
 
         In all other cases, stages reduce after their units, in the bubble at the end.
         """
-        if self._config.grad_sync_func is None:
+        if self._splits:
+            return False
+        if self._grad_sync_func is None:
             return True
         return self._stage == 0 and len(self._chunks) == 1
 
@@ -184,6 +230,10 @@ class MegatronWork:
     def _release_sync(self) -> None:
         self._no_sync.close()
         self._sync_held = False
+
+
+def _key(unit: Unit) -> tuple[int, int]:
+    return unit.microbatch, unit.chunk
 
 
 def listed(one_or_more: Any) -> list[Any]:

@@ -76,9 +76,7 @@ def families(profile: Profile, num_chunks: int, *, runnable: bool = False) -> tu
     Chunks with rows of their own were measured where they lie, and lie nowhere else.
     """
     known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
-    if runnable:
-        return tuple(f for f in known if not f.split)
-    if num_chunks == 2 and profile.listed_chunks == 1:
+    if num_chunks == 2 and not runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 

@@ -128,6 +128,11 @@ def first_line(error: Exception | str) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def carried(kind: Kind) -> Kind:
+    """The kind that a unit's messages have: both parts of a backward send and receive as one."""
+    return Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
+
+
 def opposite(kind: Kind) -> Kind:
     """The kind that crosses a boundary the other way."""
-    return Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
+    return Kind.BACKWARD if carried(kind) is Kind.FORWARD else Kind.FORWARD

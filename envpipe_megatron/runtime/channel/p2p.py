@@ -21,7 +21,13 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, StageSpecs, opposite
+from envpipe_megatron.runtime.channel.carrier import (
+    Carrier,
+    ChannelError,
+    StageSpecs,
+    carried,
+    opposite,
+)
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 
 __all__ = ["ChannelError", "P2PChannel"]
@@ -123,7 +129,7 @@ class P2PChannel:
         Raises:
             ChannelError: the neighbour is gone, or silent for longer than the time-out.
         """
-        tensors = self._carriers[unit.kind].receive(unit)
+        tensors = self._carriers[carried(unit.kind)].receive(unit)
         for tensor in tensors:
             tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
         return tensors

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
-from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec, carried
 from envpipe_megatron.runtime.channel.collectives import HostGroup
 
 #: SUCCESS of torch's WorkResult, which has no name in Python.
@@ -177,7 +177,7 @@ def _carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _tag(kind: Kind) -> int:
     """Tag of the tensors of a kind, which come in the order in which they were sent."""
-    return list(WHOLE).index(kind)
+    return list(WHOLE).index(carried(kind))
 
 
 def _header_tag(kind: Kind) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import unit as make_unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -61,7 +62,12 @@ class StageRun:
         self._like = like
         self._parked = order.parked(stage)
         self._receives: list[bool] = order.schedule.receives[stage].tolist()
-        self._sends: list[bool] = order.schedule.sends[stage].tolist()
+        #: By position, the unit whose output leaves then: of units that run as one, at their end.
+        self._sent_at = {
+            position + unit.combined: unit
+            for position, unit in enumerate(self.units)
+            if order.schedule.sends[stage, position]
+        }
         self._last_input: Completion = Done()
         self._last_end: Completion = Done()
 
@@ -117,8 +123,8 @@ class StageRun:
             self._request(park_mhz, completion)
             completion = self._executor.in_wait(own_after_s)
         self._request(self.frequencies_mhz[following], completion)
-        if self._channel is not None and self._sends[position]:
-            self._channel.send(unit, outputs)
+        if self._channel is not None and position in self._sent_at:
+            self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:
             self.unit_ended(unit)
         if self._ended == self._count:
@@ -157,7 +163,13 @@ class StageWork(Protocol):
         """Run a forward; `inputs` is None on the first chunk of the first stage."""
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run a backward; `gradients` is None on the last chunk of the last stage."""
+        """Run a whole backward, or its first part, for an `INPUT_GRADIENT`.
+
+        `gradients` is None on the last chunk of the last stage.
+        """
+
+    def weight_gradient(self, unit: Unit) -> None:
+        """Run the second part of a backward; only orders that split some call it."""
 
     def sent(self, unit: Unit) -> None:
         """The unit's output is in the channel: what only it needed may be freed."""
@@ -176,10 +188,23 @@ def execute(
     Raises ChannelError if a neighbour is gone or silent.
     """
     run.begin()
+    #: The input of a whole backward among split ones, which runs where its second part is listed.
+    whole: list[torch.Tensor] | None = None
+    is_whole = False
     for unit in schedule.stages[stage]:
         inputs = run.begin_unit()
-        compute = work.forward if unit.kind is Kind.FORWARD else work.backward
-        outputs = compute(unit, inputs)
+        outputs: list[torch.Tensor] = []
+        if unit.combined:
+            whole, is_whole = inputs, True
+        elif unit.kind is Kind.FORWARD:
+            outputs = work.forward(unit, inputs)
+        elif unit.kind is not Kind.WEIGHT_GRADIENT:
+            outputs = work.backward(unit, inputs)
+        elif is_whole:
+            outputs = work.backward(make_unit(Kind.BACKWARD, unit.microbatch, unit.chunk), whole)
+            whole, is_whole = None, False
+        else:
+            work.weight_gradient(unit)
         run.end_unit(outputs)
         del inputs, outputs  # they would take memory from the next unit
         work.sent(unit)

@@ -39,6 +39,7 @@ class SessionConfig:
         require_control: whether a GPU that cannot be held is an error; by default it is only read.
         reorders: whether a framework that runs its units itself runs any order of whole backwards
             that is planned; its messages never wait for one another.
+        splits: whether units run that are only a part of a backward.
         labels: labels for each line of the energy log, beside the rank's own.
         facts: facts for the sidecar of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
@@ -62,6 +63,7 @@ class SessionConfig:
     guarded: bool | None = None
     require_control: bool = False
     reorders: bool = False
+    splits: bool = False
     labels: Mapping[str, object] = field(default_factory=dict)
     facts: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None

@@ -146,7 +146,7 @@ def plan_online(
     if job.own_order is not None:
         own = job.own_order
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
-    if kept is None:  # no framework runs split backwards: none are to be planned
+    if kept is None and not job.config.splits:  # split backwards do not run: none are to be planned
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
     most, notes = None, tuple[str, ...]()
@@ -206,9 +206,9 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
         )
     order = plan.schedule
-    if job.kept_order is None and (order.split or order.placement is not Placement.LOOPED):
+    if job.kept_order is None and order.placement is not Placement.LOOPED:
         raise SessionError(
-            "The plan splits backwards or lays chunks in a V, which no job runs yet",
+            "The plan lays chunks in a V, which no job runs",
             value=order.name,
             remedy="Plan with --runnable, or let the job plan.",
         )

@@ -1,0 +1,255 @@
+"""Orders that split backwards come to the same bits as megatron-core's own."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jobs import Job, Ours
+from test_bit_equality import (
+    CLOCKS_MHZ,
+    assert_executed,
+    assert_same_bits,
+    ours,
+    stock,
+    synthetic_profile,
+)
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import SPLIT, Kind, unit
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Schedule
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+__all__ = ["ours", "stock"]
+
+
+def by_plan(folder, schedule: Schedule) -> Ours:
+    clocks = itertools.cycle(CLOCKS_MHZ)
+    frequency = np.array([[next(clocks) for _ in order] for order in schedule.stages])
+    frequency = schedule.pair_clocks(frequency)
+    profile = synthetic_profile(schedule.num_stages).with_split_backwards(SplitBackward(0.5, 0.05))
+    profile.write(folder / "profile_in.csv")
+    conditions = Conditions((80.0,) * schedule.num_stages)
+    plan = Plan("custom", schedule, frequency, profile.for_chunks(schedule.num_chunks), conditions)
+    plan.write(folder / "plan_in.json")
+    return Ours(profile_file=folder / "profile_in.csv", plan_file=folder / "plan_in.json")
+
+
+def all_in_place(order: Schedule) -> Schedule:
+    """Each backward in two parts, one behind the other."""
+    stages = tuple(
+        tuple(
+            part
+            for own in units
+            for part in (
+                [own]
+                if own.kind is Kind.FORWARD
+                else [unit(kind, own.microbatch, own.chunk) for kind in SPLIT[1:]]
+            )
+        )
+        for units in order.stages
+    )
+    return Schedule("in-place", order.num_microbatches, order.num_chunks, stages)
+
+
+def searched(stages, microbatches, chunks=1, most=None, weight=0.8) -> Schedule:
+    """One of the list scheduler's, for units that do not take equally long."""
+    shape = np.ones((stages, chunks, microbatches))
+    uneven = np.linspace(1.0, 1.4, stages)[:, None, None]
+    times = {Kind.FORWARD: shape, Kind.INPUT_GRADIENT: 1.2 * uneven * shape}
+    times[Kind.WEIGHT_GRADIENT] = weight * shape
+    limits = [most or 2 * stages * chunks] * stages
+    return shortest(OrderJob(times, 0.05, limits=limits, in_order=True), "searched")
+
+
+ORDERS = {
+    "zb-h1 p2": zero_bubble(2, 8),
+    "zb-h2 p2": zero_bubble(2, 8, 3),
+    "zb-h1 p4": zero_bubble(4, 8),
+    "zb-h2 p4": zero_bubble(4, 8, 7),
+    "searched p2": searched(2, 8),
+    "searched p4": searched(4, 8),
+    "in place p4": all_in_place(builders.one_f_one_b(4, 8)),
+    "few microbatches p4": zero_bubble(4, 3),
+    "the last two of 1F1B p4": split_in_place(builders.one_f_one_b(4, 8), 2),
+    "the last four of EnvPipe's p4": split_in_place(builders.envpipe(4, 8, [3, 2, 1, 0]), 4),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders(stock, ours, tmp_path, name, tied):
+    schedule = ORDERS[name]
+    job = Job(schedule.num_stages, schedule.num_microbatches, tied=tied)
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, stock(job))
+    layers = max(2, schedule.num_stages) // schedule.num_stages
+    for result in results:  # four of each layer, and the output's
+        each = 4 * layers + (result.stage == schedule.num_stages - 1)
+        whole = schedule.combined[result.stage].sum()
+        steady = result.phases.count("steady")
+        assert result.put_off.count(each) == steady * (schedule.num_microbatches - whole)
+        assert len(result.put_off) == steady * (schedule.num_microbatches - whole)
+
+
+ALIGNED = ("overlap_grad_reduce", "align_grad_reduce")
+DDP = [
+    (),
+    ("use_distributed_optimizer",),
+    ("overlap_grad_reduce",),
+    ("overlap_grad_reduce", "align_grad_reduce"),
+    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "align_grad_reduce",
+    ),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reducer", DDP, ids="+".join)
+@pytest.mark.parametrize("name", ["zb-h1 p2", "searched p2"])
+def test_reducers_of_two_replicas(stock, ours, tmp_path, name, reducer, tied):
+    schedule = ORDERS[name]
+    job = Job(2, 8, reducer=reducer, tied=tied)
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, stock(job))
+    by_stage = sorted(results, key=lambda result: (result.stage, result.replica))
+    for one, other in zip(by_stage[::2], by_stage[1::2], strict=True):
+        assert one.weights == other.weights
+        assert one.losses != other.losses or not one.losses[0]
+
+
+@pytest.mark.parametrize(
+    "reducer", [None, DDP[1], DDP[2], DDP[5]], ids=lambda r: "+".join(r or ("none",))
+)
+@pytest.mark.parametrize("what", ["in place", "the last", "searched", "more in flight"])
+@pytest.mark.parametrize(
+    "size", [(2, 8, 2), (4, 8, 2), (2, 6, 3)], ids="p{0[0]}-M{0[1]}-V{0[2]}".format
+)
+def test_chunks(stock, ours, tmp_path, size, what, reducer):
+    stages, microbatches, chunks = size
+    schedule = {
+        "in place": lambda: all_in_place(builders.interleaved(stages, microbatches, chunks)),
+        "the last": lambda: split_in_place(
+            builders.interleaved(stages, microbatches, chunks), stages * chunks
+        ),
+        "searched": lambda: searched(stages, microbatches, chunks),
+        "more in flight": lambda: searched(stages, microbatches, chunks, 4 * stages * chunks, 1.1),
+    }[what]()
+    job = Job(stages, microbatches, chunks=chunks, reducer=reducer)
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, stock(job))
+
+
+FEATURES = {
+    "dropout": Job(4, 8, dropout=0.1),
+    "full recomputation": Job(4, 8, recompute=True),
+    "recomputation and dropout": Job(4, 8, recompute=True, dropout=0.1, layers=8),
+    "per-token loss": Job(2, 8, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "not deallocated": Job(2, 8, deallocate=False),
+    "evaluation, tied": Job(4, 8, evaluate_after=1, tied=True),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(stock, ours, tmp_path, name):
+    job = FEATURES[name]
+    schedule = zero_bubble(job.stages, 8, 2 * job.stages - 1)
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, stock(job))
+
+
+def test_self_check_of_a_split_order(stock, ours, tmp_path):
+    job = Job(4, 8, steps=4, dropout=0.1, tied=True)
+    order = zero_bubble(4, 8)
+    results = ours(job, replace(by_plan(tmp_path, order), checked=order))
+    assert_same_bits(results, stock(job))
+    said = [line for result in results for line in result.said]
+    assert said[0] == "self-check: losses and gradients are equal to the last bit"
+    assert not any(result.failed for result in results)
+
+
+def test_weight_gradients_in_another_order_are_noticed(stock, ours, tmp_path):
+    forwards = [unit(Kind.FORWARD, m) for m in range(6)]
+    inputs = [unit(Kind.INPUT_GRADIENT, m) for m in range(6)]
+    weights = [unit(Kind.WEIGHT_GRADIENT, m) for m in reversed(range(6))]
+    schedule = Schedule("late", 6, 1, ((*forwards, *inputs, *weights),) * 2)
+    job = Job(2, 6, steps=2)
+    results, references = ours(job, by_plan(tmp_path, schedule)), stock(job)
+    assert any(mine.grads != theirs.grads for mine, theirs in zip(results, references, strict=True))
+    with pytest.raises(AssertionError):
+        assert_same_bits(results, references)
+
+
+@pytest.mark.parametrize(
+    "job", [Job(4, 12, tied=True), Job(2, 8, chunks=2, reducer=ALIGNED)], ids=["p4", "V2"]
+)
+def test_an_order_of_the_planner(stock, ours, tmp_path, job):
+    profile = synthetic_profile(job.stages).with_split_backwards(SplitBackward(0.5, 0.0))
+    replace(profile, assumed=None).write(tmp_path / "profile_in.csv")  # as if it were measured
+    how = Ours("auto", "optimal", profile_file=tmp_path / "profile_in.csv", splits=True)
+    results = ours(job, how)
+    order = results[0].plan.schedule
+    assert order.split
+    assert_executed(job, results, order)
+    assert_same_bits(results, stock(job))
+
+
+def test_parts_are_measured_online(stock, ours):
+    """Half of the backwards of Megatron's own order are split where they stand, to be measured."""
+    job = Job(4, 12, steps=None)
+    how = Ours("auto", "optimal", unit_s=0.05, clocks_mhz=CLOCKS_MHZ[::2], splits=True)
+    results = ours(job, how)
+    plan, profile = results[0].plan, results[0].profile
+    assert set(profile.kinds) >= {*SPLIT, Kind.BACKWARD}
+    assert plan.schedule.split
+    print(plan.schedule.name, plan.schedule.labels()[1][:20])
+    measured = split_in_place(builders.one_f_one_b(4, 12), 6)
+    for result in results:
+        profiled = [
+            u for u, p in zip(result.executed, result.phases, strict=True) if p == "profile"
+        ]
+        assert all(units == measured.labels()[result.stage] for units in profiled)
+        assert profiled
+        steady = [u for u, p in zip(result.executed, result.phases, strict=True) if p == "steady"]
+        assert all(units == plan.schedule.labels()[result.stage] for units in steady)
+        assert steady
+    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
+
+
+def test_closed_loop(stock, ours):
+    """It measures, plans beside training, and corrects: orders change while training goes on."""
+    job = Job(2, 8, steps=160)
+    how = Ours(
+        "auto",
+        "optimal",
+        warmup_iterations=3,
+        unit_s=0.02,
+        clocks_mhz=CLOCKS_MHZ[::2],
+        splits=True,
+        closed_loop=True,
+    )
+    results = ours(job, how)
+    run = {tuple(units) for units in results[0].executed}
+    print(
+        len(run), results[0].plan and results[0].plan.schedule.name, sorted(set(results[0].phases))
+    )
+    assert results[0].plan is not None
+    assert results[0].plan.schedule.split
+    assert tuple(results[0].plan.schedule.labels()[0]) in run
+    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))

@@ -1,0 +1,88 @@
+"""Split backwards beside what else models and reducers have."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import Job
+from test_bit_equality import assert_executed, assert_same_bits, ours, stock
+from test_split_backward import by_plan, searched
+
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+__all__ = ["ours", "stock"]
+
+PLAIN, OVERLAP = (), ("overlap_grad_reduce",)
+ALIGNED = ("overlap_grad_reduce", "align_grad_reduce")
+ALL = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+SELECTIVE = (("recompute_granularity", "selective"),)
+EXPERTS = (
+    ("num_moe_experts", 4),
+    ("moe_router_topk", 2),
+    ("moe_aux_loss_coeff", 0.01),
+    ("moe_router_load_balancing_type", "aux_loss"),
+    ("moe_token_dispatcher_type", "allgather"),
+    ("add_bias_linear", False),
+)
+
+JOBS = {
+    "fused": Job(2, 8, fused=True, reducer=PLAIN),
+    "fused, overlapped": Job(2, 8, fused=True, reducer=OVERLAP),
+    "fused, aligned": Job(2, 8, fused=True, reducer=ALIGNED),
+    "fused, distributed, overlapped": Job(2, 8, fused=True, reducer=ALL),
+    "fused, tied": Job(4, 8, fused=True, reducer=PLAIN, tied=True),
+    "fused, tied, overlapped": Job(2, 8, fused=True, reducer=OVERLAP, tied=True),
+    "fused, two chunks": Job(2, 8, chunks=2, fused=True, reducer=ALIGNED, deallocate=False),
+    "bf16": Job(2, 8, half="bf16", reducer=PLAIN),
+    "bf16, overlapped, distributed": Job(2, 8, half="bf16", reducer=ALL),
+    "bf16, fused, tied": Job(2, 8, half="bf16", fused=True, reducer=OVERLAP, tied=True),
+    "bf16, recomputed": Job(4, 8, half="bf16", recompute=True, dropout=0.1, reducer=PLAIN),
+    "fp16": Job(2, 8, half="fp16", reducer=PLAIN),
+    "fp16, fused": Job(2, 8, half="fp16", fused=True, reducer=OVERLAP),
+    "sequence parallel": Job(2, 8, tensor=2, reducer=PLAIN),
+    "sequence parallel, fused": Job(2, 8, tensor=2, fused=True, reducer=PLAIN),
+    "sequence parallel, bf16, overlapped": Job(2, 8, tensor=2, half="bf16", reducer=OVERLAP),
+    "sequence parallel, recomputed": Job(2, 8, tensor=2, recompute=True, reducer=PLAIN),
+    "tensor parallel": Job(2, 8, tensor=2, reducer=PLAIN, options=(("sequence_parallel", False),)),
+    "selective recomputation": Job(2, 8, dropout=0.1, options=SELECTIVE),
+    "selective, of activations": Job(
+        2,
+        8,
+        dropout=0.1,
+        options=(
+            *SELECTIVE,
+            ("recompute_modules", ("core_attn", "mlp", "layernorm")),
+            ("add_bias_linear", False),  # 0.16.1 recurses without end with a bias
+        ),
+    ),
+    "gated": Job(2, 8, options=(("gated_linear_unit", True), ("normalization", "RMSNorm"))),
+    "experts": Job(2, 8, reducer=PLAIN, options=EXPERTS),
+    "experts, overlapped": Job(2, 8, reducer=OVERLAP, options=EXPERTS),
+    "experts, shared": Job(
+        2, 8, reducer=PLAIN, options=(*EXPERTS, ("moe_shared_expert_intermediate_size", 16))
+    ),
+    "multi-token prediction": Job(2, 8, reducer=PLAIN, options=(("mtp_num_layers", 1),)),
+    "multi-token prediction, tied": Job(
+        2, 8, reducer=PLAIN, tied=True, options=(("mtp_num_layers", 1),)
+    ),
+    "multi-token prediction, fused": Job(
+        2, 8, reducer=PLAIN, fused=True, options=(("mtp_num_layers", 1),)
+    ),
+    "multi-token prediction, fused, tied": Job(
+        2, 8, reducer=PLAIN, fused=True, tied=True, options=(("mtp_num_layers", 1),)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_features(stock, ours, tmp_path, name):
+    job = JOBS[name]
+    if job.chunks == 1:
+        schedule = zero_bubble(job.stages, job.microbatches, 2 * job.stages - 1)
+    else:
+        schedule = searched(job.stages, job.microbatches, job.chunks)
+    references = stock(job)
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, references)
+    assert all(result.put_off and min(result.put_off) >= 4 for result in results)
