@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
+from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
@@ -19,6 +21,7 @@ from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
     IterationOrder,
@@ -41,9 +44,10 @@ from envpipe_megatron.runtime.job.planning import (
     megatron_order,
     plan_online,
     profiled_clocks,
+    splits,
 )
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
-from envpipe_megatron.runtime.memory.peak import Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
@@ -53,6 +57,7 @@ from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
 
+_NO_PARTS = "has no rows of input-gradient and weight-gradient: measure it again"
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
 _TRIED_AFTER = 200
@@ -176,29 +181,78 @@ def _closed_loop(
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
-    profile = known_profile(job, schedule, records)
+    profile, measured = _known(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
-        make = partial(_controller, job, schedule, clocks, profile.sidecar, profile)
-        yield from run_commands(job, schedule, clocks, records, make)
-    swept = _swept_clocks(job)
-    if not job.gpu.changes_clock:
-        job.say(_DRY_RUN)
-    job.memory.learn(schedule, job.specs)
+        facts = profile.sidecar
+    else:
+        clocks = list(_swept_clocks(job))
+        if not job.gpu.changes_clock:
+            job.say(_DRY_RUN)
+        job.memory.learn(schedule, job.specs)
+        job.memory.watch = Watch.NOTHING
+        facts = _facts(job)
+    measured = yield from _try_parts(job, schedule, measured)
+    make = partial(_controller, job, schedule, measured, clocks, facts, profile)
+    yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
+
+
+def _known(
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+) -> tuple[Profile | None, Schedule]:
+    """The profile that need not be measured, and the order whose units are looked at.
+
+    That is the framework's, with half of its backwards split if plans may split some. Every rank
+    calls it, as `known_profile`.
+    """
+    profile, measured = known_profile(job, schedule, records), schedule
+    names_whole = SCHEDULES[job.config.request.schedule].splits is False
+    whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
+    if splits(job) and not names_whole and whole and schedule.num_microbatches > 1:
+        measured = half_split(schedule)
+    if profile is None or measured is schedule or Kind.INPUT_GRADIENT in profile.kinds:
+        return profile, measured
+    if job.config.profile_file is not None:
+        _note(job, f"Backwards are not split: {job.config.profile_file} {_NO_PARTS}")
+        return profile, schedule
+    job.say(f"the profile of an earlier start is not used: it {_NO_PARTS}")
+    job.folder.forget_profile()
+    return None, measured
+
+
+def _try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[Schedule]:
+    """Run the order whose units are looked at, and watch what they hold; the order to look at.
+
+    That is the framework's where the other has no memory, and backwards are whole then.
+    """
+    if measured is schedule:
+        return schedule
+    try:
+        make_room_for_messages(job, measured)
+        job.memory.predict(measured)
+    except MemoryFullError as error:
+        job.state.whole = str(error)
+        _note(job, f"Backwards are not split: {error}")
+        return schedule
+    top = max(job.gpu.supported_frequencies_mhz)
+    order = constant_order(Phase.PROFILE, measured, top, top)
+    job.memory.watch = Watch.UNITS
+    yield order
+    job.memory.learn(schedule, job.specs, measured)
     job.memory.watch = Watch.NOTHING
-    make = partial(_controller, job, schedule, swept, _facts(job), None)
-    yield from run_commands(job, schedule, swept, records, make)
+    return measured
 
 
 def _controller(
     job: PhaseParts,
     schedule: Schedule,
+    measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
 ) -> Controller:
-    store = _store(job, schedule, clocks_mhz, facts)
+    store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
     config = job.config
@@ -209,7 +263,7 @@ def _controller(
     )
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    return Controller(schedule, store, job.collectives.num_replicas, planner)
+    return Controller(schedule, measured, store, job.collectives.num_replicas, planner)
 
 
 def _save_energy(
@@ -222,9 +276,9 @@ def _save_energy(
         schedule: the framework's.
         records: of the warm-up; its first iteration tells nothing of the units.
     """
-    profile = known_profile(job, schedule, records[1:])
+    profile, measured = _known(job, schedule, records[1:])
     if profile is None:
-        profile = yield from _profile(job, schedule, records[1:])
+        profile = yield from _profile(job, schedule, measured, records[1:])
     job.state.profile = profile
     plan = yield from adopt_plan(job, schedule, records, profile, clocks_of_stages(job))
     job.state.plan = plan
@@ -312,16 +366,20 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
 
 
 def _profile(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, schedule: Schedule, measured: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[Profile]:
     """Sweep; GoesOnError on all ranks if that fails. As `_save_energy`."""
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
-    make = partial(_measuring, job, schedule, swept, _facts(job))
-    if not records:
-        records = yield from iterations(constant_order(Phase.PROFILE, schedule, swept[0], swept[0]))
-    profile, _ = yield from run_commands(job, schedule, swept, records, make)
+    measured = yield from _try_parts(job, schedule, measured)
+    make = partial(_measuring, job, measured, swept, _facts(job))
+    at_top = [constant_order(Phase.PROFILE, order, *swept[:1] * 2) for order in (measured, schedule)]
+    if not records or measured is not schedule:
+        records = yield from iterations(at_top[0])
+    profile, _ = yield from run_commands(job, measured, swept, records, make)
+    if measured is not schedule:  # memory is that of the framework's order
+        yield at_top[1]
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     job.memory.learn(schedule, job.specs)
     profile = with_memory(profile, job.memory.stages)
