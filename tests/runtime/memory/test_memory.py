@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.kinds import KIND_BY_LETTER, WHOLE, Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.profile import make_profile
@@ -33,6 +33,7 @@ from envpipe_megatron.runtime.memory.stage import (
     device_memory,
     in_flight_limit,
     knows_memory,
+    peaks_bytes,
     with_memory,
 )
 
@@ -78,10 +79,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
     actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
-    predicted = [
-        memory.peak_bytes_of(*units)
-        for memory, *units in zip(learned, schedule.stages, job.own.stages, strict=True)
-    ]
+    predicted = peaks_bytes(learned, schedule, job.own)
     assert predicted == pytest.approx(actual.tolist(), rel=PREDICTION_ERROR)
     assert [memory.baseline_in_flight for memory in learned] == list(job.own.peak_in_flight)
     if regime == "a step that needs the most":
@@ -299,9 +297,9 @@ def test_nothing_is_looked_at_once_the_plan_runs():
 
 
 def units_of(text):
-    """Such as F0, or a backward of the second chunk: B1."""
-    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
-    return [Unit(kinds[kind], 0, int(chunk)) for kind, chunk in re.findall("..", text)]
+    """Such as F0, or a backward of the second chunk: B1, or I1+W1."""
+    found = re.findall(r"(.)(.)(\+?)", text)
+    return [Unit(KIND_BY_LETTER[k], 0, int(chunk), bool(plus)) for k, chunk, plus in found]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +314,22 @@ def units_of(text):
     ],
 )
 def test_activations_of_one_microbatch(units, allocated, expected):
+    assert bytes_by_chunk(units_of(units), allocated) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("units", "allocated", "expected"),
+    [
+        ("F0I0+W0F0I0W0", [0, 10, 10, 0, 10, 7, 0], ((10,), (7,))),
+        ("F0I0W0F0I0+W0", [0, 1, 16, 0, 1, 1, 0], ((1,), (16,))),  # recomputed
+        ("F0I0+W0F0I0W0", [0, 10, 10, 5, 15, 12, 9], ((10,), (7,))),  # gradients are new in each
+        ("F0I0+W0F0I0W0", [0, 10, 10, 0, 10, 9, 2], ((10,), (9,))),  # an output waits behind I
+        ("F0F1I1W1I0W0", [0, 10, 14, 13, 10, 18, 0], ((10, 4), (18, 3))),  # no whole backward
+        ("F0F1I1+W1I0W0", [0, 10, 14, 14, 10, 6, 0], ((10, 4), None)),  # none of the second chunk
+        ("F0F1I1W1I0+W0", [0, 10, 14, 9, 10, 10, 0], ((10, 4), None)),
+    ],
+)
+def test_what_waits_between_the_parts_of_a_backward(units, allocated, expected):
     assert bytes_by_chunk(units_of(units), allocated) == expected
 
 
@@ -330,11 +344,11 @@ def test_an_order_is_predicted_by_what_each_chunk_holds(chunk_bytes, group_size)
         )
         return held.max()
 
-    own, other = (builders.interleaved(4, 24, 2, size).stages for size in (4, group_size))
-    for stage in range(4):
-        peak = 1000 + int(most(own, stage))
-        memory = StageMemory(max(chunk_bytes), 1, peak, 0.0, 0, chunk_bytes)
-        assert memory.peak_bytes_of(other[stage], own[stage]) == 1000 + most(other, stage)
+    own, other = (builders.interleaved(4, 24, 2, size) for size in (4, group_size))
+    peaks = [1000 + int(most(own.stages, stage)) for stage in range(4)]
+    memory = [StageMemory(max(chunk_bytes), 1, peak, 0.0, 0, chunk_bytes) for peak in peaks]
+    expected = tuple(1000 + most(other.stages, stage) for stage in range(4))
+    assert peaks_bytes(memory, other, own) == expected
 
 
 def test_a_microbatch_holds_at_least_its_message():
