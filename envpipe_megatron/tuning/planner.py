@@ -86,7 +86,8 @@ def first_plans(asked: Mapping[int, Sequence[Asked]]) -> _Made:
         else:
             made[level] = solve(last[0])
     return {
-        level: (of.plan, of.auto.splitting(of.plan) if of.auto else "") for level, of in made.items()
+        level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
+        for level, of in made.items()
     }
 
 
@@ -221,9 +222,11 @@ class Planner:
 
     def _taken(self, background: Background[_Made]) -> Plans | None:
         made = background.take()
-        for plan, self.won in (made or {}).values():
+        if made is None:
+            return None
+        for plan, self.won in made.values():
             self._check(plan)
-        return made and {level: plan for level, (plan, _) in made.items()}
+        return {level: plan for level, (plan, _) in made.items()}
 
     def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
         """An order and clocks where no plan could be made; StoreError without meters."""

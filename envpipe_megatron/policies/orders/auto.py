@@ -180,7 +180,9 @@ class AutoSearch:
         if len(best) < 2:
             return ""
         own_j = plan.baseline.cost.energy_j
-        split, whole = (f"{100 * (1 - best[s].relaxed_energy_j / own_j):.1f} %" for s in (1, 0))
+        split, whole = (
+            f"{100 * (1 - best[splits].relaxed_energy_j / own_j):.1f} %" for splits in (True, False)
+        )
         if plan.schedule.split:
             return f"Split backwards: {split} saved instead of {whole} without"
         return f"Whole backwards: {whole} saved, and {split} with split ones"

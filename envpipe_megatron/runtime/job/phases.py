@@ -374,7 +374,9 @@ def _profile(
         job.say(_DRY_RUN)
     measured = yield from _try_parts(job, schedule, measured)
     make = partial(_measuring, job, measured, swept, _facts(job))
-    at_top = [constant_order(Phase.PROFILE, order, *swept[:1] * 2) for order in (measured, schedule)]
+    at_top = [
+        constant_order(Phase.PROFILE, order, *swept[:1] * 2) for order in (measured, schedule)
+    ]
     if not records or measured is not schedule:
         records = yield from iterations(at_top[0])
     profile, _ = yield from run_commands(job, measured, swept, records, make)

@@ -235,9 +235,7 @@ class Store:
         if not as_before or Kind.INPUT_GRADIENT not in self.kinds:
             return
         for first in range(0, len(self._times), len(self.kinds)):
-            whole, *parts = (
-                first + self.kinds.index(kind) for kind in (Kind.BACKWARD, *SPLIT[1:])
-            )
+            whole, *parts = (first + self.kinds.index(kind) for kind in (Kind.BACKWARD, *SPLIT[1:]))
             for ran, others in (({whole}, set(parts)), (set(parts), {whole})):
                 if ran <= seen and ran & changed and not others & seen:
                     keys = sorted(ran)
