@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
@@ -21,7 +19,6 @@ from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
-from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
     IterationOrder,
@@ -44,10 +41,15 @@ from envpipe_megatron.runtime.job.planning import (
     megatron_order,
     plan_online,
     profiled_clocks,
-    splits,
 )
-from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
+from envpipe_megatron.runtime.job.splitting import (
+    known_and_measured,
+    note,
+    try_parts,
+    watch_parts,
+)
+from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
@@ -57,7 +59,6 @@ from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
 
-_NO_PARTS = "has no rows of input-gradient and weight-gradient: measure it again"
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
 _TRIED_AFTER = 200
@@ -109,7 +110,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
 def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
     """The framework's order goes on, for something has failed."""
     job.state.plan = None
-    _note(job, f"The framework's own order, at the highest clock: {error}")
+    note(job, f"The framework's own order, at the highest clock: {error}")
     if not job.state.several_sizes:
         job.folder.forget_profile()
     _keep_own_order(job, schedule)
@@ -175,13 +176,13 @@ def _closed_loop(
         steady = replace(order, phase=Phase.STEADY)
         for _ in range(_TRIED_AFTER * 2**tries):
             yield steady
-        _note(job, "After a failure, the closed loop was begun anew")
+        note(job, "After a failure, the closed loop was begun anew")
         records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
-    profile, measured = _known(job, schedule, records)
+    profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
@@ -193,55 +194,9 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
-    measured = yield from _try_parts(job, schedule, measured)
+    measured = yield from try_parts(job, schedule, measured)
     make = partial(_controller, job, schedule, measured, clocks, facts, profile)
     yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
-
-
-def _known(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
-) -> tuple[Profile | None, Schedule]:
-    """The profile that need not be measured, and the order whose units are looked at.
-
-    That is the framework's, with half of its backwards split if plans may split some. Every rank
-    calls it, as `known_profile`.
-    """
-    profile, measured = known_profile(job, schedule, records), schedule
-    names_whole = SCHEDULES[job.config.request.schedule].splits is False
-    whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
-    if splits(job) and not names_whole and whole and schedule.num_microbatches > 1:
-        measured = half_split(schedule)
-    if profile is None or measured is schedule or Kind.INPUT_GRADIENT in profile.kinds:
-        return profile, measured
-    if job.config.profile_file is not None:
-        _note(job, f"Backwards are not split: {job.config.profile_file} {_NO_PARTS}")
-        return profile, schedule
-    job.say(f"the profile of an earlier start is not used: it {_NO_PARTS}")
-    job.folder.forget_profile()
-    return None, measured
-
-
-def _try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[Schedule]:
-    """Run the order whose units are looked at, and watch what they hold; the order to look at.
-
-    That is the framework's where the other has no memory, and backwards are whole then.
-    """
-    if measured is schedule:
-        return schedule
-    try:
-        make_room_for_messages(job, measured)
-        job.memory.predict(measured)
-    except MemoryFullError as error:
-        job.state.whole = str(error)
-        _note(job, f"Backwards are not split: {error}")
-        return schedule
-    top = max(job.gpu.supported_frequencies_mhz)
-    order = constant_order(Phase.PROFILE, measured, top, top)
-    job.memory.watch = Watch.UNITS
-    yield order
-    job.memory.learn(schedule, job.specs, measured)
-    job.memory.watch = Watch.NOTHING
-    return measured
 
 
 def _controller(
@@ -276,7 +231,7 @@ def _save_energy(
         schedule: the framework's.
         records: of the warm-up; its first iteration tells nothing of the units.
     """
-    profile, measured = _known(job, schedule, records[1:])
+    profile, measured = known_and_measured(job, schedule, records[1:])
     if profile is None:
         profile = yield from _profile(job, schedule, measured, records[1:])
     job.state.profile = profile
@@ -312,7 +267,7 @@ def adopt_plan(
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     state.plan = plan
-    _note(job, *notes)
+    note(job, *notes)
     policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
@@ -346,15 +301,6 @@ def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageReco
     return records
 
 
-def _note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and keep them: those of other batches too, if there are several."""
-    kept = job.state.notes if job.state.several_sizes else ()
-    own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
-    job.state.notes = tuple(dict.fromkeys((*kept, *own)))
-    for note in notes:
-        job.say(note)
-
-
 def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
     """The framework's order goes on: it ran, so that too little memory for it is only said."""
     if job.memory.stages is None:
@@ -372,18 +318,18 @@ def _profile(
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
-    measured = yield from _try_parts(job, schedule, measured)
+    if measured is not schedule:
+        job.memory.learn(schedule, job.specs)
+        measured = yield from try_parts(job, schedule, measured)
     make = partial(_measuring, job, measured, swept, _facts(job))
-    at_top = [
-        constant_order(Phase.PROFILE, order, *swept[:1] * 2) for order in (measured, schedule)
-    ]
     if not records or measured is not schedule:
-        records = yield from iterations(at_top[0])
+        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, make)
-    if measured is not schedule:  # memory is that of the framework's order
-        yield at_top[1]
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
-    job.memory.learn(schedule, job.specs)
+    if measured is schedule:
+        job.memory.learn(schedule, job.specs)
+    else:
+        yield from watch_parts(job, schedule, measured)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule

@@ -232,7 +232,7 @@ class Store:
             before_s: as `time_s` was.
         """
         as_before, self._seen = seen == self._seen, seen
-        if not as_before or Kind.INPUT_GRADIENT not in self.kinds:
+        if not as_before or not {Kind.BACKWARD, *SPLIT[1:]} <= {*self.kinds}:
             return
         for first in range(0, len(self._times), len(self.kinds)):
             whole, *parts = (first + self.kinds.index(kind) for kind in (Kind.BACKWARD, *SPLIT[1:]))
