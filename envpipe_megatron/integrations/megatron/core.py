@@ -34,6 +34,7 @@ from envpipe_megatron.integrations.megatron.work import (
     listed,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 
 #: What a call may leave out, with Megatron's defaults, and what none leaves out.
@@ -116,7 +117,9 @@ class ForwardBackward:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
 
-    def _interpret(self, arguments: dict[str, Any], order: Schedule | None = None) -> list[Any]:
+    def _interpret(
+        self, arguments: dict[str, Any], rehearsal: Rehearsal | None = None
+    ) -> list[Any]:
         """Run an iteration by the interpreter: of the job's phases, or to check an order."""
         chunks = listed(arguments["model"])
         iterators = listed(arguments["data_iterator"])
@@ -139,12 +142,13 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
-        if order is None:
+        if rehearsal is None:
             count = arguments["num_microbatches"]
             full = self._full_microbatches in (None, count)
             self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
-            self._session.rehearse(order, specs, make_work)
+            order, tried = rehearsal.order, rehearsal.of
+            self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:
