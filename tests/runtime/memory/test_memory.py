@@ -167,7 +167,7 @@ SPLIT_REGIMES = {
 @pytest.mark.parametrize("regime", SPLIT_REGIMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
-    """To the byte in one chunk, but for outputs that wait; never less, at most 1 % more in several.
+    """To the byte in one chunk, but for outputs that wait; never less, at most 2 % more in several.
 
     A weight gradient may run where most is held, and needs less than what is taken into account;
     recomputed chunks need unlike amounts beside what their first parts leave.
@@ -188,7 +188,7 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
         actual = np.max([job.iterate(order, Watch.PEAK) for _ in range(2)], axis=0).tolist()
         for predicted, peak in zip(peaks_bytes(learned, order, job.own), actual, strict=True):
             assert predicted >= peak - 10 * sizes.message
-            most = peak if chunks == 1 else 1.01 * peak
+            most = peak if chunks == 1 else 1.02 * peak
             assert predicted <= most + 10 * sizes.message
 
 
