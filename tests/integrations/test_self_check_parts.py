@@ -229,7 +229,7 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
         expert_model_parallel_size=1,
     )  # fmt: skip
     memory = _Memory({"model": model, "seq_length": 4096, "micro_batch_size": 4}, 0)
-    # Where it recomputes, 8 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
+    # Where it recomputes, 4 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
     own, longer = builders.one_f_one_b(4, 8), builders.envpipe(4, 8, [1, 0, 0, 0])
     assert memory.has_room(own, own)
     assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits

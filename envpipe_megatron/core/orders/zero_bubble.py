@@ -95,7 +95,7 @@ def split_late(schedule: Schedule) -> Schedule:
     held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
     """
     most = schedule.num_microbatches * schedule.num_chunks
-    return _with_split(schedule, "late", (0,) if most > 2 else (), lag=1)
+    return _with_split(schedule, "late", (most // 2,) if most > 2 else (), lag=1)
 
 
 def _with_split(schedule: Schedule, how: str, whole: Collection[int], lag: int = 0) -> Schedule:

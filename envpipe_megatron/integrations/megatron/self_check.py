@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ _SAMPLE, _COLUMNS, _SLICE = 4096, 4096, 2**24
 _MOST_TRIES = 20
 #: Of what a microbatch in flight seems to hold, what must be free for each one more.
 _ROOM = 1.5
-_NO_ROOM = "memory has no room to try another order"
 
 Arguments = dict[str, Any]
 
@@ -112,6 +111,9 @@ class SelfCheck:
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
 
+        def rehearsed(rehearsal: Rehearsal, data: Any) -> list[Any]:
+            return interpret({**arguments, "data_iterator": data}, rehearsal)
+
         memory = _Memory(arguments, self._collectives.stage)
         with _messages_seen(specs) as as_expected:
             losses: list[Any] = iteration.run(megatron)
@@ -125,33 +127,33 @@ class SelfCheck:
             self._end("stages send each other other tensors than one of hidden states")
             return losses
         again, runs = Outcome.of(iteration.run(megatron), chunks), 2
-        for split in (True, False) if self._keep_whole else (False,):
+        why: str | None = None
+        for keep_whole in dict.fromkeys((self._keep_whole, None)):
+            split = keep_whole is not None
             order = self._that_fits(own, others, memory, split=split)
             room = order is not None and self._channel.make_room(order, specs)
             if order is None or not self._collectives.on_all(room):
-                order, why = None, _NO_ROOM
+                order, why = None, "memory has no room to try another order"
             else:
-                runs += 1
-                rehearsal = Rehearsal(order, specs)
-                losses = iteration.run(
-                    lambda data, tried=rehearsal: interpret(
-                        {**arguments, "data_iterator": data}, tried
-                    )
-                )
+                runs, rehearsal = runs + 1, Rehearsal(order, specs)
+                losses = iteration.run(partial(rehearsed, rehearsal))
                 why = self._compared(first, again, Outcome.of(losses, chunks), rehearsal.error)
             if why is None:
-                seconds = time.monotonic() - begin_s
-                how = " with backwards split" if split else ""
-                self._say(f"self-check: {seconds:.1f} s for this iteration, {runs} times{how}")
+                how = f"{runs} times{', at last with split backwards' if split else ''}"
+                self._say(
+                    f"self-check: {time.monotonic() - begin_s:.1f} s for this iteration, {how}"
+                )
                 break
-            if split:
-                self._keep_whole(why)
+            if keep_whole:
+                keep_whole(why)
                 if runs == 2 and not self._needed:
                     break
             elif order or self._needed:
                 self.failed = why
         self.done = True
-        return iteration.run(megatron) if why and runs > 2 else losses
+        if why and runs > 2:
+            losses = iteration.run(megatron)
+        return losses
 
     def _that_fits(
         self, own: Schedule, others: Sequence[Schedule], memory: _Memory, *, split: bool
@@ -290,14 +292,8 @@ class _Memory:
         held_bytes = peak_bytes - self._before_bytes
         each_bytes = held_bytes / own.peak_in_flight[self._stage]
         waiting_bytes = max(each_bytes, self._waiting_bytes)
-        changes = {
-            Kind.FORWARD: each_bytes,
-            Kind.BACKWARD: -each_bytes,
-            Kind.INPUT_GRADIENT: waiting_bytes - each_bytes,
-            Kind.WEIGHT_GRADIENT: -waiting_bytes,
-        }
-        most_bytes = max(accumulate(changes[unit.kind] for unit in other.stages[self._stage]))
-        return free_bytes > _ROOM * max(each_bytes, most_bytes - held_bytes)
+        most_bytes = other.held(each_bytes, waiting_bytes)[self._stage].max()
+        return bool(free_bytes > _ROOM * max(each_bytes, most_bytes - held_bytes))
 
 
 def _waiting_bytes(arguments: Arguments) -> float:
@@ -311,14 +307,15 @@ def _waiting_bytes(arguments: Arguments) -> float:
     # Tokens of all experts' ranks come to those of this one.
     experts = config.num_moe_experts or 1
     share = config.moe_router_topk * config.expert_model_parallel_size / experts
-    return max(
+    of_a_token: list[float] = [
         sum(
-            tokens * (share if ".experts." in name else 1) * sum(each.shape) * each.element_size()
+            sum(each.shape) * each.element_size() * (share if ".experts." in name else 1)
             for name, each in chunk.named_parameters()
             if each.dim() == 2 and "embedding" not in name
         )
         for chunk in chunks
-    )
+    ]
+    return float(tokens * max(of_a_token))
 
 
 def _forwards(order: Schedule) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.execution.stage_run import StageWork
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Rehearsal:
@@ -40,11 +42,13 @@ class Rehearsal:
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward."""
-        return self._run(lambda work: work.forward(unit, inputs), Kind.FORWARD)
+        outputs = self._run(lambda work: work.forward(unit, inputs))
+        return self._zeros(Kind.FORWARD) if outputs is None else outputs
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a backward, or its first part."""
-        return self._run(lambda work: work.backward(unit, gradients), Kind.BACKWARD)
+        outputs = self._run(lambda work: work.backward(unit, gradients))
+        return self._zeros(Kind.BACKWARD) if outputs is None else outputs
 
     def weight_gradient(self, unit: Unit) -> None:
         """Run the second part of a backward."""
@@ -54,15 +58,15 @@ class Rehearsal:
         """The unit's output is in the channel."""
         self._run(lambda work: work.sent(unit))
 
-    def _run(self, run: Callable[[StageWork], Any], sends: Kind | None = None) -> Any:
+    def _run(self, run: Callable[[StageWork], T]) -> T | None:
         assert self._work is not None
         if self.error is None:
             try:
                 return run(self._work)
             except Exception as error:
-                logger.warning(
-                    "The order %s is not tried to its end", self.order.name, exc_info=True
-                )
+                logger.warning("Order %s is not tried to its end", self.order.name, exc_info=True)
                 self.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        spec = self._specs.sends.get(sends) if sends else None
-        return spec.make(torch.zeros) if spec else []
+        return None
+
+    def _zeros(self, kind: Kind) -> list[torch.Tensor]:
+        return self._specs.sends[kind].make(torch.zeros)
