@@ -6,7 +6,7 @@ In the first three weight gradients fill waits; fewer microbatches than stages i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -85,7 +85,18 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
     few units only.
     """
     most = schedule.num_microbatches * schedule.num_chunks
-    return _with_split(schedule, "split", range(most - last))
+    return _with_split(schedule, "split", lambda own, seen: seen < most - last)
+
+
+def half_split(schedule: Schedule) -> Schedule:
+    """An order with every other microbatch's backwards in two parts, one behind the other.
+
+    So whole backwards and both parts are measured in the same iterations and the same memory. Were
+    the last half split, parts would be seen on the way out of the pipeline and whole ones before,
+    where waits, and so heat, are others. Of two microbatches or more, each chunk of each stage has
+    both, in whichever order backwards come.
+    """
+    return _with_split(schedule, "split", lambda own, seen: own.microbatch % 2 == 0)
 
 
 def split_late(schedule: Schedule) -> Schedule:
@@ -95,26 +106,28 @@ def split_late(schedule: Schedule) -> Schedule:
     held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
     """
     most = schedule.num_microbatches * schedule.num_chunks
-    return _with_split(schedule, "late", (most // 2,) if most > 2 else (), lag=1)
+    return _with_split(schedule, "late", lambda own, seen: most > 2 and seen == most // 2, lag=1)
 
 
-def _with_split(schedule: Schedule, how: str, whole: Collection[int], lag: int = 0) -> Schedule:
+def _with_split(
+    schedule: Schedule, how: str, whole: Callable[[Unit, int], bool], lag: int = 0
+) -> Schedule:
+    """The order with backwards in two parts but those for which `whole` holds: it, and its number.
+
+    `lag` second parts wait while backwards follow whose first part alone has run.
+    """
     stages = (tuple(_split(order, whole, lag)) for order in schedule.stages)
     return replace(schedule, name=f"{schedule.name}-{how}", stages=tuple(stages))
 
 
-def _split(order: tuple[Unit, ...], whole: Collection[int], lag: int) -> Iterator[Unit]:
-    """The order with each backward in two parts, but of some, by their number, as one.
-
-    `lag` second parts wait while backwards follow whose first part alone has run.
-    """
+def _split(order: tuple[Unit, ...], whole: Callable[[Unit, int], bool], lag: int) -> Iterator[Unit]:
     waiting: deque[Unit] = deque()
     seen = 0
     for own in order:
         if own.kind is Kind.FORWARD:
             yield own
             continue
-        as_one = seen in whole
+        as_one = whole(own, seen)
         seen += 1
         while as_one and waiting:
             yield waiting.popleft()
