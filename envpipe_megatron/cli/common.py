@@ -233,11 +233,9 @@ def show_summary(plan: Plan) -> None:
     rows.append(("peak in flight by stage", *peaks))
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
+        shares = plan.profile.weight_shares
         gib = [
-            " ".join(
-                f"{peak * each * schedule.num_chunks / 2**30:.3g}"
-                for peak, each in zip(of.microbatches_in_flight, held, strict=True)
-            )
+            " ".join(f"{each / 2**30:.3g}" for each in peak_held(of, shares) * held)
             for of in (schedule, baseline.schedule)
         ]
         rows.append(("activations (GiB) by stage", *gib))
