@@ -20,6 +20,7 @@ from envpipe_megatron.core.plan import NORMAL_95, Plan, saving_uncertainty_perce
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.orders.judged import peak_held
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
