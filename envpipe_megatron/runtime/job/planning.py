@@ -228,6 +228,13 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             "the job plan.",
         )
     if job.kept_order is None:
+        own = job.own_order
+        if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
+            raise SessionError(
+                f"The plan adds gradients up in another sequence than the framework: {turned}",
+                value=order.name,
+                remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
+            )
         _check_finishes(job, order)
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
