@@ -146,7 +146,7 @@ class Starting:
         self.meter = SimpleNamespace(refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)))
         self.channel = SimpleNamespace(
             capacity=self.capacity,
-            more_bytes=lambda s: s.num_units,
+            more_bytes=lambda s, specs: s.num_units,
             make_room=lambda s, specs: s.name not in self.no_slots,
         )
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
