@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 from envpipe_megatron.core.kinds import Kind, ScheduleError, Unit, unit
@@ -17,25 +18,39 @@ def random_order(
     num_chunks: int = 1,
     *,
     split: bool = False,
+    in_turn: bool = False,
 ) -> Schedule:
-    """One such order; of split backwards some are whole. It can run by how it is made."""
+    """One such order; of split backwards some are whole. It can run by how it is made.
+
+    `in_turn`: microbatches of a chunk come one after another, so that sums are the same.
+    """
     ready: list[list[Unit]] = [[] for _ in range(num_stages)]
     ready[0] = [unit(Kind.FORWARD, m) for m in range(num_microbatches)]
     orders: list[list[Unit]] = [[] for _ in range(num_stages)]
     backward = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
+    ran: Counter[tuple[int, Kind, int]] = Counter()
+
+    def may_run(stage: int, own: Unit) -> bool:
+        return not in_turn or own.microbatch == ran[stage, own.kind, own.chunk]
+
     bias = [rng.random() for _ in range(num_stages)]  # how soon a stage turns to what is not F
-    while busy := [stage for stage in range(num_stages) if ready[stage]]:
-        stage = rng.choice(busy)
-        later = [own for own in ready[stage] if own.kind is not Kind.FORWARD]
-        own = rng.choice(later if later and rng.random() < bias[stage] else ready[stage])
+    while any(ready):
+        stage = rng.choice([stage for stage in range(num_stages) if ready[stage]])
+        some = [own for own in ready[stage] if may_run(stage, own)]
+        later = [own for own in some if own.kind is not Kind.FORWARD]
+        if not some:
+            continue
+        own = rng.choice(later if later and rng.random() < bias[stage] else some)
         ready[stage].remove(own)
-        whole = own.kind is Kind.INPUT_GRADIENT and rng.random() < 0.3
+        ran[stage, own.kind, own.chunk] += 1
+        weights = unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
+        whole = own.kind is Kind.INPUT_GRADIENT and rng.random() < 0.3 and may_run(stage, weights)
         orders[stage].append(unit(own.kind, own.microbatch, own.chunk, whole))
         if own.kind is Kind.WEIGHT_GRADIENT:
             continue
         if own.kind is Kind.INPUT_GRADIENT:
-            weights = unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
             (orders if whole else ready)[stage].append(weights)
+            ran[stage, weights.kind, own.chunk] += whole
         way = 1 if own.kind is Kind.FORWARD else -1
         chunk, to = divmod(own.chunk * num_stages + stage + way, num_stages)
         if 0 <= chunk < num_chunks:
