@@ -97,7 +97,7 @@ class Carrier(Protocol):
         """Hand over a unit's output; returns at once and keeps it until it has left."""
 
     def end_step(self) -> int:
-        """All has been handed over; how many of the expected messages were not taken."""
+        """All has been handed over; how many of the expected messages were not received."""
 
 
 @dataclass(frozen=True)
