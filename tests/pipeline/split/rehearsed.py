@@ -84,6 +84,37 @@ def _turns(rng: random.Random, microbatches: int, chunks: int) -> list[tuple[int
     return turns
 
 
+class _Rehearsing:
+    """A session that runs given orders in place of its phases' own."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.order: Schedule | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_iteration(self, count: int, specs: Any, make_work: Any, **_: Any) -> None:
+        self._session.rehearse(self.order, specs, make_work)
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Check at the end of each iteration that no tensor waits for a unit."""
+    from envpipe_megatron.integrations.megatron.work import MegatronWork
+
+    finish = MegatronWork.finish_grads
+
+    def finish_grads(work: Any) -> None:
+        assert not work._inputs
+        assert not work._outputs
+        assert not any(work._put_off.values())
+        finish(work)
+
+    with patch.object(MegatronWork, "finish_grads", finish_grads):
+        yield
+
+
 @contextlib.contextmanager
 def _delays(rng: random.Random) -> Iterator[None]:
     """Units that take up to some milliseconds longer, one in ten far longer."""
@@ -109,8 +140,6 @@ def differences(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-    from envpipe_megatron.integrations.megatron.core import _DEFAULTS
-
     training.use_cpu()
     training._use_parallel_state(job)
     collectives = training._collectives(job.stages)
@@ -131,7 +160,8 @@ def differences(
         chunks, clear_grads, _ = training._build(job)
         config = training.get_model_config(chunks[0])
         config.around = []
-        ours = training.ForwardBackward(session)
+        rehearsing = _Rehearsing(session)
+        ours = training.ForwardBackward(rehearsing, framework_iterations=0)
         arguments = {
             "forward_step_func": training._forward_step,
             "model": chunks if len(chunks) > 1 else chunks[0],
@@ -154,11 +184,9 @@ def differences(
         expected = outcome(lambda data: own(**arguments, data_iterator=data))
         if delayed:
             stack.enter_context(_delays(random.Random(rank)))
+        stack.enter_context(_nothing_left())
         for number, order in enumerate(orders):
-            got = outcome(
-                lambda data, order=order: ours._interpret(
-                    {**_DEFAULTS, **arguments, "data_iterator": data}, order
-                )
-            )
+            rehearsing.order = order
+            got = outcome(lambda data: ours(**arguments, data_iterator=data))
             found += [f"order {number}: {name}" for name in expected if got[name] != expected[name]]
     return found
