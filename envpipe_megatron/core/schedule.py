@@ -8,9 +8,9 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from envpipe_megatron.core.arrays import BoolArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.kinds import (
     SPLIT,
     TRAITS,
@@ -306,8 +306,26 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        held = self._by_kind(TRAITS[kind].holds for kind in self.unit_kinds).cumsum(axis=1)
-        return tuple(int(peak) for peak in held.max(axis=1))
+        return tuple(map(int, self.held().max(axis=1)))
+
+    def held(self, one: ArrayLike = 1.0, pending: ArrayLike = 1.0) -> FloatArray:
+        """[num_stages, units_per_stage] what each stage holds after the unit there.
+
+        Args:
+            one: what a microbatch in flight holds; like [num_stages, num_chunks].
+            pending: what is held between the two parts of a backward, likewise. Of a whole one
+                among split ones there is nothing in between.
+        """
+        shape = self.num_stages, self.num_chunks
+        flies, waits = (
+            np.take_along_axis(np.broadcast_to(each, shape), self.chunks, axis=1)
+            for each in (one, pending)
+        )
+        waits = np.where(self.combined | np.roll(self.combined, 1, axis=1), flies, waits)
+        # By their places in `Kind`: forward, backward and both parts of one.
+        change = np.choose(self.kinds, [flies, -flies, waits - flies, -waits])
+        held: FloatArray = change.cumsum(axis=1)
+        return held
 
     @property
     def microbatches_in_flight(self) -> tuple[float, ...]:
