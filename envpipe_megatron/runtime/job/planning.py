@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-from envpipe_megatron.runtime.memory.stage import in_flight_limit
+from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 from envpipe_megatron.tuning.planner import Asked
 
 
@@ -35,7 +35,8 @@ def check_files(job: PhaseParts) -> None:
     named = job.config.profile_file
     if named is None or job.state.several_sizes:
         return
-    given = None if job.batch else job.config.plan_file
+    # One that was found not to run in this job ends no training either.
+    given = None if job.batch or job.state.whole else job.config.plan_file
     clocks_mhz = clocks_of_stages(job)
 
     def look() -> None:
@@ -46,6 +47,11 @@ def check_files(job: PhaseParts) -> None:
             check_plan(job, read_plan(given, profile), clocks_mhz)
 
     job.collectives.agreed(look)
+
+
+def splits(job: PhaseParts) -> bool:
+    """True if the job runs orders that split backwards."""
+    return job.config.splits and not job.state.whole
 
 
 def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
@@ -147,13 +153,14 @@ def plan_online(
     if job.own_order is not None:
         own = job.own_order
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
-    if kept is None and not job.config.splits:  # split backwards do not run: none are to be planned
+    if kept is None and not splits(job):
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight
         limit = in_flight_limit(most, megatron_order(job), profile, job.memory.stages)
+        profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
             most, held = limit, ", ".join(f"{each:g}" for each in limit)
             notes = (f"Memory holds at most {held} microbatches in flight.",)
@@ -213,7 +220,22 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             value=order.name,
             remedy="Plan with --runnable, or let the job plan.",
         )
+    if order.split and not splits(job):
+        raise SessionError(
+            "The plan splits backwards, and those of this job are whole: "
+            f"{job.state.whole or job.config.why_whole}",
+            value=order.name,
+            remedy="Plan from a profile without rows of input-gradient and weight-gradient, or let "
+            "the job plan.",
+        )
     if job.kept_order is None:
+        own = job.own_order
+        if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
+            raise SessionError(
+                f"The plan adds gradients up in another sequence than the framework: {turned}",
+                value=order.name,
+                remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
+            )
         _check_finishes(job, order)
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported

@@ -15,11 +15,12 @@ import torch
 from plain_stages import SPECS
 from random_orders import random_order
 
-from envpipe_megatron.core.kinds import SPLIT, Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -305,7 +306,7 @@ def test_the_wall_clock_follows_emulated_time(world):
 def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed):
     rng, mail = random.Random(seed), dict[tuple[int, int], float]()
     order = random_order(rng, 3, 4, 2, split=seed > 1)
-    times_s = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, **dict.fromkeys(SPLIT[1:], 1.25)}
+    times_s = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
     executors = []
     for stage in range(3):
         world = World()
@@ -319,15 +320,14 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed
         executor.begin_unit()
         executor.end_unit()
     assert not mail
-    work_s = np.array([[times_s[own.kind] for own in stage] for stage in order.stages])
-    work_s += np.roll(work_s * order.combined, 1, axis=1)
-    expected = Timeline(order, work_s * ~order.combined)
+    times_s = times_by_kind_s(times_s)
+    expected = Timeline(order, [[times_s[[*Kind][n]] for n in row] for row in order.priced_kinds])
     for stage, executor in enumerate(executors):
         assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
 
 
 def test_outside_iterations_idling_alone_takes_emulated_time(world):
-    timed = EmulatedExecutor(world, {}, world, world.settle)
+    timed = EmulatedExecutor(world, dict.fromkeys(WHOLE, 1.0), world, world.settle)
     timed.wait_for_messages()
     assert (timed.now_s(), world.calls) == (50.0, [])
     timed.idle(0.25)
