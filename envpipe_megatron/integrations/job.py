@@ -67,7 +67,8 @@ class Placement:
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
     another shape each time. With `runs_units`, the framework runs units and sends messages itself
     at every level, in any order at level `order`; else it does so below that level. There, the
-    channel only measures what messages take. The framework's `own_order` is Megatron's of one
+    channel only measures what messages take, and where it `splits`, it also runs each part of a
+    backward. The framework's `own_order` is Megatron's of one
     chunk by default; of chunks, `group_size` is as for `PlanRequest`.
     """
 
@@ -76,6 +77,7 @@ class Placement:
     timeout: timedelta
     messages_vary: bool = False
     runs_units: bool = False
+    splits: bool = False
     own_order: Schedule | None = None
     group_size: int | None = None
 
@@ -222,6 +224,7 @@ class Job:
                 fingerprint=fingerprint,
                 require_control=require,
                 reorders=keeps_order and orders,
+                splits=orders and placement.splits,
                 may_be_lowered=not keeps_order,
             ),
             self.device.gpu,

@@ -39,8 +39,10 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     message_of,
     stages_trained_by,
 )
+from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
 from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
@@ -122,6 +124,7 @@ class AttachedPipeline(LeveledJob):
             count,
             timeout,
             runs_units=True,
+            splits=True,
             own_order=own,
             group_size=group_size(num_stages, count),
         )
@@ -249,6 +252,7 @@ class AttachedPipeline(LeveledJob):
             highest_clock()
         else:
             self._units.hear_losses_of(runs)
+            self._units.split = order.split
             self._units.reporter = followed
         try:
             if self._units.reporter is None or runs is self._schedule:
@@ -272,6 +276,9 @@ class AttachedPipeline(LeveledJob):
         """Torch's alone: its units are held against the order that it says."""
         seen, self._units.seen = Recorded(), set()
         self._units.reporter = seen
+        whole = known_reason(self._stages)
+        if self.level is Level.ORDER and not whole:
+            self._units.why_whole = {}
         try:
             result = self._torch_step(*args, **kwargs)
         finally:
@@ -288,6 +295,10 @@ class AttachedPipeline(LeveledJob):
             as_told = seen.shows(own.stages[collectives.stage])
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(limits_of_ranks(found))
+        if self.job is not None and self.level is Level.ORDER:
+            reasons = whole, *(self._units.why_whole or {}).values()
+            if why := max(of_all_ranks(max(reasons))):
+                self.session.split_no_more(why)
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:

@@ -6,6 +6,7 @@ import enum
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +17,12 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.integrations.framework_units import Reporter, Seen
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.torch_pipelining import parts
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 #: Of those whose kind does not rest on how they are called.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
+_NOT_TRIED = "none was tried in two parts"
 
 
 class SideEffect(enum.Enum):
@@ -44,7 +47,9 @@ class Units:
         self.reporter: Reporter | None = None
         #: What units were seen to change; None where nobody wants to know.
         self.seen: set[SideEffect] | None = None
-        self._split = split
+        self.split = split
+        #: By chunk, why its backwards stay whole, if so; None where nobody wants to know.
+        self.why_whole: dict[int, str] | None = None
         self._awaits_loss = False
         #: Whose functions are replaced, by which names, and the object's own, if it had one.
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None]] = []
@@ -103,14 +108,11 @@ class Units:
             if self.seen is None:
                 result = own(microbatch, *args, **kwargs)
             else:
-                before, versions = _random_states(stage.device), _versions(stage)
-                result = own(microbatch, *args, **kwargs)
-                if before != _random_states(stage.device):
-                    self.seen.add(
-                        SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
-                    )
-                if not forward and versions != _versions(stage):
-                    self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+                if name == _ORDINARY[1] and self.why_whole is not None:
+                    loss = args[0] if args else kwargs.get("loss")
+                    self._look_at_parts(stage, chunk, microbatch, loss)
+                run = partial(own, microbatch, *args, **kwargs)
+                result = self._watched(stage, chunk, run, forward=forward)
             if forward and stage.is_last:
                 self._awaits_loss = True
             else:
@@ -119,11 +121,36 @@ class Units:
 
         return unit
 
+    def _watched(self, stage: Any, chunk: int, run: Callable[[], Any], *, forward: bool) -> Any:
+        """Run a unit, and look at what it changes beside its outputs and gradients."""
+        assert self.seen is not None
+        before, versions = _random_states(stage.device), _versions(stage)
+        with parts.calls_of_modules() as called:
+            result = run()
+        if before != _random_states(stage.device):
+            drawn = SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
+            self.seen.add(drawn)
+        if not forward and versions != _versions(stage):
+            self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+        if not forward and called and self.why_whole is not None and not stage.is_first:
+            self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
+        return result
+
+    def _look_at_parts(self, stage: Any, chunk: int, microbatch: int, loss: Any) -> None:
+        """Find out why a chunk's backwards stay whole: the first backward shows what they do."""
+        assert self.seen is not None
+        assert self.why_whole is not None
+        effects = self.seen - {SideEffect.DRAWN_BY_FORWARDS}
+        if chunk not in self.why_whole:
+            self.why_whole[chunk] = _NOT_TRIED
+        elif self.why_whole[chunk] is _NOT_TRIED and not effects:
+            self.why_whole[chunk] = parts.seen_reason(stage, microbatch, loss)
+
     def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
         """The units of torch's backward, which run as one."""
         if not whole:
             return (Kind.INPUT_GRADIENT,)
-        return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self._split else (Kind.BACKWARD,)
+        return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self.split else (Kind.BACKWARD,)
 
     def _end(self) -> None:
         if self.reporter is not None:
