@@ -67,7 +67,7 @@ def profile_of_parts(path: Path, ranks: int) -> Path:
 
 
 def settings(path: Path, ranks: int) -> dict[str, object]:
-    return {"baseline_steps": 4, "sweep": True, "profile": profile_of_parts(path, ranks)}
+    return {"baseline_steps": 4, "profile": profile_of_parts(path, ranks)}
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("Schedule1F1B", 1), ("ScheduleInterleaved1F1B", 2)])
