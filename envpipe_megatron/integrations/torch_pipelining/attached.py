@@ -125,6 +125,7 @@ class AttachedPipeline(LeveledJob):
             timeout,
             runs_units=True,
             splits=True,
+            why_whole=next(filter(None, of_all_ranks(known_reason(self._stages))), None),
             own_order=own,
             group_size=group_size(num_stages, count),
         )
@@ -138,6 +139,8 @@ class AttachedPipeline(LeveledJob):
         self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
+        if options.split == "auto" and not placement.why_whole:
+            self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
@@ -276,9 +279,6 @@ class AttachedPipeline(LeveledJob):
         """Torch's alone: its units are held against the order that it says."""
         seen, self._units.seen = Recorded(), set()
         self._units.reporter = seen
-        whole = known_reason(self._stages)
-        if self.level is Level.ORDER and not whole:
-            self._units.why_whole = {}
         try:
             result = self._torch_step(*args, **kwargs)
         finally:
@@ -296,8 +296,8 @@ class AttachedPipeline(LeveledJob):
             found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
             self._lower(limits_of_ranks(found))
         if self.job is not None and self.level is Level.ORDER:
-            reasons = whole, *(self._units.why_whole or {}).values()
-            if why := max(of_all_ranks(max(reasons))):
+            found = (self._units.why_whole or {}).values()
+            if why := max(of_all_ranks(max(found, default=""))):
                 self.session.split_no_more(why)
         return result
 
