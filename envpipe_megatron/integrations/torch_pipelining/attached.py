@@ -125,7 +125,6 @@ class AttachedPipeline(LeveledJob):
             timeout,
             runs_units=True,
             splits=True,
-            why_whole=next(filter(None, of_all_ranks(known_reason(self._stages))), None),
             own_order=own,
             group_size=group_size(num_stages, count),
         )
@@ -139,7 +138,9 @@ class AttachedPipeline(LeveledJob):
         self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
-        if options.split == "auto" and not placement.why_whole:
+        self._why_whole = "--envpipe-split off" if options.split == "off" else ""
+        self._why_whole = self._why_whole or known_reason(self._stages)
+        if not self._why_whole:
             self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
@@ -290,15 +291,20 @@ class AttachedPipeline(LeveledJob):
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
+        why_whole = max((self._units.why_whole or {}).values(), default=self._why_whole)
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
-            as_told = seen.shows(own.stages[collectives.stage])
-            found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
+            found = limits_seen(
+                self._own,
+                self._stages,
+                as_told=seen.shows(own.stages[collectives.stage]),
+                seen=changed,
+                why_whole=why_whole,
+            )
             self._lower(limits_of_ranks(found))
-        if self.job is not None and self.level is Level.ORDER:
-            found = (self._units.why_whole or {}).values()
-            if why := max(of_all_ranks(max(found, default=""))):
-                self.session.split_no_more(why)
+        why_whole = max(of_all_ranks(why_whole))
+        if why_whole and self.job is not None and self.level is Level.ORDER:
+            self.session.split_no_more(why_whole)
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:

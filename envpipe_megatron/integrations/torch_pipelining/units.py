@@ -209,11 +209,17 @@ def limits_of(
 
 
 def limits_seen(
-    order: Schedule, stages: Sequence[Any], *, as_told: bool, seen: Collection[SideEffect]
+    order: Schedule,
+    stages: Sequence[Any],
+    *,
+    as_told: bool,
+    seen: Collection[SideEffect],
+    why_whole: str = "",
 ) -> list[Limit]:
     """Limits by the first step: what ran, as it was told or not, and what else its units changed.
 
-    The stages know by then what they receive.
+    The stages know by then what they receive. An order that splits backwards is kept where those of
+    others would stay whole.
     """
     found = []
     if not as_told:
@@ -232,6 +238,8 @@ def limits_seen(
     if any(abs(source - stage.stage_index) > 1 for stage in stages for source in _sources(stage)):
         why = "torch's runtime of tables has none"
         found.append(stands_against("messages that skip a stage", Level.UNITS, why))
+    if order.split and why_whole:
+        found.append(stands_against(f"split backwards of {order.name}", Level.UNITS, why_whole))
     return found
 
 
@@ -248,18 +256,13 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
 
 
 def _against_others(order: Schedule) -> Iterator[str]:
-    """Why no other order may take the place of this one, with the same bits."""
-    if order.split:
-        yield "its backwards are split"
-    if order.placement is not Placement.LOOPED:
-        yield "its stages lie in a V"
-    for units in order.stages:
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            for chunk in range(order.num_chunks):
-                own = [u.microbatch for u in units if u.kind is kind and u.chunk == chunk]
-                if any(after < before for before, after in pairwise(own)):
-                    yield f"its {kind}s do not come in the order of microbatches"
-                    return
+    """Yield why no other order may take the place of this one, with the same bits."""
+    if any(own.combined and own.kind is Kind.FORWARD for units in order.stages for own in units):
+        yield "its units run in pairs"
+    if order.placement is Placement.V and order.num_chunks > 2:
+        yield "more than two stages of a rank lie in a V"
+    if order.out_of_turn:
+        yield f"in it, {order.out_of_turn}"
 
 
 def _missing(order: Schedule) -> Kind | None:

@@ -28,10 +28,8 @@ PLANNED = 20
 
 
 KEPT = {
-    "ScheduleLoopedBFS": "backwards do not come in the order of microbatches",
-    "ScheduleInterleavedZeroBubble": "backwards are split",
-    "ScheduleZBVZeroBubble": "backwards are split",
-    "ScheduleDualPipeV": "backwards are split",
+    "ScheduleLoopedBFS": "in it, stage 0 runs B7.1 before B0.1",
+    "ScheduleDualPipeV": "units run in pairs",
 }
 
 
