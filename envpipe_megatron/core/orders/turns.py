@@ -150,15 +150,15 @@ class _Simulation:
         return microbatch // self._group_size * self._chunks + along
 
     def _has_room(self, stage: int, part: int, microbatch: int) -> bool:
-        limit = self._job.stage_limits[stage] + HELD_TOLERANCE
-        if self._held[stage] + 1 > limit:
+        room = self._job.stage_limits[stage] - self._job.least_room[stage][FORWARD] + HELD_TOLERANCE
+        if self._held[stage] > room:
             return False
         if self._job.in_order:
             return part != self._job.chain[0] or self._may_come_in(microbatch)
         started = self._started[FORWARD][stage * self._chunks : (stage + 1) * self._chunks]
         oldest = started[-1]
-        needed = 1 + sum(max(1, count - oldest) for count in started)
-        return microbatch == oldest or needed <= limit
+        needed = sum(max(1, count - oldest) for count in started)
+        return microbatch == oldest or needed <= room
 
     def _may_come_in(self, microbatch: int) -> bool:
         """Whether every stage has room until the oldest microbatch can go back.
@@ -209,7 +209,7 @@ class _Simulation:
             self._occupy(stage, WEIGHTS, now_s, duration_s)
 
     def _occupy(self, stage: int, kind: int, now_s: float, duration_s: float) -> float:
-        self._held[stage] += self._job.holds[kind]
+        self._held[stage] += self._job.holds[stage][kind]
         self._left_s[stage] -= duration_s
         end_s = self._free_s[stage] = now_s + duration_s
         heappush(self._wake, (end_s, stage))

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np

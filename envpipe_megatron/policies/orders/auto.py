@@ -72,7 +72,7 @@ class AutoSearch:
             profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
         )
         for family in self._families if problem.limits.channel_capacity is None else ():
-            job, in_order = (family, self._own, profile), problem.runnable
+            job, in_order = (family, self._own, profile), problem.runnable and not problem.in_v
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
             except LinearProgramError as error:
@@ -149,7 +149,7 @@ class AutoSearch:
                 good_gap=FRONTIER_GAP,
             )
             for order in {order.stages: order for order in orders}.values()
-            if within(order, most)
+            if within(order, most, self._profile.weight_shares)
         ]
 
     def bound_j(self, plan: Plan) -> float:
