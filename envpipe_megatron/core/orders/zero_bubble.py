@@ -6,6 +6,7 @@ In the first three weight gradients fill waits; fewer microbatches than stages i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -92,6 +93,23 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
         tuple(map(tuple, orders)),
         schedule.placement,
     )
+
+
+def half_split(schedule: Schedule) -> Schedule:
+    """An order with every other microbatch's backwards in two parts, one behind the other.
+
+    So whole backwards and both parts are measured in the same iterations and the same memory. Were
+    the last half split, parts would be seen on the way out of the pipeline and whole ones before,
+    where waits, and so heat, are others. Of two microbatches or more, each chunk of each stage has
+    both, in whichever order backwards come.
+    """
+    split = split_in_place(schedule, schedule.num_microbatches * schedule.num_chunks)
+
+    def own(part: Unit) -> Unit:
+        whole = part.kind is Kind.INPUT_GRADIENT and part.microbatch % 2 == 0
+        return unit(part.kind, part.microbatch, part.chunk, whole)
+
+    return replace(split, stages=tuple(tuple(map(own, order)) for order in split.stages))
 
 
 def _split(order: tuple[Unit, ...], whole: int) -> Iterator[Unit]:

@@ -27,6 +27,7 @@ from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import (
     MegatronWork,
@@ -83,6 +84,8 @@ class ForwardBackward:
         #: Why megatron-core's own function makes all iterations; not known before the first.
         self._against: str | None = None
         self._is_looked_at = False
+        #: The model whose backwards can be split; it is prepared once, if it is to be.
+        self._put_off_in: list[torch.nn.Module] = []
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run all forwards and backwards of one iteration.
@@ -131,6 +134,9 @@ class ForwardBackward:
                 config.timers("forward-backward", log_level=1).start(
                     barrier=config.barrier_with_L1_time
                 )
+            if schedule.split and self._put_off_in != chunks:
+                split_backward.put_off_in(chunks)
+                self._put_off_in = chunks
             step = arguments["forward_step_func"]
             works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
             return works[0]

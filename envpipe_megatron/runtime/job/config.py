@@ -40,6 +40,7 @@ class SessionConfig:
         reorders: whether a framework that runs its units itself runs any order of whole backwards
             that is planned; its messages never wait for one another.
         splits: whether units run that are only a part of a backward.
+        why_whole: why not, where they do not.
         labels: labels for each line of the energy log, beside the rank's own.
         facts: facts for the sidecar of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
@@ -64,6 +65,7 @@ class SessionConfig:
     require_control: bool = False
     reorders: bool = False
     splits: bool = False
+    why_whole: str = "its framework runs whole ones"
     labels: Mapping[str, object] = field(default_factory=dict)
     facts: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None

@@ -255,6 +255,14 @@ class Session:
         if not in_step:
             self.close_iteration()
 
+    def split_no_more(self, why: str) -> None:
+        """Have whole backwards only; every rank calls it, before the first iteration."""
+        self.state.whole = why
+        note = f"Backwards are not split: {why}"
+        self.state.notes += (note,)
+        self._say(note)
+        self.describe_job({"notes": [*self._folder.notes, *self.state.notes]})
+
     def rehearse(
         self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
     ) -> None:
