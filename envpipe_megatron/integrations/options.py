@@ -122,12 +122,21 @@ class Options:
         choices=TYPES,
     )
     scheduling: str = _option(
-        "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else auto with "
-        "type optimal, ours with envelope, 1f1b with the others.",
+        "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; zb-h1 and zb-h2: "
+        "with backwards in two parts; auto: planned together with the clocks, with type optimal. "
+        "Default: $ENVPIPE_SCHEDULING, else auto with type optimal, ours with envelope, 1f1b with "
+        "the others.",
         type=str.lower,
         choices=SCHEDULINGS,
         with_type={"envelope": "ours", "optimal": "auto", None: "1f1b"},
+    )
+    split: str = _option(
+        "Whether orders may run a backward in two parts, the gradients of its input and of "
+        "its weights, where the framework can: auto (default) measures what they take and plans "
+        "with that; off: backwards are whole.",
+        choices=("auto", "off"),
+        default="auto",
+        of_levels=True,
     )
     reconfigure: str = _option(
         "With type envelope, which greedy and balanced stand for, adjust clocks from "

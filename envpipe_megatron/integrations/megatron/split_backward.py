@@ -124,7 +124,7 @@ def put_off_in(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
-    """Say in a sentence why backwards of this stage stay whole; None if they can be split.
+    """Say why backwards of this stage stay whole; None if they can be split.
 
     Args:
         chunks: the model of this stage, in Megatron's wrappers.
@@ -141,7 +141,7 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
     against += [name for name in sizes if getattr(config, name, 1) > 1]
     against += [name for name in map(_kind, chunks) if "FullySharded" in name]
     if against:
-        return f"Backwards stay whole: weight gradients cannot be put off with {against[0]}."
+        return f"weight gradients cannot be put off with {against[0]}"
     known, unknown = 0, Counter[str]()
     for module in _modules(chunks):
         names = _known_weights(module)
@@ -155,7 +155,7 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
     if known > unknown.total():
         return None
     large = ", ".join(kind for kind, _ in unknown.most_common(3)) or "there are none"
-    return f"Backwards stay whole: most weights are of layers that cannot put theirs off ({large})."
+    return f"most weights are of layers that cannot put theirs off ({large})"
 
 
 def _kind(module: torch.nn.Module) -> str:

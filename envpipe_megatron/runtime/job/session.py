@@ -258,7 +258,7 @@ class Session:
     def split_no_more(self, why: str) -> None:
         """Have whole backwards only; every rank calls it, before the first iteration."""
         self.state.whole = why
-        note = f"Backwards are not split: {why}"
+        note = f"Backwards stay whole: {why}"
         self.state.notes += (note,)
         self._say(note)
         self.describe_job({"notes": [*self._folder.notes, *self.state.notes]})
