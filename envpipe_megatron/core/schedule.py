@@ -332,6 +332,23 @@ class Schedule:
         """The same in microbatches of a whole stage, of which a chunk holds an equal part."""
         return tuple(peak / self.num_chunks for peak in self.peak_in_flight)
 
+    @cached_property
+    def out_of_turn(self) -> str | None:
+        """Two units that do not come in their microbatches' order, if any, such as `W3 before W2`.
+
+        Frameworks hand out data with forwards and add gradients up as backwards end, so such an
+        order comes to other sums than the framework's own. Transformer Engine also lets the weight
+        gradient of the microbatch that is forwarded first overwrite those before it.
+        """
+        shape = (self.num_stages, len(self.unit_kinds), self.num_chunks, self.num_microbatches)
+        microbatches = self._position_of_code.reshape(shape).argsort(axis=3)
+        for stage, kind, chunk, at in np.argwhere(microbatches != range(shape[3]))[:1].tolist():
+            came = int(microbatches[stage, kind, chunk, at])
+            first, second = (unit(self.unit_kinds[kind], m, chunk) for m in (came, at))
+            labels = [each.label(self.num_chunks) for each in (first, second)]
+            return f"stage {stage} runs {' before '.join(labels)}"
+        return None
+
     @property
     def extra_forwards(self) -> tuple[int, ...]:
         """For each stage, the forwards before its first backward beyond those of 1F1B.

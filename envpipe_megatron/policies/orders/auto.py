@@ -68,11 +68,13 @@ class AutoSearch:
         if problem.num_chunks == 1:
             own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        self._families = families(profile, problem.num_chunks, runnable=problem.runnable)
+        self._families = families(
+            profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
+        )
         for family in self._families if problem.limits.channel_capacity is None else ():
-            job, in_order = (family, self._own, profile), problem.runnable
+            job = family, self._own, profile
             try:
-                self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
+                self._searches.append(FamilySearch(*job, *at, parking=park))
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
@@ -171,6 +173,22 @@ class AutoSearch:
         more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
 
+    def splitting(self, plan: Plan) -> str:
+        """What splitting backwards wins for a plan, in words; empty if only one way was judged.
+
+        The best order that splits some is held against the best that splits none, before rounding.
+        """
+        best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
+        if len(best) < 2:
+            return ""
+        own_j = plan.baseline.cost.energy_j
+        split, whole = (
+            f"{100 * (1 - best[splits].relaxed_energy_j / own_j):.1f} %" for splits in (True, False)
+        )
+        if plan.schedule.split:
+            return f"Split backwards: {split} saved instead of {whole} without"
+        return f"Whole backwards: {whole} saved, and {split} with split ones"
+
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
         baseline_j = plan.baseline.cost.energy_j
@@ -192,6 +210,7 @@ class AutoSearch:
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")
+        notes += filter(None, [self.splitting(plan)])
         split = self._profile.assumed
         if plan.schedule.split and split is not None:
             notes.append(

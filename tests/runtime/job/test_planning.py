@@ -18,7 +18,7 @@ from planning_cases import random_profile
 from presets import preset_profile
 
 from benchmarks.online.emulated_job import Immediate
-from envpipe_megatron.core.channel_model import check_message_order, find_stall
+from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
 from envpipe_megatron.core.orders import builders
@@ -61,7 +61,9 @@ def test_late_clocks_make_no_online_plan_slow():
     blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
     assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
     job = SimpleNamespace(
-        config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal"), reorders=False),
+        config=SimpleNamespace(
+            request=PlanRequest(1, "1f1b", "optimal"), reorders=False, splits=False
+        ),
         num_microbatches=8,
         num_stages=8,
         own_order=None,
@@ -106,6 +108,7 @@ class Starting:
     num_stages: int = 2
     own_order: Any = None
     reorders: bool = False
+    splits: bool = False
     capacity: int | None = None
     known_memory: Any = None
     #: How many predictions find too little memory.
@@ -131,6 +134,8 @@ class Starting:
             profile_file=named,
             request=self.request,
             reorders=self.reorders,
+            splits=self.splits,
+            why_whole="of a test",
             closed_loop=False,
         )
         plans = {}
@@ -146,7 +151,7 @@ class Starting:
         self.meter = SimpleNamespace(refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)))
         self.channel = SimpleNamespace(
             capacity=self.capacity,
-            more_bytes=lambda s: s.num_units,
+            more_bytes=lambda s, specs: s.num_units,
             make_room=lambda s, specs: s.name not in self.no_slots,
         )
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
@@ -247,21 +252,46 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("order", "why", "remedy"),
     [
-        split_in_place(builders.one_f_one_b(2, 4), 1),
-        Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
+        (
+            split_in_place(builders.one_f_one_b(2, 4), 1),
+            "splits backwards, and those of this job are whole: of a test",
+            "without rows of input-gradient",
+        ),
+        (
+            Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
+            "in a V, which no job runs",
+            "--runnable",
+        ),
     ],
     ids=["split", "v"],
 )
-def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, order):
+def test_a_plan_by_file_that_the_job_does_not_run_is_refused_or_made_anew(
+    tmp_path, order, why, remedy
+):
     path = write_plan(tmp_path / "plan.json", order)
-    with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'.*runnable"):
+    with pytest.raises(SessionError, match=f"{why} .got '{order.name}'.*{remedy}"):
         Starting(path).check()
     job = Starting(path, keeps_plan=True)
     assert job.adopt().schedule.name == "1f1b"
-    assert "which no job runs yet" in job.said[0]
+    assert why in job.said[0]
     assert job.predicted == ["1f1b"]
+
+
+def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
+    """What shows only once training has begun ends none: see `Session.split_no_more`."""
+    order = split_in_place(builders.one_f_one_b(2, 4), 1)
+    path = write_plan(tmp_path / "plan.json", order)
+    job = Starting(path, splits=True)
+    job.check()
+    profile = profile_of_two().with_split_backwards(ASSUMED)
+    assert job.adopt(profile).schedule.stages == order.stages
+    job = Starting(path, splits=True)
+    job.state.whole = "its self-check failed"
+    job.check()
+    with pytest.raises(GoesOnError, match="are whole: its self-check failed"):
+        job.adopt(profile)
 
 
 def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
@@ -456,7 +486,7 @@ def test_any_job_in_chunks_gets_a_plan_that_it_runs(seed):
     order = plan.schedule
     assert order.placement is Placement.LOOPED
     assert not order.split
-    check_message_order(order)
+    assert not find_stall(order, None)
     for units in order.stages:
         for kind, chunk in itertools.product(WHOLE, range(order.num_chunks)):
             own = [u.microbatch for u in units if (u.kind, u.chunk) == (kind, chunk)]
