@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from jobs import Job
@@ -11,7 +12,7 @@ from memory_folder import memory_folder
 from on_request import asked_for
 from rehearsed import differences, random_order
 
-from envpipe_megatron.core.kinds import SPLIT, Kind, unit
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, unit
 from envpipe_megatron.core.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -46,14 +47,24 @@ def test_random_orders_differ_and_mix_whole_backwards_with_split_ones():
     assert len({order.peak_in_flight for order in orders}) > 20
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
-def test_units_out_of_turn_come_to_other_bits(pool, kind):
-    """So those orders are refused, and what these tests compare shows other sums."""
-    units = [[unit(kind, m) for m in range(5)] for kind in SPLIT]
-    row = units[SPLIT.index(kind)]
-    row[2], row[4] = row[4], row[2]
+def turned(kinds: Sequence[Kind], kind: Kind) -> Schedule:
+    """Five of each kind, those of one in descending order."""
+    units = [[unit(each, m) for m in range(5)] for each in kinds]
+    units[kinds.index(kind)].reverse()
     order = Schedule("turned", 5, 1, (tuple(itertools.chain(*units)),) * 2)
     assert order.out_of_turn
+    return order
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"), [*zip([SPLIT] * 3, SPLIT, strict=True), (WHOLE, Kind.BACKWARD)]
+)
+def test_units_out_of_turn_come_to_other_bits(pool, kinds, kind):
+    """So those orders are refused, and what these tests compare shows other sums."""
     with memory_folder() as folder:
-        found = pool.run(differences, Job(2, 5, reducer=()), [order], folder)
-    assert any(found)
+        by_rank = pool.run(differences, Job(2, 5, reducer=OVERLAP), [turned(kinds, kind)], folder)
+    assert any(by_rank)
+    if kind is not Kind.FORWARD:
+        # Whichever microbatch comes last: replicas would drift apart silently otherwise.
+        for one, other in zip(by_rank[::2], by_rank[1::2], strict=True):
+            assert one == other
