@@ -89,7 +89,8 @@ def second_part(waiting: list[PutOff]) -> None:
     node: Any = _Node
     ends = [node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
     waiting.clear()
-    torch.autograd.backward(ends, [end.detach() for end in ends])
+    if ends:  # a stage may have no layer that puts any off
+        torch.autograd.backward(ends, [end.detach() for end in ends])
 
 
 class _Node(torch.autograd.Function):
@@ -131,31 +132,29 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
         chunks: the model of this stage, in Megatron's wrappers.
         config: its TransformerConfig.
     """
-    flags = [
-        "tp_comm_overlap",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",  # from 0.18 on
-        "enable_autocast",
-    ]
-    against = [name for name in flags if getattr(config, name, False)]
-    sizes = ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"]  # from 0.19 on
-    against += [name for name in sizes if getattr(config, name, 1) > 1]
-    against += [name for name in map(_kind, chunks) if "FullySharded" in name]
+    most = {
+        "tp_comm_overlap": 0,
+        "delay_wgrad_compute": 0,
+        "overlap_dispatch_backward_with_experts_wgrad": 0,  # from 0.18 on
+        "enable_autocast": 0,
+        "gtp_weight_remat_size": 1,  # from 0.19 on: ranks share weights out
+        "expert_gtp_weight_remat_size": 1,
+    }
+    against = [name for name in most if getattr(config, name, 0) > most[name]]
+    against += [kind for kind in map(_kind, chunks) if "FullySharded" in kind]
     if against:
         return f"weight gradients cannot be put off with {against[0]}"
     known, unknown = 0, Counter[str]()
     for module in _modules(chunks):
         names = _known_weights(module)
         for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() < 2 or not weight.requires_grad or "Embedding" in _kind(module):
-                continue
             if name in names:
                 known += weight.numel()
-            else:
+            elif weight.dim() > 1 and weight.requires_grad and "Embedding" not in _kind(module):
                 unknown[_kind(module)] += weight.numel()
-    if known > unknown.total():
+    if known >= unknown.total():
         return None
-    large = ", ".join(kind for kind, _ in unknown.most_common(3)) or "there are none"
+    large = ", ".join(kind for kind, _ in unknown.most_common(3))
     return f"most weights are of layers that cannot put theirs off ({large})"
 
 
