@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
+from envpipe_megatron.integrations.megatron.limits import keeps_whole
+
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -132,16 +134,7 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
         chunks: the model of this stage, in Megatron's wrappers.
         config: its TransformerConfig.
     """
-    most = {
-        "tp_comm_overlap": 0,
-        "delay_wgrad_compute": 0,
-        "overlap_dispatch_backward_with_experts_wgrad": 0,  # from 0.18 on
-        "enable_autocast": 0,
-        "gtp_weight_remat_size": 1,  # from 0.19 on: ranks share weights out
-        "expert_gtp_weight_remat_size": 1,
-    }
-    against = [name for name in most if getattr(config, name, 0) > most[name]]
-    against += [kind for kind in map(_kind, chunks) if "FullySharded" in kind]
+    against = keeps_whole(config) + [name for name in map(_kind, chunks) if "FullySharded" in name]
     if against:
         return f"weight gradients cannot be put off with {against[0]}"
     known, unknown = 0, Counter[str]()
