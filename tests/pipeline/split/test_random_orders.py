@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 from jobs import Job
 from memory_folder import memory_folder
-from on_request import asked_for
+from on_request import asked_for, on_request
 from rehearsed import differences, random_order
+from test_split_features import JOBS as FEATURES
 
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, unit
 from envpipe_megatron.core.schedule import Schedule
@@ -24,18 +25,27 @@ JOBS = {
     "two chunks": Job(2, 4, chunks=2, reducer=ALL, fused=True, deallocate=False),
     "sequence parallel": Job(2, 5, tensor=2, half="bf16", fused=True, reducer=OVERLAP),
 }
-ORDERS = 334 if asked_for("PIPELINE") else 4
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_random_orders_with_delays(pool, name):
-    job = JOBS[name]
+def assert_equal_in_random_orders(pool, name: str, job: Job, count: int) -> None:
     rng = random.Random(name)
-    orders = [random_order(rng, job.stages, job.microbatches, job.chunks) for _ in range(ORDERS)]
+    orders = [random_order(rng, job.stages, job.microbatches, job.chunks) for _ in range(count)]
     assert not any(order.out_of_turn for order in orders)
     with memory_folder() as folder:
         for found in pool.run(differences, job, orders, folder, True):
             assert found in ([], None)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_random_orders_with_delays(pool, name):
+    count = 334 if asked_for("PIPELINE") else 4
+    assert_equal_in_random_orders(pool, name, JOBS[name], count)
+
+
+@on_request("PIPELINE")
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_in_random_orders(pool, name):
+    assert_equal_in_random_orders(pool, name, FEATURES[name], 4)
 
 
 def test_random_orders_differ_and_mix_whole_backwards_with_split_ones():
