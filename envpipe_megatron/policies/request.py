@@ -86,8 +86,13 @@ class PlanRequest:
     runnable: bool = False
 
 
-def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = None) -> Problem:
-    """The problem that a request makes for a profile; `own_s` is as `Problem` takes it.
+def make_problem(
+    profile: Profile,
+    request: PlanRequest,
+    own_s: float | None = None,
+    in_v: Schedule | None = None,
+) -> Problem:
+    """Make the problem of a request for a profile; `own_s` and `in_v` are as `Problem` takes them.
 
     PlannerError: parts of the request contradict each other. EnvPipeError: the profile does not
     have what it needs.
@@ -118,6 +123,7 @@ def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = N
         request.min_dwell_s,
         request.park,
         request.runnable,
+        in_v,
     )
 
 

@@ -226,6 +226,7 @@ class Rank:
         session = Session(
             SessionConfig(
                 PlanRequest(settings.num_microbatches, schedule=arm.schedule, policy=arm.policy),
+                splits=True,
                 labels={"run": run, **({"emulated": True} if self._emulated else {})},
                 **options,
             ),

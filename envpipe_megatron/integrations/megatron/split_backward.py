@@ -88,7 +88,8 @@ def second_part(waiting: list[PutOff]) -> None:
     gradients' sum, and hooks run, as in a whole backward.
     """
     # Of nodes that can run, autograd takes the latest first.
-    ends = [_Node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
+    node: Any = _Node
+    ends = [node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
     waiting.clear()
     torch.autograd.backward(ends, [end.detach() for end in ends])
 

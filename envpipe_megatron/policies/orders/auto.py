@@ -68,7 +68,9 @@ class AutoSearch:
         if problem.num_chunks == 1:
             own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        self._families = families(profile, problem.num_chunks, runnable=problem.runnable)
+        self._families = families(
+            profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
+        )
         for family in self._families if problem.limits.channel_capacity is None else ():
             job = family, self._own, profile
             try:

@@ -59,13 +59,22 @@ _TWO_EVEN_CHUNKS = (
 )
 
 
-def families(profile: Profile, num_chunks: int, *, runnable: bool = False) -> tuple[Family, ...]:
+def families(
+    profile: Profile,
+    num_chunks: int,
+    *,
+    runnable: bool = False,
+    placement: Placement = Placement.LOOPED,
+) -> tuple[Family, ...]:
     """The families of a job, less that of EnvPipe's order; or those of `PlanRequest.runnable`.
 
-    Chunks with rows of their own were measured where they lie, and lie nowhere else.
+    Chunks with rows of their own were measured where they lie, and lie nowhere else. With
+    `runnable` that is so for all chunks.
     """
     known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
-    if num_chunks == 2 and not runnable and profile.listed_chunks == 1:
+    if placement is Placement.V:
+        known = _TWO_EVEN_CHUNKS
+    elif num_chunks == 2 and not runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 

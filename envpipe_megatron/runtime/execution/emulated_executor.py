@@ -93,7 +93,7 @@ class EmulatedExecutor:
         self._destinations = (successors // width).tolist()
         self._tags = (_FIRST_TAG + schedule.places[stage]).tolist()
         self._output_tags = (_FIRST_TAG + schedule.places.ravel()[successors]).tolist()
-        #: Where to and by which tag to say when the present unit ended.
+        #: Where to and by which tag the present unit says when it ended.
         self._outputs = list[tuple[int, int]]()
         self._starts: list[float] = []
         self._ends: list[float] = []

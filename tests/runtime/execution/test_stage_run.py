@@ -306,13 +306,12 @@ def test_the_wall_clock_follows_emulated_time(world):
 def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed):
     rng, mail = random.Random(seed), dict[tuple[int, int], float]()
     order = random_order(rng, 3, 4, 2, split=seed > 1)
-    times_s = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-    executors = []
+    whole_s, executors = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}, []
     for stage in range(3):
         world = World()
         world.send = lambda end_s, to, tag: mail.update({(to, tag): end_s}) or []  # type: ignore
         world.receive = lambda _, tag, stage=stage: mail.pop((stage, tag))  # type: ignore
-        executors.append(EmulatedExecutor(world, times_s, world, world.settle))  # type: ignore
+        executors.append(EmulatedExecutor(world, whole_s, world, world.settle))  # type: ignore
         monkeypatch.setattr(emulated_executor, "time", world)
         executors[-1].begin_iteration(order, stage)
     for node in order.topological_order:
@@ -320,8 +319,8 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed
         executor.begin_unit()
         executor.end_unit()
     assert not mail
-    times_s = times_by_kind_s(times_s)
-    expected = Timeline(order, [[times_s[[*Kind][n]] for n in row] for row in order.priced_kinds])
+    prices_s = np.array([times_by_kind_s(whole_s)[kind] for kind in Kind])
+    expected = Timeline(order, prices_s[order.priced_kinds])
     for stage, executor in enumerate(executors):
         assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
 
