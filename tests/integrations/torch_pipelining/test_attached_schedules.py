@@ -104,7 +104,7 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
     assert alone[2]["losses"] != alone[3]["losses"]
     plan = ours[0]["plan"]
     assert not plan.split
-    assert f"Backwards are not split: {why}" in " ".join(ours[0]["said"])
+    assert f"Backwards stay whole: {why}" in " ".join(ours[0]["said"])
     for rank, found in enumerate(ours):
         assert found["level"] == ORDER
         assert found["executed"] == plan.labels()[rank // 2]
