@@ -63,8 +63,7 @@ class PlanRequest:
         objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
             it, or with such rows in the profile, auto has orders that split backwards too.
-        runnable: auto has only orders that a training job runs: of whole backwards, of chunks that
-            are not laid in a V, and whose messages are taken as they are sent.
+        runnable: auto has only orders that a training job runs: of chunks that are not in a V.
     """
 
     num_microbatches: int

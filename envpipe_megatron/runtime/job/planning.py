@@ -87,7 +87,8 @@ def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
     # A framework that runs its units itself carries their messages too.
-    own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
+    ours = job.own_order is None
+    own_bytes = job.channel.more_bytes(plan.schedule, job.specs) if ours else 0
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
 
