@@ -41,7 +41,8 @@ def by_plan(folder, schedule: Schedule) -> Ours:
     conditions = Conditions((80.0,) * schedule.num_stages)
     plan = Plan("custom", schedule, frequency, profile.for_chunks(schedule.num_chunks), conditions)
     plan.write(folder / "plan_in.json")
-    return Ours(profile_file=folder / "profile_in.csv", plan_file=folder / "plan_in.json")
+    files = {"profile_file": folder / "profile_in.csv", "plan_file": folder / "plan_in.json"}
+    return Ours(splits=True, **files)
 
 
 def all_in_place(order: Schedule) -> Schedule:
