@@ -8,11 +8,11 @@ Run from the checkout:
     python benchmarks/online/online.py long
 
 GPUs are emulated by presets that were fitted to measurements; a forward takes 30 ms at the highest
-clock, a backward 60 ms. On uneven pipelines the last stage takes a quarter longer. `chunks` is what
-is saved with virtual stages, on Megatron's own order and on any: four stages of 120 ms a forward,
-alike or not, each split evenly. `long` tells whether a job grows, in memory, files and threads:
-there a GPU becomes 5 % slower and recovers again and again, so that plans are made, run, kept in
-the output folder, and dropped.
+clock, a backward 60 ms, in two parts 60.6 ms. On uneven pipelines the last stage takes a quarter
+longer. `chunks` is what is saved with virtual stages, on Megatron's own order and on any: four
+stages of 120 ms a forward, alike or not, each split evenly. `long` tells whether a job grows, in
+memory, files and threads: there a GPU becomes 5 % slower and recovers again and again, so that
+plans are made, run, kept in the output folder, and dropped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import click
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Pipelines
-from benchmarks.online.runs import FAULTS, Ran, best_saving, restarts, run_job, scripted, slower
+from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted, slower
 from benchmarks.outputs import leave, make_console, make_table, output_option
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
@@ -46,6 +47,7 @@ _BALANCED = PlanRequest(MICROBATCHES, schedule="envpipe", policy="envelope", rec
 #: How a job comes to its plan.
 WAYS = {
     "closed loop": SessionConfig(_OPTIMAL, closed_loop=True),
+    "closed loop, split": SessionConfig(_OPTIMAL, closed_loop=True, splits=True),
     "sweep, optimal": SessionConfig(_OPTIMAL),
     "sweep, balanced": SessionConfig(_BALANCED),
 }
@@ -80,7 +82,10 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
         for count in stages:
             for even in (True, False):
                 forward_s = forward_times_s(count, even=even)
-                best = best_saving(preset, forward_s, _OPTIMAL)
+                best = {
+                    splits: best_saving(preset, forward_s, replace(_OPTIMAL, split=split))
+                    for splits, split in ((False, None), (True, MEASURED_SPLIT))
+                }
                 for number in replicas:
                     for way, config in WAYS.items():
                         ran = run_job(
@@ -98,7 +103,7 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
                             "worst after the profile (%)": 100
                             * ran.slower(ran.profiled, _ITERATIONS),
                             "saved in steady (%)": 100 * ran.saved(steady, steady + _STEADY),
-                            "best (%)": 100 * best,
+                            "best (%)": 100 * best[config.splits],
                         }
 
 
@@ -189,29 +194,27 @@ def noise_rows() -> Iterator[dict[str, Any]]:
 
 def chunk_rows(gpu: str) -> Iterator[dict[str, Any]]:
     """One for each number of chunks, kind of stages, and order that may be planned."""
+    steady = _CHUNKS_STEADY, _CHUNKS_ITERATIONS
     for name, shares in _CHUNKED.items():
         one_chunk_s = 0.0
         for chunks in (1, 2, 4):
-            for schedule in ("1f1b" if chunks == 1 else "interleaved", "auto"):
-                ran = _run_chunks(gpu, shares, chunks, schedule)
-                one_chunk_s = one_chunk_s or ran.own[-1].time_s
+            own = "1f1b" if chunks == 1 else "interleaved"
+            forward_s = [_CHUNKS_FORWARD_S * share / chunks for share in shares]
+            for schedule, splits in ((own, False), ("auto", False), ("auto", True)):
+                request = PlanRequest(MICROBATCHES, schedule, "optimal", num_chunks=chunks)
+                config = SessionConfig(request, closed_loop=True, splits=splits)
+                ran = run_job(config, load_preset(gpu), forward_s, iterations=_CHUNKS_ITERATIONS)
+                own_s = ran.own[-1].time_s
+                one_chunk_s = one_chunk_s or own_s
                 yield {
                     "stages": name,
                     "chunks": chunks,
-                    "own order, time against 1F1B (%)": 100
-                    * (ran.own[-1].time_s / one_chunk_s - 1),
-                    "planned": schedule,
-                    "saved (%)": 100 * ran.saved(_CHUNKS_STEADY, _CHUNKS_ITERATIONS),
-                    "longer (%)": 100 * ran.longer(_CHUNKS_STEADY, _CHUNKS_ITERATIONS),
+                    "own order, time against 1F1B (%)": 100 * (own_s / one_chunk_s - 1),
+                    "planned": f"{schedule}, split" if splits else schedule,
+                    "saved (%)": 100 * ran.saved(*steady),
+                    "longer (%)": 100 * ran.longer(*steady),
                     "lost, in iterations": ran.lost(0, _CHUNKS_ITERATIONS),
                 }
-
-
-def _run_chunks(gpu: str, shares: tuple[float, ...], chunks: int, schedule: str) -> Ran:
-    request = PlanRequest(MICROBATCHES, schedule, "optimal", num_chunks=chunks)
-    config = SessionConfig(request, closed_loop=True)
-    forward_s = [_CHUNKS_FORWARD_S * share / chunks for share in shares]
-    return run_job(config, load_preset(gpu), forward_s, iterations=_CHUNKS_ITERATIONS)
 
 
 def footprints(iterations: int, every: int) -> Iterator[dict[str, Any]]:

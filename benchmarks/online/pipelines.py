@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
-from envpipe_megatron.gpu.emulated.presets import GpuPreset
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
@@ -86,24 +87,15 @@ class MemoryGpu:
 
     def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
         """As `EmulatedGpu.run_unit`; start and end, s."""
-        state, refresh_s = self.state, self.preset.refresh_s
         self.advance_to(ready_s)
-        start_s, left = state.end_s, 1.0
-        whole_s, power_w = self._unit(kind, time_at_max_s)
-        if state.pending is not None and (settle_s := state.pending[1]) < start_s + whole_s:
-            left -= (settle_s - start_s) / whole_s
-            state.commit(settle_s, power_w, refresh_s)
-            state.settle()
-            whole_s, power_w = self._unit(kind, time_at_max_s)
-        end_s = state.end_s + left * whole_s
-        state.commit(end_s, power_w, refresh_s)
-        state.settle()
-        return start_s, end_s
+        start_s = self.state.end_s
+        self.state.run_unit(partial(self._unit, kind, time_at_max_s), self.preset.refresh_s)
+        return start_s, self.state.end_s
 
-    def _unit(self, kind: Kind, at_max_s: float) -> tuple[float, float]:
-        """Time and power of a whole unit at the clock that runs; worked out once for each clock."""
+    def _unit(self, kind: Kind, at_max_s: float, clock_mhz: int) -> tuple[float, float]:
+        """Time and power of a whole unit at a clock; worked out once for each clock."""
         now = self.conditions
-        key = kind, now.reached_mhz(self.state.clock_mhz)
+        key = kind, now.reached_mhz(clock_mhz)
         if key not in self._by_clock:
             kind_of, mhz = kind.value, key[1]
             self._by_clock[key] = (
@@ -212,7 +204,8 @@ class Pipelines:
             for replica in range(num_replicas)
         ]
         self._unit_s = [
-            {Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s} for time_s in forward_s
+            times_by_kind_s({Kind.FORWARD: time_s, Kind.BACKWARD: backward_ratio * time_s})
+            for time_s in forward_s
         ]
         self._faults, self._hiccups, self._scatter = faults, hiccups, scatter
         self._tail_s, self._random = tail_s, np.random.default_rng(seed)
@@ -267,6 +260,7 @@ class Pipelines:
         width = schedule.units_per_stage
         starts: list[list[float]] = [[] for _ in gpus]
         ends: list[list[float]] = [[] for _ in gpus]
+        kinds, priced = tuple(Kind), schedule.priced_kinds.tolist()
         cross = schedule.cross_dependency.tolist()
         clocks = order.frequency_mhz.tolist()
         parked = [order.parked(stage) for stage in range(len(gpus))]
@@ -278,7 +272,7 @@ class Pipelines:
             stage, position = divmod(node, width)
             source, gpu = cross[node], gpus[stage]
             ready_s = begin_s if source < 0 else ends[source // width][source % width]
-            kind = schedule.stages[stage][position].kind
+            kind = kinds[priced[stage][position]]
             at_max_s = self._unit_s[stage][kind] * scattered[node]
             if position in parked[stage]:
                 gpu.advance_to(min(ends[stage][-1] + parked[stage][position][1], ready_s))

@@ -82,21 +82,18 @@ class Traits:
         way: 1 if its input comes from the unit of the chunk before and its output goes to that of
             the chunk after, -1 the other way round, 0 if it has neither.
         after: the kind that must have run before it for the same microbatch and chunk.
-        holds: how many microbatches' activations more its stage holds once it has run.
     """
 
     way: int
     after: Kind | None
-    holds: int
 
 
-#: The kinds of units that orders list, and what is to be known of each. The activations of a split
-#: backward are held until the gradient of the weights is there.
+#: The kinds of units that orders list, and what is to be known of each.
 TRAITS = {
-    Kind.FORWARD: Traits(1, None, 1),
-    Kind.BACKWARD: Traits(-1, Kind.FORWARD, -1),
-    Kind.INPUT_GRADIENT: Traits(-1, Kind.FORWARD, 0),
-    Kind.WEIGHT_GRADIENT: Traits(0, Kind.INPUT_GRADIENT, -1),
+    Kind.FORWARD: Traits(1, None),
+    Kind.BACKWARD: Traits(-1, Kind.FORWARD),
+    Kind.INPUT_GRADIENT: Traits(-1, Kind.FORWARD),
+    Kind.WEIGHT_GRADIENT: Traits(0, Kind.INPUT_GRADIENT),
 }
 #: The kinds that a framework runs by itself; activations and gradients are sent by these names.
 WHOLE = (Kind.FORWARD, Kind.BACKWARD)

@@ -8,9 +8,9 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from envpipe_megatron.core.arrays import BoolArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.kinds import (
     SPLIT,
     TRAITS,
@@ -306,13 +306,48 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        held = self._by_kind(TRAITS[kind].holds for kind in self.unit_kinds).cumsum(axis=1)
-        return tuple(int(peak) for peak in held.max(axis=1))
+        return tuple(map(int, self.held().max(axis=1)))
+
+    def held(self, one: ArrayLike = 1.0, pending: ArrayLike = 1.0) -> FloatArray:
+        """[num_stages, units_per_stage] what each stage holds after the unit there.
+
+        Args:
+            one: what a microbatch in flight holds; like [num_stages, num_chunks].
+            pending: what is held between the two parts of a backward, likewise. Of a whole one
+                among split ones there is nothing in between.
+        """
+        shape = self.num_stages, self.num_chunks
+        flies, waits = (
+            np.take_along_axis(np.broadcast_to(each, shape), self.chunks, axis=1)
+            for each in (one, pending)
+        )
+        waits = np.where(self.combined | np.roll(self.combined, 1, axis=1), flies, waits)
+        # By their places in `Kind`: forward, backward and both parts of one.
+        change = np.choose(self.kinds, [flies, -flies, waits - flies, -waits])
+        held: FloatArray = change.cumsum(axis=1)
+        return held
 
     @property
     def microbatches_in_flight(self) -> tuple[float, ...]:
         """The same in microbatches of a whole stage, of which a chunk holds an equal part."""
         return tuple(peak / self.num_chunks for peak in self.peak_in_flight)
+
+    @cached_property
+    def out_of_turn(self) -> str | None:
+        """Two units that do not come in their microbatches' order, if any, such as `W3 before W2`.
+
+        Frameworks hand out data with forwards and add gradients up as backwards end, so such an
+        order comes to other sums than the framework's own. Transformer Engine also lets the weight
+        gradient of the microbatch that is forwarded first overwrite those before it.
+        """
+        shape = (self.num_stages, len(self.unit_kinds), self.num_chunks, self.num_microbatches)
+        microbatches = self._position_of_code.reshape(shape).argsort(axis=3)
+        for stage, kind, chunk, at in np.argwhere(microbatches != range(shape[3]))[:1].tolist():
+            came = int(microbatches[stage, kind, chunk, at])
+            first, second = (unit(self.unit_kinds[kind], m, chunk) for m in (came, at))
+            labels = [each.label(self.num_chunks) for each in (first, second)]
+            return f"stage {stage} runs {' before '.join(labels)}"
+        return None
 
     @property
     def extra_forwards(self) -> tuple[int, ...]:

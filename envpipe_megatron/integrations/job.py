@@ -29,6 +29,7 @@ from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
@@ -67,8 +68,10 @@ class Placement:
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
     another shape each time. With `runs_units`, the framework runs units and sends messages itself
     at every level, in any order at level `order`; else it does so below that level. There, the
-    channel only measures what messages take. The framework's `own_order` is Megatron's of one
-    chunk by default; of chunks, `group_size` is as for `PlanRequest`.
+    channel only measures what messages take. Where it `splits`, units at level `order` may be parts
+    of a backward, unless the job has a reason `why_whole`, the same on all ranks. The framework's
+    `own_order` is Megatron's of one chunk by default; of chunks, `group_size` is as for
+    `PlanRequest`.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -76,6 +79,8 @@ class Placement:
     timeout: timedelta
     messages_vary: bool = False
     runs_units: bool = False
+    splits: bool = False
+    why_whole: str | None = None
     own_order: Schedule | None = None
     group_size: int | None = None
 
@@ -150,6 +155,7 @@ class Job:
             elif own is not None:
                 options = replace(options, scheduling=own.name)
         orders = level is Level.ORDER
+        why_whole = _why_whole(options, placement, level)
         keeps_order = placement.runs_units or not orders
         if not orders:  # what is planned for is the own order, whatever options could call it
             options = replace(options, scheduling="1f1b", max_in_flight=None)
@@ -172,6 +178,7 @@ class Job:
         own = own or framework_order(len(pipeline), num_microbatches)
         check_in_flight(options.max_in_flight, own)
         chunks = own.num_chunks if orders else 1
+        _check_split_order(options, chunks, why_whole)
         groups = placement.group_size if chunks > 1 else None
         self.device = self._made(
             require,
@@ -222,6 +229,8 @@ class Job:
                 fingerprint=fingerprint,
                 require_control=require,
                 reorders=keeps_order and orders,
+                splits=not why_whole,
+                why_whole=why_whole,
                 may_be_lowered=not keeps_order,
             ),
             self.device.gpu,
@@ -234,6 +243,8 @@ class Job:
             left_alone = ChosenControl(options.gpu_control, None, refused)
             self.device = replace(self.device, control=left_alone)
         self.session.state.notes += tuple(notes)
+        if orders and placement.why_whole and why_whole == placement.why_whole:
+            self.session.state.notes += (f"Backwards stay whole: {why_whole}",)
         self.session.describe_job(
             {
                 **facts.bill,
@@ -394,6 +405,34 @@ def _of_all_ranks(options: Options) -> dict[str, object]:
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }
+
+
+def _why_whole(options: Options, placement: Placement, level: Level) -> str:
+    """Why backwards are whole at a level; empty if they may be in two parts."""
+    if not placement.splits:
+        return "its framework runs no part of one"
+    if level is not Level.ORDER:
+        return f"its level is {level}"
+    if options.split == "off":
+        return "--envpipe-split off"
+    if options.self_check == "off":
+        return "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
+    return placement.why_whole or ""
+
+
+def _check_split_order(options: Options, num_chunks: int, why_whole: str) -> None:
+    """Refuse by a JobError an order that splits backwards by name where the job cannot run it."""
+    row = SCHEDULES[options.scheduling]
+    if not row.splits:
+        return
+    against = f"backwards of this job are whole: {why_whole}" if why_whole else ""
+    if row.chunks not in (None, num_chunks):
+        against = f"it is of {row.chunks} chunk a stage, and this job has {num_chunks}"
+    if against:
+        raise JobError(
+            f"The order {row.name} cannot be had: {against}",
+            remedy="Leave --envpipe-scheduling out: the best order that the job runs is planned.",
+        )
 
 
 def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) -> None:

@@ -106,9 +106,10 @@ class Options:
     )
     self_check: str = _option(
         "Before level order, train one iteration by the framework's own order, that again, "
-        "and EnvPipe's, from the same state, and go on at level units if losses or gradients "
-        "differ; auto (default): for what no test of EnvPipe's has seen, which gets level units "
-        "with off; always: for every job.",
+        "and EnvPipe's, from the same state; if losses or gradients differ, go on with whole "
+        "backwards, or at level units. auto (default): before backwards are split, and for what no "
+        "test of EnvPipe's has seen; off: neither, so backwards are whole, and such jobs get level "
+        "units; always: for every job.",
         choices=SELF_CHECKS,
         default="auto",
         of_levels=True,
@@ -122,12 +123,21 @@ class Options:
         choices=TYPES,
     )
     scheduling: str = _option(
-        "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else auto with "
-        "type optimal, ours with envelope, 1f1b with the others.",
+        "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; zb-h1 and zb-h2: "
+        "with backwards in two parts; auto: planned together with the clocks, with type optimal. "
+        "Default: $ENVPIPE_SCHEDULING, else auto with type optimal, ours with envelope, 1f1b with "
+        "the others.",
         type=str.lower,
         choices=SCHEDULINGS,
         with_type={"envelope": "ours", "optimal": "auto", None: "1f1b"},
+    )
+    split: str = _option(
+        "Whether orders may run a backward in two parts, the gradients of its input and of "
+        "its weights, where the framework can: auto (default) measures what they take and plans "
+        "with that; off: backwards are whole.",
+        choices=("auto", "off"),
+        default="auto",
+        of_levels=True,
     )
     reconfigure: str = _option(
         "With type envelope, which greedy and balanced stand for, adjust clocks from "

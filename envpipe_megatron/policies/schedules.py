@@ -118,7 +118,8 @@ def _zero_bubble(
 
 def _zero_bubble_row(name: str, build: Any, most: Callable[[int], int], chunks: int = 1) -> Row:
     make = partial(_zero_bubble, build=build, most=most)
-    return Row(name, make, chunks, ("max_in_flight",), splits=True, in_jobs=False)
+    # No framework lays out a model in a V.
+    return Row(name, make, chunks, ("max_in_flight",), splits=True, in_jobs=chunks == 1)
 
 
 _ROWS = (

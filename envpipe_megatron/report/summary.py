@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from envpipe_megatron import __version__
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
 from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
@@ -234,7 +235,10 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
 def marks_of(folder: RunFolder) -> Iterator[str]:
     """Warnings that nobody must overlook."""
     if folder.emulated:
-        yield "These joules are emulated: no GPU was used. Times are those of a model."
+        yield (
+            "These joules are emulated: no GPU was used. Times are those of a model, in which a "
+            f"backward in two parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as on an H200."
+        )
     if folder.dry_run:
         yield "This was a dry run: the clocks shown were written down, and none was set."
 

@@ -20,12 +20,15 @@ class CommandMaker:
         fresh: whether the order of the last command began with it.
         adopted: the plan that ranks have not heard of.
         billed: what the bill is to say from the next command on; empty if nothing new.
+        won: likewise, what splitting backwards wins.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
-        self.fresh, self.billed = False, ""
+        self.fresh, self.billed, self.won = False, "", ""
+        #: The last of both that was not empty.
+        self._billed = "", ""
         self.adopted: Plan | None = None
         #: The plan before the last that ranks have heard of, and that one.
         self._heard: tuple[Plan | None, Plan | None] = (None, None)
@@ -62,7 +65,9 @@ class CommandMaker:
         same, self._running = self._running == running, running
         self.fresh = not same and not settle
         note, self._notes = "; ".join(self._notes), []
-        billed, self.billed = self.billed, ""
+        new, self.billed, self.won = (self.billed, self.won), "", ""
+        self._billed = new[0] or self._billed[0], new[1] or self._billed[1]
+        billed = "\n".join(filter(None, self._billed)) if any(new) else ""
         adopted, self.adopted = self.adopted, None
         if adopted is not None:
             self._heard = self._heard[1], adopted
@@ -84,5 +89,6 @@ class CommandMaker:
         """Ranks refuse a command's plan: the next one says its words; the plan that ran before."""
         before = self._heard[0]
         self._heard = before, before
-        self._notes, self.billed = [command.note] if command.note else [], command.billed
+        self._notes = [command.note] if command.note else []
+        self.billed, self.won = self._billed
         return before

@@ -67,16 +67,19 @@ class Controller:
 
     Args:
         own: the framework's order.
+        measured: the same, or with some of its backwards split: clocks are looked at in it.
         store: what is known of its units: nothing, or what a profile says.
         num_replicas: pipelines.
         planner: makes plans from that store.
     """
 
-    def __init__(self, own: Schedule, store: Store, num_replicas: int, planner: Planner) -> None:
+    def __init__(
+        self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
+    ) -> None:
         self.plan: Plan | None = None
         self._store, self._planner = store, planner
         self._everyone = range(num_replicas)
-        self._top = store.at_top(own)
+        self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
         self._commands = CommandMaker(store)
         self._judge = Judge(planner.limits.allowed)
@@ -95,7 +98,11 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            own = self._top.schedule
+            own = self._measured
+            if own is not self._top.schedule:
+                at_top = self._store.at_top(own)
+                self._commands.note("profile: half of the backwards in two parts")
+                self._learn(at_top, (yield self._commands.for_all(Phase.PROFILE, at_top, WINDOW)))
             yield from self._look(first_probe(own, SlackProbe(own, at_cost=True)))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
@@ -320,7 +327,7 @@ class Controller:
     def _look_again(self) -> Run[None]:
         """See what clocks mean to upset stages today, where that takes no time."""
         self._store.forget(self._store.upset)
-        yield from self._look(SlackProbe(self._top.schedule, at_cost=False))
+        yield from self._look(SlackProbe(self._measured, at_cost=False))
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
@@ -363,6 +370,8 @@ class Controller:
     def _adopt(self, plan: Plan) -> None:
         if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
             self._commands.billed = "The framework's own order ran until there was a plan"
+        self._commands.won, self._planner.won = self._planner.won, ""
+        self._commands.note(*filter(None, [self._commands.won]))
         self._lead(self._ready(plan))
         self._commands.adopted = None if self._has_no_plan else self.plan
 

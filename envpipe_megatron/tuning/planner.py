@@ -17,7 +17,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.planner import solve
+from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Command, Run
@@ -39,6 +39,8 @@ Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
 Ask: TypeAlias = Callable[[Profile, Schedule | None, float], Asked]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
+#: The same, each with what splitting backwards wins, in words.
+_Made: TypeAlias = dict[int, tuple[Plan, str]]
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +75,20 @@ def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, 
     return made.plan, (*made.notes, *notes)
 
 
-def first_plans(asked: Mapping[int, Sequence[Asked]]) -> Plans:
+def first_plans(asked: Mapping[int, Sequence[Asked]]) -> _Made:
     """By level, the first plan of those asked for that there is; LinearProgramError: none."""
-    plans: Plans = {}
+    made: dict[int, Planned] = {}
     for level, (*others, last) in asked.items():
-        for one in others:
+        for one, _ in others:
             with suppress(LinearProgramError):
-                plans[level], _ = planned(*one)
+                made[level] = solve(one)
                 break
         else:
-            plans[level], _ = planned(*last)
-    return plans
+            made[level] = solve(last[0])
+    return {
+        level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
+        for level, of in made.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,15 @@ class Planner:
         ask: Ask,
         check: Callable[[Plan], None],
         limits: Limits,
-        background: Callable[[], Background[Plans]],
+        background: Callable[[], Background[_Made]],
     ) -> None:
         self._store, self._ask, self._check = store, ask, check
         self.limits, self._make_background = limits, background
         self._background = background()
         #: Makes the plan of `quick`.
-        self._quick: Background[Plans] | None = None
+        self._quick: Background[_Made] | None = None
+        #: What splitting backwards wins by the last best plan, until somebody has said it.
+        self.won = ""
         #: Why nothing could be begun.
         self._failure: Exception | None = None
         #: Whether what is planned is the best order, not only clocks.
@@ -213,11 +220,13 @@ class Planner:
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 
-    def _taken(self, background: Background[Plans]) -> Plans | None:
-        plans = background.take()
-        for plan in (plans or {}).values():
+    def _taken(self, background: Background[_Made]) -> Plans | None:
+        made = background.take()
+        if made is None:
+            return None
+        for plan, self.won in made.values():
             self._check(plan)
-        return plans
+        return {level: plan for level, (plan, _) in made.items()}
 
     def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
         """An order and clocks where no plan could be made; StoreError without meters."""

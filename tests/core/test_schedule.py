@@ -22,6 +22,7 @@ from on_request import examples
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import check_size
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import plain
 
@@ -232,3 +233,38 @@ def test_units_apart_are_whole_iterations():
     for microbatches, orders in ((1, ("F0 B0", "F0 B0")), (2, ("F0 F1", "F0 F1"))):
         with pytest.raises(ScheduleError, match=r"know nothing of each other .got 'placement"):
             Schedule("x", microbatches, 1, parse_stages(*orders), Placement.APART)
+
+
+#: Units of two stages; which of them come out of turn.
+OUT_OF_TURN = [
+    (("F0 F1 B0 B1", "F0 F1 B0 B1"), None),
+    (("F0 F1 F2 B0 B2 B1", "F0 B0 F1 B1 F2 B2"), "stage 0 runs B2 before B1"),
+    (("F1 F0 B0 B1", "F0 F1 B0 B1"), "stage 0 runs F1 before F0"),
+    (("F0 F1 I0 I1 W0 W1", "F0 F1 I0 I1 W1 W0"), "stage 1 runs W1 before W0"),
+    (("F0 F1 I1 I0 W0 W1", "F0 F1 I1 I0 W0 W1"), "stage 0 runs I1 before I0"),
+    (("F0 F1 I0 I1+ W1 W0", "F0 F1 I0 W0 I1+ W1"), "stage 0 runs W1 before W0"),
+    (("F0.0 F1.0 F0.1 F1.1", "F0.0 F0.1 F1.0 F1.1"), None),
+    (("F0.0 F1.0 F1.1 F0.1", "F0.0 F1.0 F0.1 F1.1"), "stage 0 runs F1.1 before F0.1"),
+]
+
+
+@pytest.mark.parametrize(("stages", "found"), OUT_OF_TURN)
+def test_units_that_do_not_come_in_the_order_of_their_microbatches_are_named(stages, found):
+    orders = tuple(tuple(map(parse_unit, order.split())) for order in stages)
+    units = [each for order in orders for each in order]
+    counts = 1 + max(u.microbatch for u in units), 1 + max(u.chunk for u in units)
+    assert Schedule("given", *counts, orders).out_of_turn == found
+
+
+def test_orders_of_builders_come_in_the_order_of_microbatches():
+    built = [
+        builders.one_f_one_b(4, 8),
+        builders.gpipe(4, 8),
+        builders.interleaved(2, 8, 3),
+        builders.envpipe(4, 8, [3, 2, 1, 0]),
+        zero_bubble(4, 8),
+        zero_bubble(4, 8, 7),
+        split_in_place(builders.one_f_one_b(4, 8), 3),
+        split_in_place(builders.interleaved(2, 8, 2), 5),
+    ]
+    assert [order.name for order in built if order.out_of_turn] == []

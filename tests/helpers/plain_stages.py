@@ -57,6 +57,9 @@ class PlainWork:
             unit, gradients, self.stage == self.schedule.num_stages - 1, self.stage + 1
         )
 
+    def weight_gradient(self, unit: Unit) -> None:
+        self.before_unit(unit)
+
     def _run(
         self, unit: Unit, received: list[torch.Tensor] | None, first: bool, source: int
     ) -> list[torch.Tensor]:

@@ -74,7 +74,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
         ({"type": "uniform", "reconfig": "greedy"}, "Use type envelope, or reconfigure default"),
         (
             {"scheduling": "1f1b", "max_in_flight": 4},
-            "scheduling envpipe .*leave max_in_flight out",
+            "scheduling envpipe, .* zb-h2, or leave max_in_flight out",
         ),
         ({"max_in_flight": 0}, "^max_in_flight is a number of microbatches.*got '0'"),
         ({"profile_steps": 0}, "^profile_steps is at least 1"),

@@ -22,7 +22,7 @@ from envpipe_megatron.core.kinds import SPLIT, Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place, zero_bubble
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
@@ -211,24 +211,26 @@ def test_an_order_of_the_planner(stock, ours, tmp_path, job):
 
 
 def test_parts_are_measured_online(stock, ours):
-    """Half of the backwards of Megatron's own order are split where they stand, to be measured."""
+    """Half of the backwards of Megatron's own order are split where they are, to be measured."""
     job = Job(4, 12, steps=None)
     how = Ours("auto", "optimal", unit_s=0.05, clocks_mhz=CLOCKS_MHZ[::2], splits=True)
     results = ours(job, how)
     plan, profile = results[0].plan, results[0].profile
     assert set(profile.kinds) >= {*SPLIT, Kind.BACKWARD}
     assert plan.schedule.split
-    print(plan.schedule.name, plan.schedule.labels()[1][:20])
-    measured = split_in_place(builders.one_f_one_b(4, 12), 6)
+    own = builders.one_f_one_b(4, 12)
+    measured = half_split(own)
     for result in results:
-        profiled = [
-            u for u, p in zip(result.executed, result.phases, strict=True) if p == "profile"
-        ]
-        assert all(units == measured.labels()[result.stage] for units in profiled)
-        assert profiled
-        steady = [u for u, p in zip(result.executed, result.phases, strict=True) if p == "steady"]
-        assert all(units == plan.schedule.labels()[result.stage] for units in steady)
-        assert steady
+        ran = {phase: [] for phase in result.phases}
+        for units, phase in zip(result.executed, result.phases, strict=True):
+            ran[phase].append(units)
+        looked_at, planning = (order.labels()[result.stage] for order in (measured, own))
+        profiled = ran["profile"]
+        behind = len(profiled) - profiled[::-1].index(looked_at)
+        assert all(units == looked_at for units in profiled[:behind])
+        assert all(units == planning for units in profiled[behind:])  # it runs meanwhile
+        assert all(units == plan.schedule.labels()[result.stage] for units in ran["steady"])
+        assert all(units == planning for units in ran["warmup"])
     assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
 
 
@@ -246,10 +248,7 @@ def test_closed_loop(stock, ours):
     )
     results = ours(job, how)
     run = {tuple(units) for units in results[0].executed}
-    print(
-        len(run), results[0].plan and results[0].plan.schedule.name, sorted(set(results[0].phases))
-    )
-    assert results[0].plan is not None
     assert results[0].plan.schedule.split
-    assert tuple(results[0].plan.schedule.labels()[0]) in run
+    for order in (results[0].plan.schedule, half_split(builders.one_f_one_b(2, 8))):
+        assert tuple(order.labels()[0]) in run
     assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))

@@ -14,6 +14,7 @@ import itertools
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -138,7 +140,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
             stack.enter_context(plans_are_waited_for())
-            stack.enter_context(_counted(result.put_off))
+            stack.enter_context(_counted(result.put_off, ours.fault if _is_last() else ""))
         _train(job, ours, session, result, collectives)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]
@@ -148,16 +150,46 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
 
 
 @contextlib.contextmanager
-def _counted(put_off: list[int]) -> Iterator[None]:
-    """Count weight gradients of second parts."""
-    second_part = split_backward.second_part
+def _counted(put_off: list[int], fault: str) -> Iterator[None]:
+    """Count weight gradients of second parts, and let something go wrong."""
+    second_part, backward = split_backward.second_part, MegatronWork.backward
 
     def counted(waiting: Any) -> None:
         put_off.append(len(waiting))
+        if fault in FAULTS:
+            FAULTS[fault](waiting)
         second_part(waiting)
 
-    with patch.object(split_backward, "second_part", counted):
+    def run_backward(work: Any, unit: Any, gradients: Any) -> Any:
+        if fault == IN_FIRST_PART and unit.kind is Kind.INPUT_GRADIENT:
+            raise RuntimeError("the first part of a test")
+        sent = backward(work, unit, gradients)
+        return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
+
+    with (
+        patch.object(split_backward, "second_part", counted),
+        patch.object(MegatronWork, "backward", run_backward),
+    ):
         yield
+
+
+def _slightly_wrong(waiting: list[split_backward.PutOff]) -> None:
+    compute = waiting[1].compute
+    waiting[1].compute = lambda: [(1 + 2**-18) * each for each in compute()]
+
+
+def _fail(waiting: list[split_backward.PutOff]) -> None:
+    raise RuntimeError("the second part of a test")
+
+
+#: What goes wrong with the weight gradients that a second part is to compute.
+FAULTS: dict[str, Callable[[list[split_backward.PutOff]], None]] = {
+    "slightly wrong": _slightly_wrong,
+    "twice": lambda waiting: waiting.append(replace(waiting[0])),
+    "missing": lambda waiting: waiting.__delitem__(0),
+    "error": _fail,
+}
+IN_FIRST_PART, IN_INTERPRETER = "error in a first part", "wrong in any order"
 
 
 COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
@@ -336,22 +368,35 @@ def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]
 
 
 def _check(
-    ours: Ours, microbatches: int, collectives: Collectives, result: Result
+    ours: Ours, microbatches: int, session: Session, collectives: Collectives, result: Result
 ) -> SelfCheck | None:
     if ours.checked is None:
         return None
     order: Schedule = ours.checked
+
+    def keep_whole(why: str) -> None:
+        result.whole = why
+        session.split_no_more(why)
+
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     channel = P2PChannel(dist.get_process_group_ranks(pipeline), _stage(), {})
     orders = [order, order]  # its memory is not looked at
-    return SelfCheck(lambda count: orders, microbatches, channel, collectives, result.said.append)
+    return SelfCheck(
+        lambda count: orders,
+        microbatches,
+        channel,
+        collectives,
+        result.said.append,
+        keep_whole if ours.splits else None,
+        needed=ours.check_needed,
+    )
 
 
 def _stand_in(
     job: Job, ours: Ours, session: Session, collectives: Collectives, result: Result
 ) -> ForwardBackward | KeptOrder:
     if not ours.kept_orders:
-        check = _check(ours, job.microbatches, collectives, result)
+        check = _check(ours, job.microbatches, session, collectives, result)
         return ForwardBackward(session, check=check, full_microbatches=job.microbatches)
     orders = {order.num_microbatches: order for order in ours.kept_orders}
     return KeptOrder(
@@ -664,6 +709,10 @@ def _session(
     )
     fast_time.meanwhile = session.meter._sample
     return session
+
+
+def _is_last() -> bool:
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
 def _stage() -> int:

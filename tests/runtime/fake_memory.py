@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -75,6 +75,9 @@ class Sizes:
         step: needed while a step runs.
         holes: the most that fragmentation takes at any time.
         jitter: share by which one microbatch's activations differ from another's.
+        pending: of a microbatch between the two parts of its backward.
+        layers: how many there are, which a backward passes one after the other.
+        chunk_factors: how many times as much chunks hold, of both, as the first one.
     """
 
     weights: int = 20_000
@@ -88,6 +91,9 @@ class Sizes:
     step: int = 500
     holes: int = 0
     jitter: float = 0.0
+    pending: int = 2_800
+    layers: int = 1
+    chunk_factors: tuple[float, ...] = (1.0,)
 
 
 @dataclass
@@ -98,7 +104,7 @@ class FakeStage:
     sizes: Sizes
     rng: random.Random
     skipped_steps: int = 0
-    held: dict[int, int] = field(default_factory=dict)
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
     waiting: deque[int] = field(default_factory=deque)
     gradients: int = 0
     optimizer: int = 0
@@ -108,19 +114,32 @@ class FakeStage:
 
     def forward(self, unit: Unit, inputs: object = None) -> list[object]:
         sizes = self.sizes
-        factor = 1 + sizes.jitter * self.rng.uniform(-1, 1)
-        self.held[unit.microbatch] = int(factor * sizes.activations)
-        self.memory.use(self.held[unit.microbatch] + sizes.message + sizes.forward)
-        self.memory.take(self.held[unit.microbatch])
+        factor = (1 + sizes.jitter * self.rng.uniform(-1, 1)) * sizes.chunk_factors[unit.chunk]
+        own = unit.microbatch, unit.chunk
+        self.held[own] = int(factor * sizes.activations)
+        self.memory.use(self.held[own] + sizes.message + sizes.forward)
+        self.memory.take(self.held[own])
         return []
 
     def backward(self, unit: Unit, gradients: object = None) -> list[object]:
+        """All of it, or its first part: layer after layer, activations become what is pending."""
         if not self.gradients:
             self.gradients = self.sizes.gradients
             self.memory.take(self.gradients)
-        self.memory.use(self.sizes.backward + self.sizes.message)
-        self.memory.give(self.held.pop(unit.microbatch))
+        own, layers = (unit.microbatch, unit.chunk), self.sizes.layers
+        held, pending = self.held.pop(own), 0
+        if unit.kind is Kind.INPUT_GRADIENT:
+            pending = int(self.sizes.pending * self.sizes.chunk_factors[unit.chunk])
+            self.held[own] = pending
+        for layer in range(layers):
+            self.memory.use(self.sizes.backward + self.sizes.message)
+            for of_all, change in ((held, self.memory.give), (pending, self.memory.take)):
+                change(of_all * (layer + 1) // layers - of_all * layer // layers)
         return []
+
+    def weight_gradient(self, unit: Unit) -> None:
+        self.memory.use(self.sizes.forward)
+        self.memory.give(self.held.pop((unit.microbatch, unit.chunk)))
 
     def sent(self, unit: Unit) -> None:
         self.memory.unusable = 0
@@ -154,9 +173,18 @@ class FakeStage:
 def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     """What the interpreter does with a stage's work, without messages."""
     unit_ended = memory.begin_units()
+    begins_whole = False
     for unit in units:
-        run = work.forward if unit.kind is Kind.FORWARD else work.backward  # type: ignore[attr-defined]
-        run(unit, None)
+        whole, begins_whole = begins_whole, unit.combined
+        if begins_whole:
+            pass
+        elif unit.kind is Kind.FORWARD:
+            work.forward(unit, None)  # type: ignore[attr-defined]
+        elif unit.kind is Kind.WEIGHT_GRADIENT and not whole:
+            work.weight_gradient(unit)  # type: ignore[attr-defined]
+        else:
+            kind = Kind.BACKWARD if whole else unit.kind
+            work.backward(replace(unit, kind=kind), None)  # type: ignore[attr-defined]
         work.sent(unit)  # type: ignore[attr-defined]
         if unit_ended is not None:
             unit_ended(unit)
@@ -191,8 +219,10 @@ class Meeting:
 class FakeJob:
     """A job whose ranks are threads of this process."""
 
-    def __init__(self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY):
-        self.own = builders.one_f_one_b(stages, microbatches)
+    def __init__(
+        self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY, chunks=1
+    ):
+        self.own = builders.framework_order(stages, microbatches, chunks)
         pipelines = [Meeting(stages) for _ in range(replicas)]
         trees = [Meeting(replicas) for _ in range(stages)]
         self.said = []
@@ -227,6 +257,13 @@ class FakeJob:
             return peak
 
         return self.everywhere(run)
+
+    def learn_parts(self, in_place):
+        """Learn from an iteration of the framework's order with some backwards in two parts."""
+        self.iterate(self.own, Watch.PEAK, 2)
+        self.iterate(in_place, Watch.UNITS)
+        self.everywhere(lambda stage, work, memory: memory.learn(self.own, SPECS, in_place))
+        return self.ranks[0][2].stages
 
     def learn(self, profiled=3, specs=SPECS):
         """Warm up, and profile; the last iteration counts."""

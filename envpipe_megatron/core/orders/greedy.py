@@ -183,7 +183,7 @@ def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
 
 def _fits(job: OrderJob, stage: int, order: list[tuple[int, int, int]]) -> bool:
     most = job.stage_limits[stage] + HELD_TOLERANCE
-    return all(held <= most for held in accumulate(job.holds[kind] for kind, _, _ in order))
+    return all(held <= most for held in accumulate(job.holds[stage][kind] for kind, _, _ in order))
 
 
 def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:

@@ -95,30 +95,21 @@ class EmulatedGpu(Gpu):
     def run_unit(self, kind: str, time_at_max_s: float, ready_s: float) -> UnitRun:
         """Run a unit as soon as it is ready and the one before has ended.
 
-        The GPU waits (at waiting power) up to `ready_s`, a virtual instant. A clock change that
-        settles within the unit splits it: the part of the work done by then ran at the old clock,
-        the rest runs at the new one. `time_at_max_s` is how long the unit takes at the maximum
-        clock.
+        The GPU waits (at waiting power) up to `ready_s`, a virtual instant. `time_at_max_s` is how
+        long the unit takes at the maximum clock; `EmulatedState.run_unit` says what a change of
+        clock does to it.
         """
         model = self.preset
 
+        def cost(clock_mhz: int) -> tuple[float, float]:
+            time_s = model.unit_time_s(kind, clock_mhz, time_at_max_s)
+            return time_s, model.busy_power_w(kind, clock_mhz)
+
         def run(state: EmulatedState) -> UnitRun:
             state.wait_until(ready_s, model.wait_power_w, model.refresh_s)
-            start_s, energy_j = state.end_s, 0.0
-            work_left = 1.0
-            if state.pending is not None:
-                start_mhz, settle_s = state.clock_mhz, state.pending[1]
-                whole_s = model.unit_time_s(kind, start_mhz, time_at_max_s)
-                if settle_s < start_s + whole_s:
-                    work_left -= (settle_s - start_s) / whole_s
-                    power_w = model.busy_power_w(kind, start_mhz)
-                    energy_j += state.commit(settle_s, power_w, model.refresh_s)
-                    state.settle()
-            end_mhz = state.clock_mhz
-            end_s = state.end_s + work_left * model.unit_time_s(kind, end_mhz, time_at_max_s)
-            energy_j += state.commit(end_s, model.busy_power_w(kind, end_mhz), model.refresh_s)
-            state.settle()
-            return UnitRun(start_s, end_s, energy_j)
+            start_s = state.end_s
+            energy_j = state.run_unit(cost, model.refresh_s)
+            return UnitRun(start_s, state.end_s, energy_j)
 
         return self._file.change(run)
 

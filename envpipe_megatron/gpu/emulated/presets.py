@@ -15,12 +15,14 @@ preset's table `[control]` where that kind of GPU needs something else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
@@ -149,6 +151,21 @@ class GpuPreset:
 
     def _kind(self, kind: str) -> KindModel:
         return self.forward if kind == "forward" else self.backward
+
+
+def times_by_kind_s(whole_s: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Return what units take at the maximum clock, from what forwards and whole backwards take.
+
+    Both parts of a backward take what `MEASURED_SPLIT` charges; a forward and a backward that run
+    as one take as long as one after the other.
+    """
+    backward_s = whole_s[Kind.BACKWARD]
+    return {
+        **whole_s,
+        **{kind: share * backward_s for kind, share in MEASURED_SPLIT.shares.items()},
+        Kind.COMBINED: whole_s[Kind.FORWARD] + backward_s,
+        Kind.NOTHING: 0.0,
+    }
 
 
 def preset_folder() -> Path:

@@ -116,6 +116,23 @@ class EmulatedState:
             self.commit(time_s, power_w, refresh_s)
             self.settle()
 
+    def run_unit(self, cost: Callable[[int], tuple[float, float]], refresh_s: float) -> float:
+        """Commit a unit from the present end on; return its energy in J.
+
+        `cost` gives time in s and power in W of a whole unit at a clock. A clock change that
+        settles within the unit splits it: what was done by then ran at the old clock.
+        """
+        whole_s, power_w = cost(self.clock_mhz)
+        left, energy_j = 1.0, 0.0
+        if self.pending is not None and (settle_s := self.pending[1]) < self.end_s + whole_s:
+            left -= (settle_s - self.end_s) / whole_s
+            energy_j = self.commit(settle_s, power_w, refresh_s)
+            self.settle()
+            whole_s, power_w = cost(self.clock_mhz)
+        energy_j += self.commit(self.end_s + left * whole_s, power_w, refresh_s)
+        self.settle()
+        return energy_j
+
     def energy_at_tick(self, number: int) -> tuple[int, float]:
         """Return (number, J) of a refresh; of the oldest or newest known if it is outside."""
         after = bisect_right(self.ticks, number, key=lambda tick: tick[0])

@@ -27,6 +27,7 @@ from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import (
     MegatronWork,
@@ -34,6 +35,7 @@ from envpipe_megatron.integrations.megatron.work import (
     listed,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 
 #: What a call may leave out, with Megatron's defaults, and what none leaves out.
@@ -83,6 +85,8 @@ class ForwardBackward:
         #: Why megatron-core's own function makes all iterations; not known before the first.
         self._against: str | None = None
         self._is_looked_at = False
+        #: The model whose backwards can be split; it is prepared once, if it is to be.
+        self._put_off_in: list[torch.nn.Module] = []
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run all forwards and backwards of one iteration.
@@ -116,7 +120,9 @@ class ForwardBackward:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
 
-    def _interpret(self, arguments: dict[str, Any], order: Schedule | None = None) -> list[Any]:
+    def _interpret(
+        self, arguments: dict[str, Any], rehearsal: Rehearsal | None = None
+    ) -> list[Any]:
         """Run an iteration by the interpreter: of the job's phases, or to check an order."""
         chunks = listed(arguments["model"])
         iterators = listed(arguments["data_iterator"])
@@ -131,6 +137,9 @@ class ForwardBackward:
                 config.timers("forward-backward", log_level=1).start(
                     barrier=config.barrier_with_L1_time
                 )
+            if schedule.split and self._put_off_in != chunks:
+                split_backward.put_off_in(chunks)
+                self._put_off_in = chunks
             step = arguments["forward_step_func"]
             works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
             return works[0]
@@ -139,12 +148,13 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
-        if order is None:
+        if rehearsal is None:
             count = arguments["num_microbatches"]
             full = self._full_microbatches in (None, count)
             self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
-            self._session.rehearse(order, specs, make_work)
+            order, tried = rehearsal.order, rehearsal.of
+            self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:

@@ -1,19 +1,21 @@
-"""Backwards in two parts: weight gradients of linear layers are put off to a unit of their own.
+"""Backwards in two parts: weight gradients of linear layers are computed by a unit of their own.
 
-A backward of Megatron's computes a linear layer's two gradients in one node of the graph. Within
-`first_part`, that node computes the gradient of its input (and of its bias) alone, and what the
-weight's needs is kept: input and gradient of the output. `second_part` computes it, and hands it to
-the weight as the backward would have: through the graph's own node that accumulates it, with the
-hooks that are on it. Whatever is not known here (norms, embeddings, routers, convolutions, layers
-of one's own) has its weight gradients in the first part, as always.
+Megatron computes both gradients of a linear layer in one node of autograd's graph. Within
+`first_part`, that node computes its input's and its bias's only, and keeps what its weight's needs:
+its input and the gradient of its output. `second_part` computes it, and autograd accumulates it as
+in a whole backward, hooks included. What is not known here (norms, embeddings, routers,
+convolutions, layers of other packages) has its weight gradients in the first part, as always.
 
 Two kinds of layers are known: those of Megatron's own linear function, by a function in its place,
-and those of Transformer Engine, by a store in place of theirs, which is what Transformer Engine
-itself puts weight gradients off by.
+and Transformer Engine's, by a store in place of the one that they put weight gradients off with.
+
+`put_off_in` is called once for a model, `why_whole` where a job decides what orders it plans, and
+the two parts by `MegatronWork`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,22 +32,27 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass
 class PutOff:
-    """Gradients that are yet to be computed; None of a result is in `main_grad` already.
+    """Gradients that are yet to be computed.
 
     Args:
-        parameters: whose they are.
-        compute: their gradients, one for each.
+        parameters: the ones that they are of.
+        compute: returns them, one for each; None for one that it added to `main_grad` itself.
     """
 
     parameters: Sequence[torch.Tensor]
     compute: Callable[[], Gradients]
 
 
-class _State:
-    #: Where gradients go that are put off; None where none are. On GPUs, backwards run in a thread
-    #: of their own, so no variable of this thread's will do.
+class _Under:
+    """The first part under way. On GPUs, autograd runs backwards in threads of its own.
+
+    So this is neither a variable of a context nor of a thread.
+    """
+
+    #: Where it puts gradients off to; None outside of first parts.
     into: list[PutOff] | None = None
-    #: Of the units: what runs beside them stays there (shared experts that Megatron overlaps).
+    #: The stream of units. Layers that run beside it (shared experts that Megatron overlaps with
+    #: messages) stay whole: nothing would let a second part wait for them.
     stream: object = None
 
 
@@ -54,61 +61,141 @@ def _stream() -> object:
 
 
 def _puts_off() -> bool:
-    return _State.into is not None and _stream() == _State.stream
-
-
-def put_off_in(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let backwards of these chunks be split; whole ones, and Megatron's own, stay as they are."""
-    if layers.LinearWithGradAccumulationAndAsyncCommunication is _WHOLE:
-        layers.LinearWithGradAccumulationAndAsyncCommunication = _Linear
-    for chunk in chunks:
-        module: Any
-        for module in chunk.modules():
-            if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
-                for weight in module.parameters(recurse=False):
-                    weight.envpipe_split = True  # an embedding's, which it may use, is not
-            store = getattr(module, "wgrad_store", None)
-            names = _parameter_names(module)
-            if store is not None and names and not isinstance(store, _Store):
-                module.wgrad_store = _Store(module, names)
+    return _Under.into is not None and _stream() == _Under.stream
 
 
 @contextmanager
 def first_part(into: list[PutOff]) -> Iterator[None]:
-    """Within, backwards put weight gradients off, and forwards know that theirs will.
+    """Within, backwards put weight gradients off to a list.
 
-    The latter matters to Transformer Engine, whose forwards hand the store to their backwards.
+    The forward of such a backward is run within, too: Transformer Engine's layers look there
+    whether the backward will.
     """
-    before, _State.into, _State.stream = _State.into, into, _stream()
+    before = _Under.into, _Under.stream
+    _Under.into, _Under.stream = into, _stream()
     try:
         yield
     finally:
-        _State.into = before
+        _Under.into, _Under.stream = before
 
 
-@torch.no_grad()
 def second_part(waiting: list[PutOff]) -> None:
-    """Compute what was put off, in the order of the backward, and free what it needed.
+    """Compute what was put off, first what came first, and empty the list.
 
-    A parameter that is used more than once gets the sum, as in a backward.
+    Each is a node of a graph that autograd runs: so a weight that is used more than once gets its
+    gradients' sum, and hooks run, as in a whole backward.
     """
-    left = Counter(id(parameter) for each in waiting for parameter in each.parameters)
-    sums: dict[int, torch.Tensor] = {}
-    waiting.reverse()
-    while waiting:
-        each = waiting.pop()
-        for parameter, gradient in zip(each.parameters, each.compute(), strict=True):
-            key = id(parameter)
-            left[key] -= 1
-            if gradient is not None:
-                sums[key] = sums[key] + gradient if key in sums else gradient
-            del gradient
-            if not left[key] and key in sums:
-                torch.autograd.backward([parameter], [sums.pop(key)])
-        del each
+    # Of nodes that can run, autograd takes the latest first.
+    ends = [_Node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
+    waiting.clear()
+    torch.autograd.backward(ends, [end.detach() for end in ends])
+
+
+class _Node(torch.autograd.Function):
+    """A node whose backward computes gradients that were put off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[[], Gradients], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """Return an end for the graph to begin at, which holds nothing."""
+        ctx.compute = compute
+        return torch.empty(0, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        """Return the gradients, and free what they needed."""
+        compute, ctx.compute = ctx.compute, None
+        return None, *compute()
+
+
+def put_off_in(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let backwards of a model be in two parts; whole ones stay as they are."""
+    if layers.LinearWithGradAccumulationAndAsyncCommunication is _WHOLE:
+        layers.LinearWithGradAccumulationAndAsyncCommunication = _Linear
+    for module in _modules(chunks):
+        names = _known_weights(module)
+        if names and (store := getattr(module, "wgrad_store", None)) is not None:
+            if not isinstance(store, _Store):
+                module.wgrad_store = _Store(module, names)
+        else:
+            for name in names:
+                getattr(module, name).envpipe_puts_off = True
+
+
+def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
+    """Say why backwards of this stage stay whole; None if they can be split.
+
+    Args:
+        chunks: the model of this stage, in Megatron's wrappers.
+        config: its TransformerConfig.
+    """
+    flags = [
+        "tp_comm_overlap",
+        "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",  # from 0.18 on
+        "enable_autocast",
+    ]
+    against = [name for name in flags if getattr(config, name, False)]
+    sizes = ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"]  # from 0.19 on
+    against += [name for name in sizes if getattr(config, name, 1) > 1]
+    against += [name for name in map(_kind, chunks) if "FullySharded" in name]
+    if against:
+        return f"weight gradients cannot be put off with {against[0]}"
+    known, unknown = 0, Counter[str]()
+    for module in _modules(chunks):
+        names = _known_weights(module)
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() < 2 or not weight.requires_grad or "Embedding" in _kind(module):
+                continue
+            if name in names:
+                known += weight.numel()
+            else:
+                unknown[_kind(module)] += weight.numel()
+    if known > unknown.total():
+        return None
+    large = ", ".join(kind for kind, _ in unknown.most_common(3)) or "there are none"
+    return f"most weights are of layers that cannot put theirs off ({large})"
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return type(module).__name__
+
+
+def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.modules()
+
+
+def _known_weights(module: Any) -> list[str]:
+    """The names of a layer's weights whose gradients can be put off, in the order they come in."""
+    if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
+        return ["weight"] * (module.weight is not None and _knows_function())
+    uses_userbuffers = any(on is True for name, on in vars(module).items() if name[:3] == "ub_")
+    if getattr(module, "wgrad_store", None) is None or uses_userbuffers:
+        return []
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if kinds & {"Linear", "LayerNormLinear"} and len(module.weight_names) == 1:
+        return list(module.weight_names)
+    if "LayerNormMLP" in kinds and not module.use_bias:  # its bias may not come with its weight
+        return ["fc2_weight", "fc1_weight"]
+    # Where it does not add to `main_grad` itself, its backward returns what is yet to be computed.
+    if "GroupedLinear" in kinds and module.fuse_wgrad_accumulation and hasattr(module, "weight0"):
+        return [f"weight{number}" for number in range(module.num_gemms)]
+    return []
 
 
 _WHOLE = layers.LinearWithGradAccumulationAndAsyncCommunication
+#: What a forward of it has had in any version; one with more may do more in its backward.
+_ARGUMENTS = {
+    *("ctx", "input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
+    *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
+    *("gtp_remat_size", "output_dtype"),
+}
+
+
+def _knows_function() -> bool:
+    return inspect.signature(_WHOLE.forward).parameters.keys() <= _ARGUMENTS
 
 
 class _Linear(_WHOLE):  # type: ignore[misc,valid-type]
@@ -116,67 +203,62 @@ class _Linear(_WHOLE):  # type: ignore[misc,valid-type]
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Both gradients, or that of the input alone."""
+        """Return both gradients, or the weight's as None."""
         puts_off = (
             _puts_off()
-            and ctx.grad_output_buffer is None  # Megatron puts it off itself
+            and ctx.grad_output_buffer is None  # else Megatron may put it off itself
             and not ctx._fwd_used_autocast
-            and getattr(ctx, "gtp_remat_size", 1) == 1  # from 0.19 on: ranks share the weight out
-            and getattr(ctx.saved_tensors[1], "envpipe_split", False)
+            and getattr(ctx, "gtp_remat_size", 1) == 1
+            # A weight of another layer (a tied embedding's) may have gradients besides this one,
+            # and Megatron adds their sum.
+            and getattr(ctx.saved_tensors[1], "envpipe_puts_off", False)
         )
         return (_input_gradient if puts_off else _WHOLE.backward)(ctx, grad_output)
 
 
 @layers.custom_bwd  # type: ignore[untyped-decorator]  # Megatron's
 def _input_gradient(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """As Megatron's backward computes it."""
+    """As Megatron's backward computes it; put off what it would compute beside messages."""
     inputs, weight = ctx.saved_tensors
+    grad_output = grad_output.to(inputs.dtype)
     grad_input = grad_output.matmul(weight)
     if ctx.allreduce_dgrad:
         dist.all_reduce(grad_input, group=ctx.tp_group)
+    gathered_over = None
     if ctx.sequence_parallel:
-        gathered, grad_input = grad_input, torch.empty_like(inputs, requires_grad=False)
+        gathered_over, gathered = ctx.tp_group, grad_input
+        grad_input = torch.empty_like(inputs, requires_grad=False)
         layers.dist_reduce_scatter_func(grad_input, gathered, group=ctx.tp_group)
-    grad_bias = None
-    if ctx.use_bias:
-        grad_bias, _ = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)
-        grad_bias = grad_bias.sum(dim=0)
-    assert _State.into is not None
-    _State.into.append(
-        PutOff(
-            [weight],
-            partial(
-                _weight_gradient,
-                inputs,
-                grad_output,
-                weight,
-                ctx.main_grad,
-                ctx.gradient_accumulation_fusion,
-                ctx.tp_group if ctx.sequence_parallel else None,
-            ),
-        )
-    )
-    return grad_input, None, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
+    grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)
+    main_grad = ctx.main_grad if ctx.gradient_accumulation_fusion else None
+    compute = partial(_weight_gradient, inputs, grad_output, main_grad, gathered_over)
+    assert _Under.into is not None
+    _Under.into.append(PutOff([weight], compute))
+    grad_bias = grad_output.sum(dim=0) if ctx.use_bias else None
+    return grad_input, None, grad_bias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def _weight_gradient(
     inputs: torch.Tensor,
     grad_output: torch.Tensor,
-    weight: torch.Tensor,
     main_grad: torch.Tensor | None,
-    fused: bool,
     gathered_over: dist.ProcessGroup | None,
 ) -> Gradients:
-    """As Megatron's backward computes it."""
+    """As Megatron's backward computes it.
+
+    Args:
+        inputs: [tokens, inputs], of sequence parallelism this rank's tokens.
+        grad_output: [tokens, outputs].
+        main_grad: what it is added to; None to return it.
+        gathered_over: the ranks whose tokens the inputs are to be gathered of, if any.
+    """
     if gathered_over is not None:
-        shape = [inputs.shape[0] * gathered_over.size(), *inputs.shape[1:]]
-        buffer = layers.get_global_memory_buffer().get_tensor(shape, inputs.dtype, "mpu")
-        layers.dist_all_gather_func(buffer, inputs, group=gathered_over)
-        inputs = buffer
-    grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)
-    if not fused:
+        shape = [len(grad_output), inputs.shape[1]]
+        gathered = layers.get_global_memory_buffer().get_tensor(shape, inputs.dtype, "mpu")
+        layers.dist_all_gather_func(gathered, inputs, group=gathered_over)
+        inputs = gathered
+    if main_grad is None:
         return [grad_output.t().matmul(inputs)]
-    assert main_grad is not None
     kernels = layers.fused_weight_gradient_mlp_cuda
     if main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(inputs, grad_output, main_grad)
@@ -186,52 +268,41 @@ def _weight_gradient(
 
 
 class _Store:
-    """In place of Transformer Engine's `WeightGradStore` of a module."""
+    """In place of the `WeightGradStore` of one of Transformer Engine's layers."""
 
     context = None
 
-    def __init__(self, module: Any, names: tuple[list[str], list[str]]) -> None:
-        self._module, (self._weights, self._biases) = module, names
+    def __init__(self, module: Any, weights: list[str]) -> None:
+        self._module = module
+        self._weights = weights
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether a backward, or that of a forward, puts weight gradients off."""
+        """Return whether the layer's backward, or that of its forward, is to call `put`."""
         return _puts_off()
 
     def put(self, tensors: list[Any], compute: Callable[..., Any]) -> None:
-        """Called by a backward of the module's."""
-        assert _State.into is not None
-        names = [*self._weights, *(self._biases if self._module.use_bias else ())]
-        parameters = [getattr(self._module, name) for name in names]
-        _State.into.append(PutOff(parameters, partial(self._gradients, tensors, compute)))
+        """Take what the layer would compute, and the tensors to compute it from."""
+        into, module, weights = _Under.into, self._module, self._weights
+        assert into is not None
+        if not _grouped(tensors):  # of a layer with two weights, the second comes right behind
+            first = getattr(module, weights[0])
+            place = int(len(weights) > 1 and bool(into) and into[-1].parameters[0] is first)
+            weights = weights[place : place + 1]
+        biases = [name.replace("weight", "bias") for name in weights if module.use_bias]
+        compute = partial(self._gradients, len(weights), len(biases), tensors, compute)
+        into.append(PutOff([getattr(module, name) for name in (*weights, *biases)], compute))
 
-    def _gradients(self, tensors: list[Any], compute: Callable[..., Any]) -> Gradients:
-        found, biases, *_ = compute(*tensors)
-        if len(self._weights) > 1 or isinstance(tensors[-1], list):  # grouped: results are given
-            weights, found_biases = list(tensors[-1]), list(biases)
-        else:
-            weights, found_biases = [found], [biases]
-        if self._module.fuse_wgrad_accumulation:
-            weights = [None] * len(self._weights)
-        known = [b if b is not None and b.numel() else None for b in found_biases]
-        gradients = [*weights, *(known if self._module.use_bias else ())]
-        names = [*self._weights, *self._biases]
-        return [
-            None if g is None else g.to(getattr(self._module, name).dtype)
-            for name, g in zip(names, gradients, strict=False)
-        ]
+    def _gradients(
+        self, weights: int, biases: int, tensors: list[Any], compute: Callable[..., Any]
+    ) -> Gradients:
+        weight, found, *_ = compute(*tensors)
+        of_weights = [None if self._module.fuse_wgrad_accumulation else weight] * weights
+        of_biases = found if _grouped(tensors) else [found]
+        # A bias whose gradient came in the first part has none here, or an empty one.
+        of_biases = [each if each is not None and each.numel() else None for each in of_biases]
+        return [*of_weights, *of_biases[:biases]]
 
 
-def _parameter_names(module: Any) -> tuple[list[str], list[str]] | None:
-    """Weights and biases of a module of Transformer Engine; None for kinds that are not known."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    overlapped = any(getattr(module, n, False) for n in vars(module) if n.startswith("ub_"))
-    if overlapped:
-        return None
-    if kinds & {"Linear", "LayerNormLinear"}:
-        weights = list(getattr(module, "weight_names", ()))
-        return (weights, list(module.bias_names)) if len(weights) == 1 else None
-    # One that does not add to `main_grad` by itself returns weight gradients that are yet to come.
-    if "GroupedLinear" in kinds and module.fuse_wgrad_accumulation and hasattr(module, "weight0"):
-        numbers = range(module.num_gemms)
-        return [f"weight{n}" for n in numbers], [f"bias{n}" for n in numbers]
-    return None
+def _grouped(tensors: list[Any]) -> bool:
+    """True for a grouped layer's: inputs, gradients of outputs, and where to add the results."""
+    return len(tensors) == 3

@@ -31,7 +31,9 @@ from envpipe_megatron.integrations.megatron.job import (
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -64,6 +66,7 @@ class Training(LeveledJob):
         config = get_model_config(model[0])
         if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
             options = replace(options, scheduling="1f1b")
+        whole = why_whole(model, config)
         own = None
         with suppress(ScheduleError):  # lower levels need none
             own = self._order_of(self._microbatches)
@@ -72,6 +75,8 @@ class Training(LeveledJob):
             self._microbatches,
             timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
+            splits=True,
+            why_whole=next(filter(None, of_all_ranks(whole)), None),
             own_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
@@ -181,10 +186,18 @@ class Training(LeveledJob):
         if self.level is not Level.ORDER:
             return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
         check = None
-        if self._checked:
+        if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
-            check = SelfCheck(orders_of, microbatches, self.job.channel, collectives, self.tell)
+            check = SelfCheck(
+                orders_of,
+                microbatches,
+                self.job.channel,
+                collectives,
+                self.tell,
+                session.split_no_more if session.may_split else None,
+                needed=self._checked,
+            )
         return ForwardBackward(
             session,
             framework_function=self._replaced,

@@ -89,12 +89,9 @@ class MegatronWork:
         }
         self._splits = schedule.split
         self._grad_sync_func = config.grad_sync_func
-        if self._splits:
-            split_backward.put_off_in(chunks)
-            reducer = getattr(chunks[0], "ddp_config", None)
-            if self._grad_sync_func is None and getattr(reducer, "overlap_grad_reduce", False):
-                # The reducer's own hooks want each parameter's gradient in one backward.
-                self._grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+        overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
+        if self._splits and overlaps and self._grad_sync_func is None:  # see `_reducer_waits`
+            self._grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._no_sync = contextlib.ExitStack()
@@ -151,7 +148,8 @@ class MegatronWork:
     def weight_gradient(self, unit: Unit) -> None:
         """Compute the weight gradients that the first part of a backward put off."""
         key = _key(unit)
-        split_backward.second_part(self._put_off[key])
+        with self._reducer_waits(unit.chunk):
+            split_backward.second_part(self._put_off[key])
         self._backward_ended(key)
 
     def _backward_ended(self, key: tuple[int, int]) -> None:
@@ -168,9 +166,10 @@ class MegatronWork:
         return split_backward.first_part(self._put_off[key])
 
     def _reducer_waits(self, chunk: int) -> contextlib.AbstractContextManager[None]:
-        """Around a backward of an order with split ones: the reducer's hooks only add gradients.
+        """Around backwards of an order with split ones: the reducer's hooks only add gradients.
 
-        They would want a gradient of each parameter, and a first part has none of most.
+        To reduce them, too, they want each parameter's in every backward. Here they are reduced
+        behind a chunk's last one, as if Megatron aligned that over the pipeline.
         """
         config = getattr(self._chunks[chunk], "ddp_config", None)
         if not self._splits or config is None:

@@ -171,6 +171,22 @@ class AutoSearch:
         more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
 
+    def splitting(self, plan: Plan) -> str:
+        """What splitting backwards wins for a plan, in words; empty if only one way was judged.
+
+        The best order that splits some is held against the best that splits none, before rounding.
+        """
+        best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
+        if len(best) < 2:
+            return ""
+        own_j = plan.baseline.cost.energy_j
+        split, whole = (
+            f"{100 * (1 - best[splits].relaxed_energy_j / own_j):.1f} %" for splits in (True, False)
+        )
+        if plan.schedule.split:
+            return f"Split backwards: {split} saved instead of {whole} without"
+        return f"Whole backwards: {whole} saved, and {split} with split ones"
+
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
         baseline_j = plan.baseline.cost.energy_j
@@ -192,6 +208,7 @@ class AutoSearch:
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")
+        notes += filter(None, [self.splitting(plan)])
         split = self._profile.assumed
         if plan.schedule.split and split is not None:
             notes.append(

@@ -20,6 +20,7 @@ from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 
@@ -60,8 +61,8 @@ class EmulatedExecutor:
     pipeline: neither the channel nor a framework's own messages carry any of it.
 
     Args:
-        time_at_max_s: time of one forward and one backward of this stage at the maximum clock;
-            combined they take as long as one after the other.
+        time_at_max_s: time of one forward and one backward of this stage at the maximum clock; what
+            others take follows (`times_by_kind_s`).
         settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
             gets them in its own time; here they must be in before the unit's time is modelled, or
             emulated time would depend on the host's thread scheduling.
@@ -75,7 +76,7 @@ class EmulatedExecutor:
         settle_clock: Callable[[], None],
     ) -> None:
         self._gpu = gpu
-        self._time_at_max_s = dict(time_at_max_s)
+        self._time_at_max_s = times_by_kind_s(time_at_max_s)
         self._collectives = collectives
         self._settle_clock = settle_clock
         self._in_wait: _InWait | None = None
@@ -84,13 +85,14 @@ class EmulatedExecutor:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
         width = schedule.units_per_stage
         self._units = schedule.stages[stage]
+        self._prices = [tuple(Kind)[place] for place in schedule.priced_kinds[stage]]
         #: For each unit, the stage that sends its input and the one that needs its output; or -1.
         self._sources, self._destinations = (
             (nodes.reshape(-1, width)[stage] // width).tolist()
             for nodes in (schedule.cross_dependency, schedule.cross_successor)
         )
-        #: What the present unit takes at the maximum clock, and whose output leaves at its end.
-        self._work_s, self._outputs = 0.0, list[tuple[Unit, int]]()
+        #: Whose output leaves at the present unit's end.
+        self._outputs = list[tuple[Unit, int]]()
         self._starts: list[float] = []
         self._ends: list[float] = []
         #: Sends under way, and what they send.
@@ -120,17 +122,16 @@ class EmulatedExecutor:
     def end_unit(self) -> Completion:
         """The real computation is done: take the unit's modelled time, and sleep until its end."""
         self._settle_clock()
-        unit, destination = self._units[len(self._ends)], self._destinations[len(self._ends)]
-        self._work_s += self._time_at_max_s[unit.kind]
+        position = len(self._ends)
+        unit, destination = self._units[position], self._destinations[position]
         if destination >= 0:
             self._outputs.append((unit, destination))
-        work_s = 0.0 if unit.combined else self._work_s
-        run = self._gpu.run_unit(unit.kind.value, work_s, self._ready_s)
+        priced = self._prices[position]  # of units that run as one, the last is priced for all
+        run = self._gpu.run_unit(priced.value, self._time_at_max_s[priced], self._ready_s)
         self._starts.append(run.start_s - self._begin_s)
         self._ends.append(run.end_s - self._begin_s)
         if unit.combined:
             return Done()
-        self._work_s = 0.0
         remaining_s = self._anchor_s + run.end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early

@@ -10,6 +10,7 @@ from typing import Any
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.request import PlanRequest, check_request
+from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 
@@ -40,6 +41,7 @@ class SessionConfig:
         reorders: whether a framework that runs its units itself runs any order of whole backwards
             that is planned; its messages never wait for one another.
         splits: whether units run that are only a part of a backward.
+        why_whole: why not, where they do not.
         labels: labels for each line of the energy log, beside the rank's own.
         facts: facts for the sidecar of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
@@ -64,6 +66,7 @@ class SessionConfig:
     require_control: bool = False
     reorders: bool = False
     splits: bool = False
+    why_whole: str = "its framework runs whole ones"
     labels: Mapping[str, object] = field(default_factory=dict)
     facts: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None
@@ -99,6 +102,12 @@ class SessionConfig:
                 value=self.warmup_iterations,
                 remedy="What is measured in the first does not count.",
             )
+
+    @property
+    def may_split(self) -> bool:
+        """True if orders may come that split backwards: the best, one by name, or one by file."""
+        named = SCHEDULES[self.request.schedule].splits
+        return self.splits and (named is not False or self.plan_file is not None)
 
     def measures_alone(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.

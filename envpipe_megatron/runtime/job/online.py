@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.formats.energy import Phase
@@ -63,6 +64,7 @@ def run_commands(
     clocks_mhz: Sequence[int],
     records: Sequence[StageRecord],
     make: Callable[[], Tuner[T]],
+    kinds: Sequence[Kind] = (),
 ) -> PhaseRun[tuple[T, IterationOrder]]:
     """Run a tuner; what it found, if it ends, and what ran last. GoesOnError: it failed on a rank.
 
@@ -72,8 +74,9 @@ def run_commands(
         clocks_mhz: those that plans may use, the same on every rank.
         records: of the iterations before, one at least.
         make: makes the tuner, on the planning rank.
+        kinds: those that it tells apart; by default the framework's.
     """
-    kinds, nodes_mhz = profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
+    kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
     replica = _replica(job)
     top_mhz = max(clocks_mhz)
     order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)

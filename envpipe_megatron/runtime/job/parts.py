@@ -40,6 +40,8 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
+    #: Why backwards are not split from now on, though the job's may be; empty for no reason.
+    whole: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

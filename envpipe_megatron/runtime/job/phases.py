@@ -42,7 +42,13 @@ from envpipe_megatron.runtime.job.planning import (
     plan_online,
     profiled_clocks,
 )
-from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds, known_profile
+from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
+from envpipe_megatron.runtime.job.splitting import (
+    known_and_measured,
+    note,
+    try_parts,
+    watch_parts,
+)
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller
@@ -104,7 +110,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
 def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
     """The framework's order goes on, for something has failed."""
     job.state.plan = None
-    _note(job, f"The framework's own order, at the highest clock: {error}")
+    note(job, f"The framework's own order, at the highest clock: {error}")
     if not job.state.several_sizes:
         job.folder.forget_profile()
     _keep_own_order(job, schedule)
@@ -170,35 +176,38 @@ def _closed_loop(
         steady = replace(order, phase=Phase.STEADY)
         for _ in range(_TRIED_AFTER * 2**tries):
             yield steady
-        _note(job, "After a failure, the closed loop was begun anew")
+        note(job, "After a failure, the closed loop was begun anew")
         records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
-    profile = known_profile(job, schedule, records)
+    profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
-        make = partial(_controller, job, schedule, clocks, profile.sidecar, profile)
-        yield from run_commands(job, schedule, clocks, records, make)
-    swept = _swept_clocks(job)
-    if not job.gpu.changes_clock:
-        job.say(_DRY_RUN)
-    job.memory.learn(schedule, job.specs)
-    job.memory.watch = Watch.NOTHING
-    make = partial(_controller, job, schedule, swept, _facts(job), None)
-    yield from run_commands(job, schedule, swept, records, make)
+        facts = profile.sidecar
+    else:
+        clocks = list(_swept_clocks(job))
+        if not job.gpu.changes_clock:
+            job.say(_DRY_RUN)
+        job.memory.learn(schedule, job.specs)
+        job.memory.watch = Watch.NOTHING
+        facts = _facts(job)
+    measured = yield from try_parts(job, schedule, measured)
+    make = partial(_controller, job, schedule, measured, clocks, facts, profile)
+    yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
 
 
 def _controller(
     job: PhaseParts,
     schedule: Schedule,
+    measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
 ) -> Controller:
-    store = _store(job, schedule, clocks_mhz, facts)
+    store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
     config = job.config
@@ -209,7 +218,7 @@ def _controller(
     )
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    return Controller(schedule, store, job.collectives.num_replicas, planner)
+    return Controller(schedule, measured, store, job.collectives.num_replicas, planner)
 
 
 def _save_energy(
@@ -222,9 +231,9 @@ def _save_energy(
         schedule: the framework's.
         records: of the warm-up; its first iteration tells nothing of the units.
     """
-    profile = known_profile(job, schedule, records[1:])
+    profile, measured = known_and_measured(job, schedule, records[1:])
     if profile is None:
-        profile = yield from _profile(job, schedule, records[1:])
+        profile = yield from _profile(job, schedule, measured, records[1:])
     job.state.profile = profile
     plan = yield from adopt_plan(job, schedule, records, profile, clocks_of_stages(job))
     job.state.plan = plan
@@ -258,7 +267,7 @@ def adopt_plan(
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     state.plan = plan
-    _note(job, *notes)
+    note(job, *notes)
     policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
@@ -292,15 +301,6 @@ def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageReco
     return records
 
 
-def _note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and keep them: those of other batches too, if there are several."""
-    kept = job.state.notes if job.state.several_sizes else ()
-    own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
-    job.state.notes = tuple(dict.fromkeys((*kept, *own)))
-    for note in notes:
-        job.say(note)
-
-
 def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
     """The framework's order goes on: it ran, so that too little memory for it is only said."""
     if job.memory.stages is None:
@@ -312,18 +312,24 @@ def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
 
 
 def _profile(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, schedule: Schedule, measured: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[Profile]:
     """Sweep; GoesOnError on all ranks if that fails. As `_save_energy`."""
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
-    make = partial(_measuring, job, schedule, swept, _facts(job))
-    if not records:
-        records = yield from iterations(constant_order(Phase.PROFILE, schedule, swept[0], swept[0]))
-    profile, _ = yield from run_commands(job, schedule, swept, records, make)
+    if measured is not schedule:
+        job.memory.learn(schedule, job.specs)
+        measured = yield from try_parts(job, schedule, measured)
+    make = partial(_measuring, job, measured, swept, _facts(job))
+    if not records or measured is not schedule:
+        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
+    profile, _ = yield from run_commands(job, measured, swept, records, make)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
-    job.memory.learn(schedule, job.specs)
+    if measured is schedule:
+        job.memory.learn(schedule, job.specs)
+    else:
+        yield from watch_parts(job, schedule, measured)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule

@@ -35,7 +35,8 @@ def check_files(job: PhaseParts) -> None:
     named = job.config.profile_file
     if named is None or job.state.several_sizes:
         return
-    given = None if job.batch else job.config.plan_file
+    # One that was found not to run in this job ends no training either.
+    given = None if job.batch or job.state.whole else job.config.plan_file
     clocks_mhz = clocks_of_stages(job)
 
     def look() -> None:
@@ -46,6 +47,11 @@ def check_files(job: PhaseParts) -> None:
             check_plan(job, read_plan(given, profile), clocks_mhz)
 
     job.collectives.agreed(look)
+
+
+def splits(job: PhaseParts) -> bool:
+    """True if the job runs orders that split backwards."""
+    return job.config.splits and not job.state.whole
 
 
 def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
@@ -146,7 +152,7 @@ def plan_online(
     if job.own_order is not None:
         own = job.own_order
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
-    if kept is None and not job.config.splits:  # split backwards do not run: none are to be planned
+    if kept is None and not splits(job):
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
         profile = replace(profile, rows=whole)
     most, notes = None, tuple[str, ...]()
@@ -211,6 +217,14 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             "The plan lays chunks in a V, which no job runs",
             value=order.name,
             remedy="Plan with --runnable, or let the job plan.",
+        )
+    if order.split and not splits(job):
+        raise SessionError(
+            "The plan splits backwards, and those of this job are whole: "
+            f"{job.state.whole or job.config.why_whole}",
+            value=order.name,
+            remedy="Plan from a profile without rows of input-gradient and weight-gradient, or let "
+            "the job plan.",
         )
     if job.kept_order is None:
         _check_finishes(job, order)

@@ -255,6 +255,19 @@ class Session:
         if not in_step:
             self.close_iteration()
 
+    @property
+    def may_split(self) -> bool:
+        """True if orders may come that split backwards."""
+        return self._config.may_split and not self.state.whole
+
+    def split_no_more(self, why: str) -> None:
+        """Have whole backwards only; every rank calls it, before the first iteration."""
+        self.state.whole = why
+        note = f"Backwards stay whole: {why}"
+        self.state.notes += (note,)
+        self._say(note)
+        self.describe_job({"notes": [*self._folder.notes, *self.state.notes]})
+
     def rehearse(
         self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
     ) -> None:

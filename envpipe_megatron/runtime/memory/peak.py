@@ -8,7 +8,9 @@ device could still give beside it. Another order then has the peak
     measured peak + (most that its microbatches in flight hold - most that they held then),
 
 since a peak comes while those in flight hold most, and a backward runs. Chunks of a stage may hold
-unequally much: layers are laid out unevenly, and one of them may have the loss.
+unequally much: layers are laid out unevenly, and one of them may have the loss. Where backwards are
+split, what waits for the weight gradient counts, too: it is measured in the framework's own order
+with some of its backwards split in place.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError, in_words, on_every_rank
 from envpipe_megatron.runtime.memory.stage import (
+    FIRST_PART,
     PREDICTION_ERROR,
     SAFETY_MARGIN,
+    WHOLE_KINDS,
     CudaMemory,
     Reading,
     StageMemory,
     bytes_by_chunk,
+    peaks_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,6 +85,7 @@ class JobMemory:
         self._own_order: Schedule | None = None
         self._units: list[Unit] = []
         self._readings: list[Reading] = []
+        self._peaks_bytes: list[int] = []  #: While each of these units ran.
         self._begun = False
         self._step_peak_bytes = 0
         self._units_peak_bytes: int | None = None
@@ -92,29 +98,33 @@ class JobMemory:
             self._begun = False
             return None
         if self._begun:
-            self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
+            seen = self._step_peak_bytes, source.peak_bytes(), self._units_peak_bytes or 0
+            self._step_peak_bytes = max(seen)
         self._begun = True
         self._units_peak_bytes = None
         source.reset_peak()
         if self.watch is not Watch.UNITS:
             return None
-        self._units, self._readings = [], [source.read()]
+        self._units, self._readings, self._peaks_bytes = [], [source.read()], []
         return self._unit_ended
 
     def units_ended(self) -> None:
         """All units of the iteration have run: what the optimizer takes is not theirs."""
         if self._source is not None and self._begun:
-            self._units_peak_bytes = self._source.peak_bytes()
+            of_units = self._peaks_bytes if self.watch is Watch.UNITS else []
+            self._units_peak_bytes = max([self._source.peak_bytes(), *of_units])
 
-    def learn(self, schedule: Schedule, specs: StageSpecs) -> None:
+    def learn(self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None = None) -> None:
         """Take in the iteration that has just ended, and one before whose units were watched.
 
         Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
-        microbatch holds less than a message of `specs`.
+        microbatch holds less than a message of `specs`. Or they were one iteration of `ran`, that
+        schedule with some backwards of each chunk split in place, but not the first: it also tells
+        what waits for weight gradients. What was known before is forgotten.
         """
         own, self._own_order = None, schedule
         try:
-            own = self._own(schedule, specs)
+            own = self._own(schedule, specs, ran)
         except Exception as error:
             logger.error("This rank's memory is not known: %s", in_words(error))
         found = self._collectives.by_stage(own, _least_room)
@@ -123,9 +133,11 @@ class JobMemory:
             self.stages = None
             return
         self.stages = stages
+        waits = [max(stage.pending_bytes) for stage in stages if stage.pending_bytes]
+        pending = f", a pending weight gradient {_gib(waits)}" if waits else ""
         self._say(
             f"memory (GiB): peak {_gib(s.baseline_peak_bytes for s in stages)}, a microbatch in "
-            f"flight {_gib(s.activation_bytes for s in stages)}, room for more "
+            f"flight {_gib(s.activation_bytes for s in stages)}{pending}, room for more "
             f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
         )
 
@@ -151,8 +163,7 @@ class JobMemory:
         predicted: list[float] = []
 
         def reserve() -> bool:
-            orders = zip(schedule.stages, own.stages, strict=True)
-            predicted.extend(s.peak_bytes_of(*o) for s, o in zip(stages, orders, strict=True))
+            predicted.extend(peaks_bytes(stages, schedule, own))
             messages = f", {_gib(for_messages)} GiB more for messages" if any(for_messages) else ""
             self._say(
                 f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
@@ -170,7 +181,7 @@ class JobMemory:
         )
         if full:  # no later plan is to hold as many; messages keep what they took
             self.stages = tuple(
-                replace(stage, room_bytes=stage.room_below(peaks[n])) if n in full else stage
+                stage.with_room_below(predicted[n]) if n in full else stage
                 for n, stage in enumerate(left)
             )
             raise MemoryFullError(
@@ -212,15 +223,24 @@ class JobMemory:
         shown = ", ".join(f"{error:+.1%}" for error in errors)
         self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
 
-    def _own(self, schedule: Schedule, specs: StageSpecs) -> StageMemory | None:
+    def _own(
+        self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None
+    ) -> StageMemory | None:
         if self._source is None or not self._readings:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak = self._peak_bytes(self._source)
+        peak, spare = self._peak_bytes(self._source), 0
+        if ran is not None:  # whole backwards of it run where most is held, as in the schedule
+            kinds, after = ran.priced_kinds[self._stage], np.array(allocated[1:])
+            peaks, is_whole = np.array(self._peaks_bytes), np.isin(kinds, WHOLE_KINDS)
+            peak = int(peaks[is_whole].max())
+            needed = peak - after[is_whole].max(), (peaks - after)[kinds == FIRST_PART].max()
+            spare = max(0, int(needed[0] - needed[1]))
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         least = _input_bytes(specs)
-        by_chunk = tuple(max(each, least) for each in bytes_by_chunk(self._units, allocated))
+        held, pending = bytes_by_chunk(self._units, allocated)
+        by_chunk = tuple(max(each, least) for each in held)
         return StageMemory(
             max(by_chunk),
             schedule.peak_in_flight[self._stage],
@@ -228,6 +248,8 @@ class JobMemory:
             max(0.0, capacity - peak - self._unusable_bytes),
             self._step_peak_bytes,
             by_chunk,
+            pending,
+            spare,
         )
 
     def _peak_bytes(self, source: CudaMemory) -> int:
@@ -238,6 +260,8 @@ class JobMemory:
         assert self._source is not None
         self._units.append(unit)
         self._readings.append(self._source.read())
+        self._peaks_bytes.append(self._source.peak_bytes())
+        self._source.reset_peak()
 
     def _warn(self, text: str) -> None:
         if self._collectives.is_planner:
@@ -249,6 +273,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
     known = [own for own in replicas if own is not None]
     if len(known) < len(replicas):
         return None
+    pending = [own.pending_bytes for own in known if own.pending_bytes is not None]
     return StageMemory(
         max(own.activation_bytes for own in known),
         known[0].baseline_in_flight,
@@ -256,6 +281,8 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         min(own.room_bytes for own in known),
         max(own.step_peak_bytes for own in known),
         tuple(map(max, zip(*(own.chunk_bytes for own in known), strict=True))),
+        tuple(map(max, zip(*pending, strict=True))) or None,
+        min(own.spare_bytes for own in known),
     )
 
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
+from envpipe_megatron.core.kinds import TRAITS, WHOLE, Kind, Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
@@ -23,6 +25,9 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 
 logger = logging.getLogger(__name__)
 
+#: Places of whole units, and of the first part of a backward, in `Kind`.
+WHOLE_KINDS = [*map([*Kind].index, WHOLE)]
+FIRST_PART = [*Kind].index(Kind.INPUT_GRADIENT)
 #: A prediction that is missed by more than this share is worth a warning.
 PREDICTION_ERROR = 0.05
 #: Share of the memory that a process could have which no extra forward is given. It covers a
@@ -120,6 +125,10 @@ class StageMemory:
         step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
             the optimizer's step included; 0 if no whole iteration was seen.
         chunk_bytes: what one more holds in each chunk.
+        pending_bytes: what is held in each chunk from the first part of a backward to its second;
+            None until it is measured.
+        spare_bytes: what the end of a first part leaves of what a whole backward needs while it
+            runs.
         in_flight: at the peak of the order that is run, whose peak was to be
             `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
@@ -130,6 +139,8 @@ class StageMemory:
     room_bytes: float
     step_peak_bytes: int
     chunk_bytes: tuple[float, ...]
+    pending_bytes: tuple[float, ...] | None = None
+    spare_bytes: int = 0
     in_flight: int | None = None
     predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
@@ -142,40 +153,55 @@ class StageMemory:
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
-    def room_below(self, in_flight: int) -> float:
-        """The room that is left if there is none for so many in flight."""
-        below = (in_flight - 1 - self.baseline_in_flight) * self.activation_bytes
-        return max(0.0, min(self.room_bytes, below))
-
-    def peak_bytes_of(self, units: Sequence[Unit], measured: Sequence[Unit]) -> float:
-        """The most that is allocated while these units run; of those measured it is known."""
-        return self.baseline_peak_bytes + self._held_bytes(units) - self._held_bytes(measured)
-
-    def _held_bytes(self, units: Sequence[Unit]) -> float:
-        held = most = 0.0
-        for unit in units:
-            held += TRAITS[unit.kind].holds * self.chunk_bytes[unit.chunk]
-            most = max(most, held)
-        return most
+    def with_room_below(self, peak_bytes: float) -> StageMemory:
+        """The same if there is no room for an order of such a peak, nor one microbatch below it."""
+        below = peak_bytes - self.baseline_peak_bytes - self.activation_bytes
+        return replace(self, room_bytes=max(0.0, min(self.room_bytes, below)))
 
 
-def bytes_by_chunk(units: Sequence[Unit], allocated_bytes: Sequence[int]) -> tuple[float, ...]:
-    """Return what a microbatch holds in each chunk, from the bytes before and after each unit.
+def peaks_bytes(
+    stages: Sequence[StageMemory], schedule: Schedule, own: Schedule
+) -> tuple[float, ...]:
+    """The most that each stage allocates while an order's units run; of its own it is known.
 
-    A forward adds it and a backward takes it away. The median passes over what happens once: the
-    first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
-    their transfer make forwards seem to hold more than backwards give back, and they too must fit.
+    Until it was measured, a weight gradient that waits is taken to hold what a microbatch does.
     """
-    changes = np.diff(allocated_bytes)
-    forward = np.array([unit.kind is Kind.FORWARD for unit in units])
-    chunk = np.array([unit.chunk for unit in units])
-    return tuple(
-        max(
-            float(np.median(changes[forward & (chunk == number)])),
-            float(np.median(-changes[~forward & (chunk == number)])),
-        )
-        for number in range(chunk.max() + 1)
+    one = [stage.chunk_bytes for stage in stages]
+    pending = [stage.pending_bytes or stage.chunk_bytes for stage in stages]
+    spare = np.array([[stage.spare_bytes] for stage in stages])
+    most, most_of_own = (
+        (order.held(one, pending) - spare * (order.priced_kinds == FIRST_PART)).max(axis=1)
+        for order in (schedule, own)
     )
+    known = np.array([stage.baseline_peak_bytes for stage in stages])
+    return tuple((known + most - most_of_own).tolist())
+
+
+def bytes_by_chunk(
+    units: Sequence[Unit], allocated_bytes: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
+    """Return what a microbatch holds in each chunk, and what a weight gradient that waits does.
+
+    They are told by the bytes before and after each unit. A forward adds what a microbatch holds,
+    and its backward takes it away. The median passes over what happens once: the first gradients, a
+    workspace. Of such medians the largest is taken: outputs that wait for their transfer make
+    forwards seem to hold more than backwards give back, and they too must fit. So it is with what
+    the first part of a backward leaves to its second; None if a chunk had no backward in parts.
+    """
+    changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    whole = False
+    for own, change in zip(units, np.diff(allocated_bytes).tolist(), strict=True):
+        if not own.combined:
+            changes[Kind.BACKWARD if whole else own.kind, own.chunk].append(change)
+        whole = own.combined
+    chunks = range(1 + max(own.chunk for own in units))
+    forward, backward, first, second = (
+        np.array([np.median(changes[kind, chunk] or math.nan) for chunk in chunks])
+        for kind in TRAITS
+    )
+    held = np.fmax(forward, np.fmax(-backward, -first - second))
+    pending = np.maximum(0.0, np.fmax(held + first, -second))
+    return tuple(held.tolist()), None if np.isnan(pending).any() else tuple(pending.tolist())
 
 
 def check_memory_is_known(

@@ -189,6 +189,15 @@ class Times:
         self.limit_mhz = max(times.limit_mhz for times in others)
         self.lowest_mhz = max(times.lowest_mhz for times in others)
 
+    def move(self, ratios: FloatArray) -> None:
+        """Take so many times as long at each clock, [clocks], as others were seen to."""
+        self.points = {
+            clock: point.moved(float(np.interp(clock, self._clocks_mhz, ratios)))
+            for clock, point in self.points.items()
+        }
+        if self.points:
+            self.fit()
+
     def _error(self, *points: Point) -> float:
         """Standard error of a point, or of the ratio of two, as a share."""
         of_one = self._squares / max(self._degrees, 1.0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import known_conditions
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
@@ -75,6 +75,8 @@ class Store:
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
+        #: Keys of the units that the last window ran.
+        self._seen = set[int]()
         keys = num_stages * num_chunks * len(self.kinds)
         #: For each key (part, then kind), what units take.
         self._times = [Times(self.clocks_mhz) for _ in range(keys)]
@@ -188,7 +190,8 @@ class Store:
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)
         drifted = np.zeros(self._num_stages)
-        for key in np.unique(keys[keys >= 0]).tolist():
+        seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
+        for key in sorted(seen):
             stage = key // (len(self.kinds) * self._num_chunks)
             of_key = clean[stage] & (keys[stage] == key)
             new = {
@@ -196,21 +199,49 @@ class Store:
                 for clock in np.unique(frequency_mhz[stage][of_key])
             }
             change = self._times[key].learn(new, window.num_iterations, common)
+            if change:
+                changed.add(key)
             if abs(change) > abs(drifted[stage]):
                 drifted[stage] = change
         for key, times in enumerate(self._times):
             if times.points:
                 times.fit()
-            elif self.kinds[key % len(self.kinds)] is Kind.COMBINED:  # no such pair is in the order
+                continue
+            kind = self.kinds[key % len(self.kinds)]
+            if kind is Kind.COMBINED:  # no such pair is in the order
                 first = key - len(self.kinds) + 1
                 times.follow(self._times[first : first + len(WHOLE)])
-            else:
+            elif kind not in SPLIT[1:]:  # no such part ran yet
                 raise StoreError("A unit of the framework's order was not measured", value=key)
+        self._follow_others(seen, changed, before_s)
         self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
                 self.powers.add(stage, report.meter, fades)
         return drifted
+
+    def _follow_others(self, seen: set[int], changed: set[int], before_s: FloatArray) -> None:
+        """Have whole backwards take longer as both parts do where only these ran, or vice versa.
+
+        Else a plan that splits all would be held against what whole ones took before a GPU became
+        slow. What ran in the window before is of today, and is left as it is.
+
+        Args:
+            seen: keys of the units that ran.
+            changed: those of them that take longer or shorter than before, by more than scatter.
+            before_s: as `time_s` was.
+        """
+        as_before, self._seen = seen == self._seen, seen
+        if not as_before or not {Kind.BACKWARD, *SPLIT[1:]} <= {*self.kinds}:
+            return
+        for first in range(0, len(self._times), len(self.kinds)):
+            whole, *parts = (first + self.kinds.index(kind) for kind in (Kind.BACKWARD, *SPLIT[1:]))
+            for ran, others in (({whole}, set(parts)), (set(parts), {whole})):
+                if ran <= seen and ran & changed and not others & seen:
+                    keys = sorted(ran)
+                    ratios = self.time_s[keys].sum(axis=0) / before_s[keys].sum(axis=0)
+                    for key in others:
+                        self._times[key].move(ratios)
 
     def _odd(self, measured_s: FloatArray, known_s: FloatArray) -> BoolArray:
         """[num_stages, units_per_stage] units that did not run, as iterations were not whole.
@@ -233,6 +264,8 @@ class Store:
         Raises StoreError if meters said too little.
         """
         rows, waits = [], []
+        # Where a stage's parts of a backward have not been seen, plans have whole ones.
+        left_out = SPLIT[1:] if np.isnan(self.time_s).any() else ()
         for stage in range(self._num_stages):
             power_w, errors_w = self._fitted_w(stage)
             waits.append(
@@ -244,6 +277,8 @@ class Store:
             for chunk in range(self._num_chunks):
                 part = stage * self._num_chunks + chunk
                 for place, kind in enumerate(self.kinds):
+                    if kind in left_out:
+                        continue
                     times = self._times[part * len(self.kinds) + place]
                     used = self.clocks_mhz >= times.lowest_mhz
                     if careful and self.upset[stage]:

@@ -113,12 +113,12 @@ def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArra
     nearest to the highest anyway; where a stage has such pairs in its plan, nothing is changed.
     """
     keys, clocks = store.keys(schedule), frequency_mhz.copy()
-    for own_keys, own in zip(keys, clocks, strict=True):
+    for own_keys, own, own_combined in zip(keys, clocks, schedule.combined, strict=True):
         for key in np.unique(own_keys[own_keys >= 0]):
             there = np.flatnonzero(own_keys[2:] == key) + 2  # the first runs at the plan's clock
             if there.size:
                 best = there[(own[there] + own[there - 1]).argmax()]
-                own[[best - 1, best]] = int(store.clocks_mhz[-1])
+                own[best - 1 - own_combined[best - 1] : best + 1] = int(store.clocks_mhz[-1])
     return schedule.pair_clocks(clocks)
 
 

@@ -33,15 +33,19 @@ def time_s(schedule: Schedule, job: OrderJob) -> float:
     return Timeline(schedule, duration_s, job.latency_s, job.tail_s).iteration_time_s
 
 
-def peaks(schedule: Schedule, weight_share: float) -> list[float]:
+def peaks(schedule: Schedule, weight_share: float | list[float]) -> list[float]:
     """The most that each stage holds, unit by unit."""
-    share = {
-        Kind.FORWARD: 1.0,
-        Kind.BACKWARD: -1.0,
-        Kind.INPUT_GRADIENT: weight_share - 1.0,
-        Kind.WEIGHT_GRADIENT: -weight_share,
-    }
-    return [max(itertools.accumulate(share[u.kind] for u in order)) for order in schedule.stages]
+    shares = np.broadcast_to(weight_share, schedule.num_stages)
+    most = []
+    for order, share in zip(schedule.stages, shares, strict=True):
+        changes = {
+            Kind.FORWARD: 1.0,
+            Kind.BACKWARD: -1.0,
+            Kind.INPUT_GRADIENT: share - 1.0,
+            Kind.WEIGHT_GRADIENT: -share,
+        }
+        most.append(max(itertools.accumulate(changes[u.kind] for u in order)))
+    return most
 
 
 def stage_orders(microbatches: int):
@@ -113,7 +117,7 @@ def test_no_order_of_a_small_job_is_shorter(stages, microbatches, most_held):
     st.integers(1, 6),
     st.sampled_from([SPLIT, WHOLE]),
     st.sampled_from([Placement.LOOPED, Placement.V]),
-    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.3, 1.0, 16.0, None]),
     st.sampled_from([0.0, 0.02, 1.0]),
     st.integers(0, 2**32 - 1),
 )
@@ -121,7 +125,12 @@ def test_any_job_gets_an_order_within_its_limits(
     stages, chunks, microbatches, kinds, placement, weight_share, latency_s, seed
 ):
     rng = np.random.default_rng(seed)
+    if weight_share is None:  # other ones on other stages
+        weight_share = rng.choice([0.0, 0.5, 1.0, 2.0, 16.0], stages).tolist()
     limits = chunks * rng.uniform(1.0, 3.0, stages)
+    if kinds is SPLIT:  # room for the first gradient's rest, and up to twice as much
+        rest = np.maximum(0.0, np.broadcast_to(weight_share, stages) - 1)
+        limits += rest * rng.choice([1.0, 1.3, 2.0], stages)
     job = random_job(
         rng,
         stages,

@@ -10,10 +10,10 @@ from on_request import on_request
 
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError
 from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
-from envpipe_megatron.core.orders.builders import breadth_first
+from envpipe_megatron.core.orders.builders import breadth_first, envpipe, interleaved, one_f_one_b
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob, fill
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.zero_bubble import split_late, zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 
@@ -149,3 +149,27 @@ def test_squeezed_blocks_have_the_bubble_of_v_half(stages, most, wait):
     for filled in squeezed:
         assert max(filled.peak_held) <= most
         assert all(len(order) == 3 * job.num_per_kind for order in filled.orders)
+
+
+def test_late_second_parts_of_1f1b_by_hand():
+    assert [" ".join(units) for units in split_late(one_f_one_b(2, 5)).labels()] == [
+        "F0 F1 I0 F2 I1 W0 F3 W1 I2+ W2 F4 I3 I4 W3 W4",
+        "F0 I0 F1 I1 W0 F2 W1 I2+ W2 F3 I3 F4 I4 W3 W4",
+    ]
+    assert split_late(one_f_one_b(1, 1)).stages == parse_stages("F0 I0 W0")
+
+
+@pytest.mark.parametrize(
+    "own", [one_f_one_b(4, 8), envpipe(3, 7, [2, 1, 0]), interleaved(2, 6, 3)], ids=lambda o: o.name
+)
+def test_late_second_parts_come_in_turn_for_one_microbatch_more(own):
+    late = split_late(own)
+    assert late.out_of_turn is None
+    peaks = zip(late.peak_in_flight, own.peak_in_flight, strict=True)
+    assert all(most <= own_most + 1 for most, own_most in peaks)
+    assert late.combined.sum(axis=1).tolist() == [1] * own.num_stages
+    for units, before in zip(late.stages, own.stages, strict=True):
+        sends = [u for u in units if u.kind is not Kind.WEIGHT_GRADIENT]
+        assert [(u.microbatch, u.chunk, u.kind is Kind.FORWARD) for u in sends] == [
+            (u.microbatch, u.chunk, u.kind is Kind.FORWARD) for u in before
+        ]

@@ -13,9 +13,10 @@ from on_request import on_request
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import read_timelines
@@ -29,6 +30,8 @@ SCHEDULES = {
     "gpipe": builders.gpipe(STAGES, 4),
     "envpipe": builders.envpipe(STAGES, 6, [3, 2, 0]),
     "fewer microbatches than stages": builders.envpipe(STAGES, 2, [0, 0, 0]),
+    "split": zero_bubble(STAGES, 5),
+    "split, some not": split_in_place(builders.one_f_one_b(STAGES, 6), 3),
 }
 
 
@@ -42,8 +45,10 @@ def instant_preset(tmp_path) -> str:
     return str(path)
 
 
-def write_plan(folder: Path, schedule: Schedule, preset: str, seed: int) -> tuple[np.ndarray, list]:
-    """A plan of random frequencies for stages of random times; its frequencies and times."""
+def write_plan(
+    folder: Path, schedule: Schedule, preset: str, seed: int
+) -> tuple[np.ndarray, list, Profile]:
+    """A plan of random frequencies for stages of random times; these, and its profile."""
     rng = random.Random(seed)
     model = load_preset(preset)
     times_s = [(rng.uniform(0.01, 0.03), rng.uniform(0.02, 0.06)) for _ in range(STAGES)]
@@ -56,40 +61,28 @@ def write_plan(folder: Path, schedule: Schedule, preset: str, seed: int) -> tupl
     ]
     profile = make_profile(rows, source="random")
     profile.write(folder / "profile.csv")
-    frequency = np.random.default_rng(seed).choice(clocks, schedule.is_backward.shape)
+    if schedule.split:
+        profile = profile.with_split_backwards(SplitBackward(0.5, 0.01))
+    drawn = np.random.default_rng(seed).choice(clocks, schedule.is_backward.shape)
+    frequency = schedule.pair_clocks(drawn)
     Plan("custom", schedule, frequency, profile, Conditions((80.0,) * STAGES)).write(
         folder / "plan.json"
     )
-    return frequency, times_s
-
-
-def durations(schedule: Schedule, frequency: np.ndarray, preset: str, times_s: list) -> np.ndarray:
-    model = load_preset(preset)
-    return np.array(
-        [
-            [
-                model.unit_time_s(
-                    unit.kind.value, int(f), times_s[stage][unit.kind is Kind.BACKWARD]
-                )
-                for unit, f in zip(order, frequency[stage], strict=True)
-            ]
-            for stage, order in enumerate(schedule.stages)
-        ]
-    )
+    return frequency, times_s, profile
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_iteration_is_the_longest_path(three_ranks, tmp_path, instant_preset, name, seed):
     schedule = SCHEDULES[name]
-    frequency, times_s = write_plan(tmp_path, schedule, instant_preset, seed)
+    frequency, times_s, profile = write_plan(tmp_path, schedule, instant_preset, seed)
     runs = three_ranks.run(
         session_ranks.run_plan, tmp_path, instant_preset, schedule.num_microbatches, 1, times_s, 3
     )
     warmup = builders.one_f_one_b(STAGES, schedule.num_microbatches)
     top = np.full(warmup.is_backward.shape, frequency.max())
     for iteration, (order, clocks) in enumerate([(warmup, top), *[(schedule, frequency)] * 2]):
-        timeline = Timeline(order, durations(order, clocks, instant_preset, times_s))
+        timeline = Timeline(order, profile.lookup(order, clocks)[0])
         for stage, records in enumerate(runs):
             seen = records[iteration]
             assert seen["iteration_time_s"] == pytest.approx(timeline.iteration_time_s, abs=1e-9)
@@ -101,7 +94,7 @@ def test_iteration_is_the_longest_path(three_ranks, tmp_path, instant_preset, na
 def test_iteration_is_the_longest_path_of_its_units(three_ranks, tmp_path):
     """Also where a clock settles within a unit: the path of the times that the units then took."""
     schedule = SCHEDULES["envpipe"]
-    frequency, times_s = write_plan(tmp_path, schedule, "a100-sxm", 7)
+    frequency, times_s, _ = write_plan(tmp_path, schedule, "a100-sxm", 7)
     runs = three_ranks.run(session_ranks.run_plan, tmp_path, "a100-sxm", 6, 1, times_s, 3)
     again = three_ranks.run(session_ranks.run_plan, _fresh(tmp_path), "a100-sxm", 6, 1, times_s, 3)
     assert again == runs  # to the bit, whatever the host did meanwhile

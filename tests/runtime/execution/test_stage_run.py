@@ -13,7 +13,7 @@ import pytest
 import torch
 from plain_stages import SPECS
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
@@ -299,7 +299,7 @@ def test_the_wall_clock_follows_emulated_time(world):
 
 
 def test_outside_iterations_idling_alone_takes_emulated_time(world):
-    timed = EmulatedExecutor(world, {}, world, world.settle)
+    timed = EmulatedExecutor(world, dict.fromkeys(WHOLE, 1.0), world, world.settle)
     timed.wait_for_messages()
     assert (timed.now_s(), world.calls) == (50.0, [])
     timed.idle(0.25)

@@ -48,7 +48,7 @@ def check_own_order(told, text):
         for fault, marks in (
             (Fault("runtime.job.online:make_report", victim=1, call=3), ()),
             (
-                Fault("runtime.memory.peak:StageMemory.peak_bytes_of", victim=None),
+                Fault("runtime.memory.peak:peaks_bytes", victim=None),
                 on_request("PIPELINE"),
             ),
             (Fault("tuning.reconfigure:step", call=2), on_request("PIPELINE")),

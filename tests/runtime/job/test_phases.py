@@ -264,7 +264,7 @@ def saving(monkeypatch) -> Any:
     def profile(job: Any, schedule: Schedule, records: Any) -> Any:
         assert schedule.name == "1f1b"
         assert "record 0" not in records
-        return profile_of()
+        return profile_of(), schedule
 
     def known(job: Any, profile: Any, clocks_mhz: Any) -> Any:
         parts.calls.append((profile, clocks_mhz))
@@ -279,7 +279,7 @@ def saving(monkeypatch) -> Any:
         return found, order
 
     monkeypatch.setattr(phases, "check_files", lambda job: None)
-    monkeypatch.setattr(phases, "known_profile", profile)
+    monkeypatch.setattr(phases, "known_and_measured", profile)
     monkeypatch.setattr(phases, "known_plan", known)
     monkeypatch.setattr(phases, "plan_online", lambda job, profile: (profile, "asked"))
     monkeypatch.setattr(phases, "by_planner", lambda collectives, make: make())
@@ -387,7 +387,7 @@ def measuring(monkeypatch) -> Any:
     parts = SimpleNamespace()
 
     def run_commands(*arguments: Any) -> Any:
-        *parts.ran, make = arguments
+        *parts.ran, make, _ = arguments if callable(arguments[-2]) else (*arguments, ())
         facts = parts.known = make.args[-1]
         parts.made = make()
         return replace(profile_of(), sidecar=facts), "the last order"
@@ -420,7 +420,7 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
         is_planner=is_planner,
     )
     schedule = replace(builders.one_f_one_b(STAGES, MICROBATCHES))
-    profile = finish(phases._profile(rank, schedule, ["a record"]))
+    profile = finish(phases._profile(rank, schedule, schedule, ["a record"]))
     assert measuring.known == Sidecar(
         gpu="NVIDIA of a test", tensor_parallel=1, sequence_length=77, p2p_latency_s=(0.5,)
     )
@@ -434,7 +434,8 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
 
 def test_a_warm_up_of_one_iteration_is_followed_by_one_that_counts(measuring):
     rank: Any = Rank(SessionConfig(ENVELOPE, warmup_iterations=1), memory=Measured())
-    going = phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES), [])
+    own = builders.one_f_one_b(STAGES, MICROBATCHES)
+    going = phases._profile(rank, own, own, [])
     order = next(going)
     assert (order.phase, clocks_of(order)) == (Phase.PROFILE, {1410})
     with pytest.raises(StopIteration):
@@ -447,7 +448,7 @@ def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
     assert not few.combined[0].any()
     assert known_profile(rank, few, []) is None
-    made = rank.state.profile = finish(phases._profile(rank, few, ["a record"]))
+    made = rank.state.profile = finish(phases._profile(rank, few, few, ["a record"]))
     assert measuring.ran[1] is few
     assert known_profile(rank, few, []) is made
     assert known_profile(rank, builders.interleaved(STAGES, 8, 2), []) is made
@@ -473,7 +474,8 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, mo
 @pytest.mark.usefixtures("measuring")
 def test_a_dry_run_says_that_it_changes_no_clock():
     rank: Any = Rank(SessionConfig(ENVELOPE), changes_clock=False, memory=Measured())
-    finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES), ["a record"]))
+    own = builders.one_f_one_b(STAGES, MICROBATCHES)
+    finish(phases._profile(rank, own, own, ["a record"]))
     assert any("a dry run changes no clock" in text for text in rank.said)
 
 

@@ -61,7 +61,9 @@ def test_late_clocks_make_no_online_plan_slow():
     blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
     assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
     job = SimpleNamespace(
-        config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal"), reorders=False),
+        config=SimpleNamespace(
+            request=PlanRequest(1, "1f1b", "optimal"), reorders=False, splits=False
+        ),
         num_microbatches=8,
         num_stages=8,
         own_order=None,
@@ -106,6 +108,7 @@ class Starting:
     num_stages: int = 2
     own_order: Any = None
     reorders: bool = False
+    splits: bool = False
     capacity: int | None = None
     known_memory: Any = None
     #: How many predictions find too little memory.
@@ -131,6 +134,8 @@ class Starting:
             profile_file=named,
             request=self.request,
             reorders=self.reorders,
+            splits=self.splits,
+            why_whole="of a test",
             closed_loop=False,
         )
         plans = {}
@@ -247,21 +252,46 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("order", "why", "remedy"),
     [
-        split_in_place(builders.one_f_one_b(2, 4), 1),
-        Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
+        (
+            split_in_place(builders.one_f_one_b(2, 4), 1),
+            "splits backwards, and those of this job are whole: of a test",
+            "without rows of input-gradient",
+        ),
+        (
+            Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
+            "in a V, which no job runs",
+            "--runnable",
+        ),
     ],
     ids=["split", "v"],
 )
-def test_a_plan_by_file_that_no_job_runs_yet_is_refused_or_made_anew(tmp_path, order):
+def test_a_plan_by_file_that_the_job_does_not_run_is_refused_or_made_anew(
+    tmp_path, order, why, remedy
+):
     path = write_plan(tmp_path / "plan.json", order)
-    with pytest.raises(SessionError, match=rf"which no job runs yet .got '{order.name}'.*runnable"):
+    with pytest.raises(SessionError, match=f"{why} .got '{order.name}'.*{remedy}"):
         Starting(path).check()
     job = Starting(path, keeps_plan=True)
     assert job.adopt().schedule.name == "1f1b"
-    assert "which no job runs yet" in job.said[0]
+    assert why in job.said[0]
     assert job.predicted == ["1f1b"]
+
+
+def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
+    """What shows only once training has begun ends none: see `Session.split_no_more`."""
+    order = split_in_place(builders.one_f_one_b(2, 4), 1)
+    path = write_plan(tmp_path / "plan.json", order)
+    job = Starting(path, splits=True)
+    job.check()
+    profile = profile_of_two().with_split_backwards(ASSUMED)
+    assert job.adopt(profile).schedule.stages == order.stages
+    job = Starting(path, splits=True)
+    job.state.whole = "its self-check failed"
+    job.check()
+    with pytest.raises(GoesOnError, match="are whole: its self-check failed"):
+        job.adopt(profile)
 
 
 def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
