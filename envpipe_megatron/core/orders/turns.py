@@ -99,9 +99,6 @@ class _Simulation:
         gradient, gradient_in_s, _ = self._next(stage, GRADIENT, now_s + self._tolerance_s)
         forward, forward_in_s, full = self._next(stage, FORWARD, now_s + self._tolerance_s)
         weights = self._weights[stage] < len(self._pending[stage])
-        if gradient >= 0 and not self._fits(stage, GRADIENT):
-            self._start_weights(stage, now_s, math.inf)
-            return
         forwards_turn = rule.strict and (not turns or turns[-1][0] == GRADIENT)
         if gradient >= 0 and (forward < 0 or not forwards_turn):
             room_first = forwards_turn and full and weights
@@ -153,19 +150,15 @@ class _Simulation:
         return microbatch // self._group_size * self._chunks + along
 
     def _has_room(self, stage: int, part: int, microbatch: int) -> bool:
-        if not self._fits(stage, FORWARD):
+        room = self._job.stage_limits[stage] - self._job.least_room[stage][FORWARD] + HELD_TOLERANCE
+        if self._held[stage] > room:
             return False
         if self._job.in_order:
             return part != self._job.chain[0] or self._may_come_in(microbatch)
         started = self._started[FORWARD][stage * self._chunks : (stage + 1) * self._chunks]
         oldest = started[-1]
         needed = sum(max(1, count - oldest) for count in started)
-        return microbatch == oldest or self._fits(stage, FORWARD, needed)
-
-    def _fits(self, stage: int, kind: int, held: float | None = None) -> bool:
-        """Whether there is room for a unit beside what is held."""
-        room = self._job.stage_limits[stage] - self._job.least_room[stage][kind]
-        return (self._held[stage] if held is None else held) <= room + HELD_TOLERANCE
+        return microbatch == oldest or needed <= room
 
     def _may_come_in(self, microbatch: int) -> bool:
         """Whether every stage has room until the oldest microbatch can go back.

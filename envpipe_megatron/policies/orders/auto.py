@@ -147,7 +147,7 @@ class AutoSearch:
                 good_gap=FRONTIER_GAP,
             )
             for order in {order.stages: order for order in orders}.values()
-            if within(order, most)
+            if within(order, most, self._profile.weight_shares)
         ]
 
     def bound_j(self, plan: Plan) -> float:

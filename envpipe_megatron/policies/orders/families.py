@@ -104,6 +104,7 @@ class FamilySearch:
         self._deadline_s, self._parking, self._in_order = deadline_s, parking, in_order
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
+        self._shares = profile.weight_shares
         self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
@@ -153,7 +154,7 @@ class FamilySearch:
         return [
             order
             for order in self._judged.values()
-            if order is not None and within(order.optimizer.schedule, max_in_flight)
+            if order is not None and within(order.optimizer.schedule, max_in_flight, self._shares)
         ]
 
     def _judge(self, schedule: Schedule) -> Judged | None:
@@ -193,7 +194,7 @@ class FamilySearch:
         same = (self.family.placement, self.family.split) == (own.placement, own.split)
         return [own, *best] if same else best
 
-    def _listed(self, mean_s: FloatArray, limits: Sequence[int], group_size: int) -> Schedule:
+    def _listed(self, mean_s: FloatArray, limits: Sequence[float], group_size: int) -> Schedule:
         """An order for the mean times of the best that there may be."""
         microbatches, kinds = self._own.num_microbatches, SPLIT if self.family.split else WHOLE
         time_s = np.repeat(mean_s[..., None], microbatches, axis=3)
@@ -202,23 +203,31 @@ class FamilySearch:
             self._conditions.latency_s,
             self.family.placement,
             limits,
+            self._shares.ravel().tolist(),
             tail_s=self._conditions.tail_by_stage_s.tolist(),
             in_order=self._in_order,
             group_size=group_size,
         )
         return shortest(job, self.family.name, self._looks)
 
-    def _limits(self, max_in_flight: Sequence[int] | None) -> list[tuple[int, ...]]:
-        """Memory that the framework's order takes, and more of it, on all stages alike."""
+    def _limits(self, max_in_flight: Sequence[int] | None) -> list[tuple[float, ...]]:
+        """Memory that the framework's order takes, and more of it, on all stages alike.
+
+        Where a pending weight gradient takes more than a microbatch in flight, there must be room
+        for one; as many in flight are then as many that wait.
+        """
         peak = self._own.peak_in_flight
         all_units = self._own.num_microbatches * self._own.num_chunks
-        wanted = [peak, *((math.ceil(m * max(peak)),) * len(peak) for m in _MEMORY)]
-        most = max_in_flight or (all_units,) * len(peak)
-        if max_in_flight:
-            wanted.append(tuple(most))
-        return list(dict.fromkeys(tuple(map(min, limits, most)) for limits in wanted))
+        times = np.maximum(1.0, self._shares.ravel()) if self.family.split else np.ones(len(peak))
+        most = times * all_units if max_in_flight is None else np.array(max_in_flight)
+        wanted = [peak + times - 1, *(math.ceil(m * max(peak)) * times for m in _MEMORY)]
+        if max_in_flight is not None:
+            wanted.append(most)
+        limits = (np.minimum(each, most) for each in wanted)
+        least = self._own.num_chunks + times - 1
+        return list(dict.fromkeys(tuple(each) for each in limits if np.all(each >= least)))
 
-    def _groups(self, limit: int) -> list[int]:
+    def _groups(self, limit: float) -> list[int]:
         """Microbatches that pass a chunk before its next, where all stages hold up to a limit.
 
         Where messages are taken in order, a stage that waits for one cannot go on with another;
@@ -244,7 +253,7 @@ class FamilySearch:
         end_s = iteration_time_s(schedule, duration_s, self._conditions)
         late_s = max(0.0, end_s - self._deadline_s)
         bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
-        return bound_j * memory_worth(schedule, self._own)
+        return bound_j * memory_worth(schedule, self._own, self._shares)
 
 
 def _costs_nothing(profile: Profile) -> bool:

@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-from envpipe_megatron.runtime.memory.stage import in_flight_limit
+from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 from envpipe_megatron.tuning.planner import Asked
 
 
@@ -159,6 +159,7 @@ def plan_online(
     if "max_in_flight" in takes:
         most = asked.max_in_flight
         limit = in_flight_limit(most, megatron_order(job), profile, job.memory.stages)
+        profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
             most, held = limit, ", ".join(f"{each:g}" for each in limit)
             notes = (f"Memory holds at most {held} microbatches in flight.",)
@@ -227,6 +228,13 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             "the job plan.",
         )
     if job.kept_order is None:
+        own = job.own_order
+        if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
+            raise SessionError(
+                f"The plan adds gradients up in another sequence than the framework: {turned}",
+                value=order.name,
+                remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
+            )
         _check_finishes(job, order)
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported

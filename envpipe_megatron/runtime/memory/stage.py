@@ -238,6 +238,9 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
         activation_bytes=tuple(stage.activation_bytes for stage in stages),
         free_bytes=tuple(stage.free_bytes for stage in stages),
     )
+    pending = tuple(max(stage.pending_bytes) for stage in stages if stage.pending_bytes)
+    if pending:
+        sidecar = replace(sidecar, pending_bytes=pending)
     return replace(profile, sidecar=sidecar)
 
 

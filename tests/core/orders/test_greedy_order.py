@@ -12,6 +12,7 @@ from on_request import examples
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob, fill
 from envpipe_megatron.core.orders.turns import Rule, take_turns
@@ -151,6 +152,67 @@ def test_any_job_gets_an_order_within_its_limits(
         for kind, chunk in itertools.product(kinds, range(chunks)):
             own = [u.microbatch for u in order if (u.kind, u.chunk) == (kind, chunk)]
             assert own == sorted(own)
+
+
+def recomputing_jobs(count: int, placement: Placement):
+    """Jobs in whose bytes few pending weight gradients fit; limits in bytes, and what one takes."""
+    activation, pending = 2.0**20, 16 * 2.0**20
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        stages, chunks, microbatches = rng.integers((1, 1, 2), (5, 3, 9)).tolist()
+        if placement is Placement.V:
+            chunks = 2  # which have blocks
+        in_flight = chunks * rng.uniform(1, stages + 1, stages)
+        limits = activation * (in_flight - 1) + pending * rng.choice([1.0, 1.5, 2.5], stages)
+        job = random_job(
+            rng,
+            stages,
+            chunks,
+            microbatches,
+            placement=placement,
+            weight_share=pending / activation,
+            limits=(limits / activation).tolist(),
+        )
+        yield job, limits.tolist(), (activation, pending)
+
+
+def test_recomputing_jobs_get_orders_that_fit_into_their_bytes():
+    """What is allocated over time: few weight gradients wait where one is as 16 in flight."""
+    waiting = set()
+    for job, limits, (activation, pending) in recomputing_jobs(30, Placement.LOOPED):
+        schedule = shortest(job, looks=10)
+        for order, limit in zip(schedule.stages, limits, strict=True):
+            held = dict[tuple[int, int], float]()
+            most_waiting = 0
+            for unit in order:
+                own = unit.microbatch, unit.chunk
+                if unit.kind is Kind.WEIGHT_GRADIENT:
+                    del held[own]
+                else:
+                    held[own] = activation if unit.kind is Kind.FORWARD else pending
+                assert sum(held.values()) <= limit * (1 + 1e-6), schedule.name
+                most_waiting = max(most_waiting, [*held.values()].count(pending))
+            waiting.add(most_waiting)
+    assert waiting == {1, 2, 3}
+
+
+@pytest.mark.parametrize("placement", [Placement.LOOPED, Placement.V])
+def test_turns_leave_room_for_what_gradients_leave(placement):
+    """None blocks, and weight gradients can always be placed so that the bytes hold."""
+    blocks = 0
+    for job, limits, (activation, _) in recomputing_jobs(30, placement):
+        found = [take_turns(job, rule) for rule in (Rule(), Rule(pace=0.9), Rule(strict=False))]
+        if placement is Placement.V:
+            of_blocks = [*block_turns(job), *squeezed_blocks(job)]
+            blocks += len(of_blocks)
+            found += of_blocks
+        for turns in found:
+            filled = fill(job, turns, job.floor_s)
+            assert filled.time_s < math.inf
+            assert {len(order) for order in filled.orders} == {3 * job.num_per_kind}
+            held = np.array(filled.peak_held) * activation
+            assert np.all(held <= np.array(limits) * (1 + 1e-6))
+    assert blocks > 20 or placement is Placement.LOOPED
 
 
 @settings(max_examples=examples(40), deadline=None)

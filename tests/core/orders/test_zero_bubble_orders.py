@@ -10,10 +10,21 @@ from on_request import on_request
 
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError
 from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
-from envpipe_megatron.core.orders.builders import breadth_first, envpipe, interleaved, one_f_one_b
+from envpipe_megatron.core.orders.builders import (
+    breadth_first,
+    envpipe,
+    framework_order,
+    interleaved,
+    one_f_one_b,
+)
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob, fill
-from envpipe_megatron.core.orders.zero_bubble import split_late, zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.zero_bubble import (
+    half_split,
+    split_late,
+    zero_bubble,
+    zero_bubble_v,
+)
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 
@@ -44,6 +55,26 @@ def test_zb_h2_of_3_by_6_by_hand():
         "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5",
         "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5",
     )
+
+
+def test_half_of_the_backwards_are_split_by_hand():
+    assert [" ".join(order) for order in half_split(one_f_one_b(2, 4)).labels()] == [
+        "F0 F1 I0+ W0 F2 I1 W1 F3 I2+ W2 I3 W3",
+        "F0 I0+ W0 F1 I1 W1 F2 I2+ W2 F3 I3 W3",
+    ]
+
+
+@pytest.mark.parametrize(("microbatches", "chunks"), [(2, 1), (3, 1), (2, 2), (4, 3), (8, 2)])
+def test_each_chunk_of_each_stage_has_whole_backwards_and_parts(microbatches, chunks):
+    own = framework_order(2, microbatches, chunks)
+    split = half_split(own)
+    for order in split.stages:
+        for chunk in range(chunks):
+            first = [u for u in order if (u.kind, u.chunk) == (Kind.INPUT_GRADIENT, chunk)]
+            num_whole = sum(u.combined for u in first)
+            assert 0 <= 2 * num_whole - len(first) <= 1
+            assert 0 < num_whole < len(first)
+    assert split.peak_in_flight == own.peak_in_flight
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 12), (8, 20)])

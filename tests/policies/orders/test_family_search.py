@@ -17,6 +17,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
@@ -126,6 +127,63 @@ def test_plans_keep_time_memory_and_the_bound(seed):
     if in_flight is not None:
         assert max(plan.schedule.peak_in_flight) <= chunks * in_flight
         assert answer.auto.next_microbatch_percent() >= 0
+
+
+#: Bytes that are free beside one microbatch of 100, where stages hold what they do in 1F1B.
+OF_1F1B = (300.0, 200.0, 100.0, 0.0)
+
+
+def split_by_memory(share, free, chunks=1):
+    """A plan of a job in which a pending weight gradient holds `share` of a microbatch in flight.
+
+    And the most bytes that each of its stages holds.
+    """
+    stages = 4
+    sidecar = Sidecar(
+        activation_bytes=(100.0,) * stages,
+        free_bytes=free,
+        pending_bytes=None if share is None else (100.0 * share,) * stages,
+    )
+    profile = uniform_profile(stages, CURVE, sidecar=sidecar)
+    plan = planned(
+        profile, 12, num_chunks=chunks, split=SplitBackward(0.5, 0.0), max_in_flight="memory"
+    ).plan
+    share, most = 1.0 if share is None else share, []
+    for order in plan.schedule.stages:
+        held = dict[tuple[int, int], float]()
+        peak = 0.0
+        for unit in order:
+            own = unit.microbatch, unit.chunk
+            if unit.kind is F:
+                held[own] = 100.0 / chunks
+            elif unit.kind is I and not unit.combined:
+                held[own] *= share
+            elif unit.kind is W or unit.kind is Kind.BACKWARD:
+                del held[own]
+            peak = max(peak, sum(held.values()))
+        most.append(peak)
+    return plan, most
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "chunks"),
+    [
+        (None, 0.0, 1),
+        (0.3, 100.0, 1),
+        (16.0, 0.0, 1),  # not one can wait
+        (16.0, 1600.0, 1),
+        (16.0, 3200.0, 2),
+    ],
+)
+def test_plans_of_a_profile_with_memory_hold_its_bytes(share, free, chunks):
+    free_bytes = tuple(own + free for own in OF_1F1B)
+    plan, most = split_by_memory(share, free_bytes, chunks)
+    assert all(held <= 100.0 + free for held, free in zip(most, free_bytes, strict=True))
+    assert plan.schedule.split is not (share == 16.0 and not free)
+    if share == 0.3:  # what is given back at the first part is used for more in flight
+        taken = split_by_memory(None, free_bytes)[0]
+        assert plan.cost.energy_j < taken.cost.energy_j
+        assert plan.schedule.peak_in_flight > (4, 3, 2, 1)
 
 
 @pytest.mark.parametrize(

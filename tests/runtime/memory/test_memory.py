@@ -192,6 +192,19 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
             assert predicted <= most + 10 * sizes.message
 
 
+def test_until_it_is_measured_the_most_is_taken_to_wait_where_layers_are_recomputed():
+    job = FakeJob(2, 4, lambda rank: Sizes(activations=400, message=0))
+    assert [stage.pending_bytes for stage in job.learn()] == [None, None]
+    for *_, memory in job.ranks:
+        memory.pending_messages = 64  # of 10 bytes
+    learned = job.learn()
+    assert [stage.pending_bytes for stage in learned] == [(1040.0,), (1040.0,)]
+    in_place = halves_in_place(job.own)
+    more = peaks_bytes(learned, in_place, in_place)[0] - peaks_bytes(learned, job.own, in_place)[0]
+    assert more == 1040 - 400  # it waits beside another in flight
+    assert job.learn_parts(in_place)[0].pending_bytes == (2_800.0,)
+
+
 def test_an_optimizer_that_comes_into_being_late_counts():
     """Its first steps are skipped, as with loss scaling; the last profiled iteration counts."""
     sizes = Sizes()
