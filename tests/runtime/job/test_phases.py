@@ -366,6 +366,7 @@ class Known:
 
     activation_bytes: float
     free_bytes: float
+    pending_bytes: None = None
 
 
 class Measured(Memory):
