@@ -17,6 +17,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -135,21 +136,6 @@ def split_order(rng, stages, microbatches, chunks):
     return replace(order, stages=tuple(orders))
 
 
-def halves_in_place(own):
-    """Every other backward of each chunk in two parts, one behind the other, but not the first."""
-    orders = []
-    for units in own.stages:
-        order = []
-        for unit in units:
-            if unit.kind is Kind.FORWARD:
-                order.append(unit)
-                continue
-            first = replace(unit, kind=Kind.INPUT_GRADIENT, combined=unit.microbatch % 2 == 0)
-            order += [first, replace(unit, kind=Kind.WEIGHT_GRADIENT)]
-        orders.append(tuple(order))
-    return replace(own, stages=tuple(orders))
-
-
 RECOMPUTED = Sizes(activations=400, pending=6_400, backward=2_000, layers=4, message=0)
 SPLIT_REGIMES = {
     "as much": Sizes(message=0, activations=2_800),
@@ -177,7 +163,7 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
     stages = rng.randint(2, 4)
     microbatches = 4 * stages
     job = FakeJob(stages, microbatches, lambda rank: sizes, seed=seed, chunks=chunks)
-    learned = job.learn_parts(halves_in_place(job.own))
+    learned = job.learn_parts(half_split(job.own))
     for stage in learned:
         assert stage.pending_bytes == pytest.approx(
             [sizes.pending * factor for factor in sizes.chunk_factors], abs=2 * sizes.message
@@ -198,7 +184,7 @@ def test_until_it_is_measured_the_most_is_taken_to_wait_where_layers_are_recompu
         memory.pending_messages = 64  # of 10 bytes
     learned = job.learn()
     assert [stage.pending_bytes for stage in learned] == [(1040.0,), (1040.0,)]
-    in_place = halves_in_place(job.own)
+    in_place = half_split(job.own)
     more = peaks_bytes(learned, in_place, in_place)[0] - peaks_bytes(learned, job.own, in_place)[0]
     assert more == 1040 - 400  # it waits beside another in flight
     assert job.learn_parts(in_place)[0].pending_bytes == (2_800.0,)
