@@ -458,6 +458,17 @@ def test_free_beside_one_microbatch_is_the_room_and_the_others():
     assert not knows_memory(replace(sidecar, free_bytes=None))
 
 
+def test_what_an_earlier_start_measured_between_parts_is_not_given_up_for_a_bound():
+    bound = tuple(replace(stage, pending_bytes=(700.0,)) for stage in MEMORY)
+    measured = tuple(replace(stage, pending_bytes=(90.0,), spare_bytes=(0.0,)) for stage in MEMORY)
+    known = with_memory(profile(2), bound)
+    assert known.sidecar.pending_bytes == (700.0, 700.0)
+    known = with_memory(known, measured)
+    assert known.sidecar.pending_bytes == (90.0, 90.0)
+    assert with_memory(known, bound).sidecar.pending_bytes == (90.0, 90.0)
+    assert with_memory(known, MEMORY).sidecar.pending_bytes == (90.0, 90.0)
+
+
 def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
     """A number needs nobody."""
     path = tmp_path / "profile.csv"
