@@ -247,8 +247,8 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
         free_bytes=tuple(stage.free_bytes for stage in stages),
     )
     pending = tuple(max(stage.pending_bytes) for stage in stages if stage.pending_bytes)
-    measured = all(stage.spare_bytes is not None for stage in stages)
-    if pending and (measured or sidecar.pending_bytes is None):
+    is_bound = sidecar.pending_bytes is not None and any(s.spare_bytes is None for s in stages)
+    if pending and not is_bound:
         sidecar = replace(sidecar, pending_bytes=pending)
     return replace(profile, sidecar=sidecar)
 

@@ -43,6 +43,7 @@ from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import check_files, plan_online, predicted
 from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -506,19 +507,21 @@ def test_many_jobs_in_chunks_get_another_order_than_megatrons():
 
 @pytest.mark.parametrize("limit", [None, (2, 1)])
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
+    known: Any = (SimpleNamespace(activation_bytes=1.0, free_bytes=9.0, pending_bytes=None),) * 2
+
     def limited(asked, own, profile, memory):
-        assert (asked, own, memory) == (3, builders.one_f_one_b(2, 7), "memory")
+        assert (asked, own, memory) == (3, builders.one_f_one_b(2, 7), known)
         return limit
 
     monkeypatch.setattr(planning, "in_flight_limit", limited)
     request = PlanRequest(1, "ours", "envelope", "balanced", max_in_flight=3)
     job: Any = Starting(
-        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory="memory"
+        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory=known
     )
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
-        profile,
+        with_memory(profile, known),
         num_microbatches=7,
         conditions=known_conditions(profile),
         order="envpipe",
