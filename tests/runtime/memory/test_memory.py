@@ -236,6 +236,16 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
     assert caplog.text.count("This rank's memory is not known") == lacks.startswith("readings")
 
 
+def test_what_was_known_stays_where_parts_tell_nothing(caplog):
+    job = FakeJob(2, 4, lambda rank: Sizes())
+    learned, in_place = job.learn(), half_split(job.own)
+    job.iterate(in_place, Watch.UNITS)
+    del job.ranks[1][2]._readings[0]
+    job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS, in_place))
+    assert [memory.stages for *_, memory in job.ranks] == [learned] * 2
+    assert caplog.text.count("This rank's memory is not known") == 1
+
+
 def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
     job = FakeJob(2, 6, lambda rank: Sizes(step=90_000))
     job.learn()
