@@ -220,6 +220,7 @@ def test_an_order_of_the_planner(stock, ours, tmp_path, name):
     assert_same_bits(results, stock(job))
 
 
+@on_request("PIPELINE")
 def test_parts_are_measured_online(stock, ours):
     """Half of the backwards of Megatron's own order are split where they are, to be measured."""
     job = Job(4, 12, steps=None)
