@@ -198,16 +198,12 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("pending_gib", "free_gib", "fits"),
-    [
-        (0, 1.4, (False, False)),
-        (0, 1.6, (True, True)),
-        (15, 1.6, (True, False)),
-        (15, 50.0, (True, True)),
-    ],
-)
-def test_what_waits_between_two_parts_needs_room(
-    monkeypatch: pytest.MonkeyPatch, pending_gib: int, free_gib: float, fits: tuple[bool, bool]
+    ("recomputes", "free_gib", "fits"),
+    [(False, 1.4, (False, False)), (False, 1.6, (True, True)), (True, 1.6, (True, False)),
+     (True, 40.0, (True, True))],
+)  # fmt: skip
+def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
+    monkeypatch: pytest.MonkeyPatch, recomputes: bool, free_gib: float, fits: tuple[bool, bool]
 ) -> None:
     """With recomputation a microbatch in flight holds next to nothing, and such a wait much."""
     from envpipe_megatron.core.orders import builders
@@ -223,8 +219,18 @@ def test_what_waits_between_two_parts_needs_room(
     }
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    width = 4096 if recomputes else 8
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Linear(2**14, 2**14, device="meta")})
+    model["layers"] = torch.nn.Sequential(
+        *(torch.nn.Linear(width, 3 * width, device="meta") for _ in range(8))
+    )
+    model.config = SimpleNamespace(
+        context_parallel_size=2, num_moe_experts=None, moe_router_topk=2,
+        expert_model_parallel_size=1,
+    )  # fmt: skip
+    memory = _Memory({"model": model, "seq_length": 4096, "micro_batch_size": 4}, 0)
+    # Where it recomputes, 4 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
     own, longer = builders.one_f_one_b(4, 8), builders.envpipe(4, 8, [1, 0, 0, 0])
-    memory = _Memory(0, pending_gib * GIB)
     assert memory.has_room(own, own)
     assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
 

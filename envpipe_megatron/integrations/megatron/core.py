@@ -26,7 +26,6 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.megatron import split_backward
@@ -119,10 +118,7 @@ class ForwardBackward:
         if unknown := _unknown(arguments):  # the first call had none: see `_why_not`
             raise TypeError(f"Only later calls have arguments of another version: {unknown}")
         if self._check is not None and not self._check.done:
-            specs = _specs(arguments, groups)
-            pending = _pending_messages(get_model_config(listed(arguments["model"])[0]))
-            pending_bytes = pending * specs.sends[Kind.FORWARD].num_bytes
-            return self._check(arguments, specs, own, self._interpret, pending_bytes)
+            return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
 
     def _interpret(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
@@ -95,12 +96,10 @@ class SelfCheck:
         specs: StageSpecs,
         framework_function: Callable[..., list[Any]],
         interpret: Callable[[Arguments, Rehearsal], list[Any]],
-        pending_bytes: int = 0,
     ) -> list[Any]:
         """Run the iteration; what megatron-core's function returns of it.
 
-        `specs` is what the interpreter's messages carry. A weight gradient that waits holds at most
-        `pending_bytes` more than a microbatch in flight.
+        `specs` is what the interpreter's messages carry.
         """
         own, *others = self._orders_of(arguments["num_microbatches"])
         if len(others) + 1 < self._num_orders:
@@ -115,7 +114,7 @@ class SelfCheck:
         def rehearsed(rehearsal: Rehearsal, data: Any) -> list[Any]:
             return interpret({**arguments, "data_iterator": data}, rehearsal)
 
-        memory = _Memory(self._collectives.stage, pending_bytes)
+        memory = _Memory(arguments, self._collectives.stage)
         with _messages_seen(specs) as as_expected:
             losses: list[Any] = iteration.run(megatron)
         first = Outcome.of(losses, chunks)
@@ -277,8 +276,9 @@ class Outcome:
 class _Memory:
     """What the device's memory was used for while an iteration of a stage's ran."""
 
-    def __init__(self, stage: int, pending_bytes: int) -> None:
-        self._stage, self._pending_bytes = stage, pending_bytes
+    def __init__(self, arguments: Arguments, stage: int) -> None:
+        self._stage = stage
+        self._waiting_bytes = _waiting_bytes(arguments)
         self._known = torch.cuda.is_available()
         if self._known:
             self._before_bytes = torch.cuda.memory_allocated()
@@ -291,8 +291,31 @@ class _Memory:
         free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak_bytes
         held_bytes = peak_bytes - self._before_bytes
         each_bytes = held_bytes / own.peak_in_flight[self._stage]
-        most_bytes = other.held(each_bytes, each_bytes + self._pending_bytes)[self._stage].max()
+        waiting_bytes = max(each_bytes, self._waiting_bytes)
+        most_bytes = other.held(each_bytes, waiting_bytes)[self._stage].max()
         return bool(free_bytes > _ROOM * max(each_bytes, most_bytes - held_bytes))
+
+
+def _waiting_bytes(arguments: Arguments) -> float:
+    """Bytes of what waits between the parts of a backward, at most, in the largest chunk.
+
+    That is input and output gradient of each linear layer, by the shapes of weights.
+    """
+    chunks = listed(arguments["model"])
+    config = get_model_config(chunks[0])
+    tokens = arguments["seq_length"] * arguments["micro_batch_size"] / config.context_parallel_size
+    # Tokens of all experts' ranks come to those of this one.
+    experts = config.num_moe_experts or 1
+    share = config.moe_router_topk * config.expert_model_parallel_size / experts
+    of_a_token: list[float] = [
+        sum(
+            sum(each.shape) * each.element_size() * (share if ".experts." in name else 1)
+            for name, each in chunk.named_parameters()
+            if each.dim() == 2 and "embedding" not in name
+        )
+        for chunk in chunks
+    ]
+    return float(tokens * max(of_a_token))
 
 
 def _forwards(order: Schedule) -> list[tuple[int, int]]:
