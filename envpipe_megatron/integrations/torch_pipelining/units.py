@@ -256,8 +256,6 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
 
 def _against_others(order: Schedule) -> Iterator[str]:
     """Yield why no other order may take the place of this one, with the same bits."""
-    if any(own.combined and own.kind is Kind.FORWARD for units in order.stages for own in units):
-        yield "its units run in pairs"
     if order.placement is Placement.V and order.num_chunks > 2:
         yield "more than two stages of a rank lie in a V"
     if order.out_of_turn:
