@@ -92,8 +92,10 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s
 @pytest.mark.parametrize(
     ("how", "name", "chunks", "why"),
     [
-        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, "FSDP", marks=on_request("PIPELINE")),
-        pytest.param("ddp", "Schedule1F1B", 1, "Distributed", marks=on_request("PIPELINE")),
+        pytest.param(
+            "fsdp", "ScheduleInterleaved1F1B", 2, "with fully_shard", marks=on_request("PIPELINE")
+        ),
+        pytest.param("ddp", "Schedule1F1B", 1, "with Distributed", marks=on_request("PIPELINE")),
     ],
 )
 def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks, why):
