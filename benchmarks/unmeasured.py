@@ -14,6 +14,7 @@ from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -47,10 +48,12 @@ def write_unmeasured_plan(
     """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
     clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
-    pairs = [Kind.COMBINED] if schedule.combined.any() else []
+    pairs = [Kind.COMBINED] if schedule.combined.any() and not schedule.split else []
     times_s = dict.fromkeys([*WHOLE, *pairs], 0.01)
     chunks = schedule.num_chunks
     parts = preset_profile(PRESET, schedule.num_stages * chunks, times_s, clocks_mhz)
+    if schedule.split:
+        parts = replace(parts.with_split_backwards(SplitBackward(0.5, 0.0)), assumed=None)
     replace(parts, listed_chunks=chunks, sidecar=Sidecar(num_chunks=chunks)).write(profile_file)
     profile = read_profile(profile_file)
     conditions = Conditions((0.0,) * schedule.num_stages)

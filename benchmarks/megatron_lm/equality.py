@@ -26,6 +26,7 @@ from benchmarks.megatron_lm.models import (
     PP4DP2,
     PP4TP2,
     PP8,
+    SPLIT,
     STOCK,
     TINY,
     TINY_ON_CPU,
@@ -89,7 +90,7 @@ def settings(num_ranks: int, cpu: bool, hidden: int = TINY.hidden) -> list[Setti
     for mapping in MAPPINGS:
         gpt = f"gpt-{mapping.name}"
         kept = (UNITS,) if mapping.pipeline == mapping.num_ranks else ()
-        made.append(Setting(gpt, mapping, arms=(*ORDER_ARMS, OFF, LOOP, *kept)))
+        made.append(Setting(gpt, mapping, arms=(*ORDER_ARMS, SPLIT, OFF, LOOP, *kept)))
         flags = (_BF16, mapping.distributed_optimizer())
         made.append(Setting(f"{gpt}-distopt", mapping, flags))
     llama, untied = size_of(cpu).llama, "--untie-embeddings-and-output-weights"
@@ -171,6 +172,7 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
         "te-fp8-pp2vp2": (replace(PP2, chunks=2), fp8),
         "te-fp8-current-pp2": (PP2, f"{fp8} --fp8-recipe tensorwise"),
         "te-fp8-blocks-pp2": (PP2, f"{fp8} --fp8-recipe blockwise"),
+        "te-llama-pp2": (PP2, llama),
         "te-llama-pp2vp2": (replace(PP2, chunks=2), llama),
         "te-llama-pp2vp4": (replace(PP2, chunks=4), llama),
         "te-llama-pp2vp2tp2": (replace(PP2TP2, chunks=2), f"{llama} --sequence-parallel"),

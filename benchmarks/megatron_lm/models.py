@@ -7,8 +7,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
+from envpipe_megatron.core import kinds
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import envelope
 
@@ -228,10 +234,12 @@ def corpus_data() -> str:
 #: unmodified as well, with chunks whose messages do not overlap what is computed.
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE, UNITS = "stock", "off", "1f1b", "envpipe", "units"
 LOOP, SERIAL = "loop", "stock-serial"
+#: Each backward in two parts: weight gradients lag, or come at once.
+SPLIT, IN_PLACE = "split", "in-place"
 UNMODIFIED = (STOCK, SERIAL)
 #: Those of jobs that may run in another order than Megatron's, and of those that may not.
 ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
-ALL_ARMS = (*ORDER_ARMS, UNITS)
+ALL_ARMS = (*ORDER_ARMS, UNITS, SPLIT, IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -246,9 +254,17 @@ class Planned:
     def schedule(self) -> Schedule:
         """Megatron's, or EnvPipe's with one extra forward more than the next stage's.
 
-        With chunks, one extra forward of a chunk on all stages but the last.
+        With chunks, one extra forward of a chunk on all stages but the last. Split: ZB-H1, or with
+        chunks the shortest order for units that all take as long; in place, Megatron's.
         """
         p, m, chunks = self.mapping.pipeline, self.num_microbatches, self.mapping.chunks
+        if self.arm == IN_PLACE:
+            return split_in_place(builders.framework_order(p, m, chunks), m * chunks)
+        if self.arm == SPLIT and chunks > 1:
+            times_s = dict.fromkeys(kinds.SPLIT, np.ones((p, chunks, m)))
+            return shortest(OrderJob(times_s, limits=[2 * p * chunks] * p, in_order=True))
+        if self.arm == SPLIT:
+            return zero_bubble(p, m)
         if chunks > 1:
             more = [1] * (p - 1) + [0] if self.arm == ENVPIPE else ()
             combined = self.mapping.combined

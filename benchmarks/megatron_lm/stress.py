@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -32,8 +32,7 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
-from envpipe_megatron.core.channel_model import check_message_order
-from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.kinds import SPLIT, Kind, Unit, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
@@ -60,6 +59,7 @@ class Setting:
     mapping: Mapping
     connections: str | None
     features: str = ""
+    splits: bool = False
 
 
 _SPREAD = f"{EXPERTS} {PP2DP2.expert_parallel}"
@@ -73,6 +73,8 @@ SETTINGS = (
     Setting("pp8", PP8, None),
     Setting("pp4tp2-1-connection", PP4TP2, "1"),
     Setting("pp2vp2", replace(PP2, chunks=2), None),
+    Setting("pp2-split", PP2, None, splits=True),
+    Setting("pp2vp2-split", replace(PP2, chunks=2), None, splits=True),
     Setting("pp2ep2-experts", PP2DP2, None, _SPREAD),
     Setting("pp2vp2ep2-experts", replace(PP2DP2, chunks=2), None, _SPREAD),
 )
@@ -101,7 +103,7 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
             iterations=iterations,
             patched=True,
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": setting.connections},
-            stress={"seed": 20, "delay_s": delay_s},
+            stress={"seed": 20, "delay_s": delay_s, "splits": setting.splits},
             limit_s=3600.0,
         )
         for setting in SETTINGS
@@ -134,6 +136,8 @@ def rows(state: State) -> list[dict[str, Any]]:
 _CYCLES_PER_S = 1.98e9
 #: Units that wait for the whole device.
 _WAITS = 0.3
+#: Exchanges of neighbouring units that are tried in an order.
+_EXCHANGES = 60
 
 
 def random_extra_forwards(
@@ -166,9 +170,51 @@ def random_interleaved(
             extra.append(source.randint(0, min([2 * num_stages, *extra[-1:]])))
         job = num_stages, num_microbatches, num_chunks, group
         with contextlib.suppress(EnvPipeError):  # stages would wait in circles
-            schedule = builders.interleaved(*job, extra_warmup=extra)
-            check_message_order(schedule)
-            return schedule, (group, *extra)
+            return builders.interleaved(*job, extra_warmup=extra), (group, *extra)
+
+
+def stirred(source: random.Random, schedule: Schedule) -> Schedule:
+    """Exchange neighbouring units of other kinds or chunks where the order can still run.
+
+    Messages are then taken in another order than they are sent, and sums stay the same.
+    """
+    for _ in range(_EXCHANGES):
+        stage = source.randrange(schedule.num_stages)
+        order = [*schedule.stages[stage]]
+        at = source.randrange(len(order) - 1)
+        one, two = order[at : at + 2]
+        if (one.kind, one.chunk) != (two.kind, two.chunk):
+            order[at : at + 2] = two, one
+            stages = (*schedule.stages[:stage], tuple(order), *schedule.stages[stage + 1 :])
+            with contextlib.suppress(EnvPipeError):  # one needs the other, or stages would wait
+                schedule = replace(schedule, stages=stages)
+    return schedule
+
+
+def randomly_split(source: random.Random, schedule: Schedule) -> Schedule:
+    """Split some backwards of an order; their second parts come late, in the backwards' order."""
+
+    def split(order: Sequence[Unit]) -> Iterator[Unit]:
+        late: list[Unit] = []
+        for own in order:
+            if own.kind is Kind.FORWARD:
+                yield own
+            else:
+                first, second = (unit(k, own.microbatch, own.chunk) for k in SPLIT[1:])
+                if whole := source.random() < 0.25:
+                    yield from late
+                    late.clear()
+                yield replace(first, combined=whole)
+                late.append(second)
+                if whole:
+                    yield late.pop()
+            done = source.choice((0, 0, 1, 2))
+            yield from late[:done]
+            del late[:done]
+        yield from late
+
+    stages = tuple(tuple(split(order)) for order in schedule.stages)
+    return replace(schedule, name="random", stages=stages)
 
 
 def is_one_sided(channel: P2PChannel) -> bool:
@@ -177,7 +223,7 @@ def is_one_sided(channel: P2PChannel) -> bool:
 
 
 def random_orders(
-    seed: int, told: Callable[[Sequence[int], P2PChannel], None]
+    seed: int, told: Callable[[Sequence[int], P2PChannel], None], *, splits: bool = False
 ) -> Callable[[PhaseParts], Any]:
     """Make what replaces a session's phases: a new order each iteration, on all ranks.
 
@@ -196,11 +242,14 @@ def random_orders(
                 schedule, extra = random_interleaved(
                     source, job.num_stages, job.num_microbatches, job.config.request.num_chunks
                 )
+                schedule = stirred(source, schedule)
             else:
                 extra = random_extra_forwards(
                     source, job.num_stages, job.num_microbatches, job.channel.capacity
                 )
                 schedule = builders.envpipe(job.num_stages, job.num_microbatches, extra)
+            if splits:
+                schedule = randomly_split(source, schedule)
             told(extra, job.channel)
             forward_mhz, backward_mhz = source.choice(clocks), source.choice(clocks)
             yield constant_order(Phase.STEADY, schedule, forward_mhz, backward_mhz)
@@ -222,6 +271,10 @@ class ToldWork:
     def backward(self, unit: Unit, gradients: Any) -> Any:
         """Run a backward."""
         return self._run(unit, self._work.backward, gradients)
+
+    def weight_gradient(self, unit: Unit) -> None:
+        """Run the second part of a backward."""
+        self._run(unit, lambda own, _: self._work.weight_gradient(own), None)
 
     def sent(self, unit: Unit) -> None:
         """Pass on that the output is in the channel."""
@@ -315,7 +368,7 @@ def install(
         return DelayedWork(work, source, settings["delay_s"], starts, waiting)
 
     # Until the process ends.
-    orders = random_orders(settings["seed"], told)
+    orders = random_orders(settings["seed"], told, splits=settings["splits"])
     mock.patch.object(iterations, "run_phases", orders).start()
     replace_work(delayed)
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import SPLIT, Kind
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
@@ -22,7 +22,8 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 class Conditions:
     """What is the matter with one GPU in an iteration, by kind where it says so.
 
-    `slower` multiplies times of units, `hungrier` their power; no clock above `limit_mhz` is
+    `slower` multiplies times of units, those of both parts of a backward as of whole ones,
+    `hungrier` their power; no clock above `limit_mhz` is
     reached; a counter that is `silent` does not refresh; a clock that is `stuck` follows no
     request. Of an iteration that is `partial` only the first unit is reported as it ran, and of
     one that is `untold`, too, the record does not say so.
@@ -40,8 +41,12 @@ class Conditions:
         self, preset: GpuPreset, kind: Kind, clock_mhz: float, at_max_s: float
     ) -> float:
         """What a unit takes at a clock that is asked for."""
-        work_s = at_max_s * self.slower.get(kind, 1.0)
+        work_s = at_max_s * self.times_longer(kind)
         return preset.unit_time_s(kind.value, self.reached_mhz(clock_mhz), work_s)
+
+    def times_longer(self, kind: Kind) -> float:
+        """By how much a unit of a kind takes longer."""
+        return self.slower.get(Kind.BACKWARD if kind in SPLIT[1:] else kind, 1.0)
 
     def busy_power_w(self, preset: GpuPreset, kind: Kind, clock_mhz: float) -> float:
         """What it draws meanwhile."""
@@ -103,7 +108,7 @@ class MemoryGpu:
                 self.preset.busy_power_w(kind_of, mhz),
             )
         times, power_w = self._by_clock[key]
-        return at_max_s * now.slower.get(kind, 1.0) * times, now.hungrier * power_w
+        return at_max_s * now.times_longer(kind) * times, now.hungrier * power_w
 
     def advance_to(self, time_s: float) -> None:
         """Wait until then, at the power of the clocks that run meanwhile."""

@@ -20,6 +20,7 @@ from envpipe_megatron.core.plan import NORMAL_95, Plan, saving_uncertainty_perce
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.orders.judged import peak_held
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -233,11 +234,9 @@ def show_summary(plan: Plan) -> None:
     rows.append(("peak in flight by stage", *peaks))
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
+        shares = plan.profile.weight_shares
         gib = [
-            " ".join(
-                f"{peak * each * schedule.num_chunks / 2**30:.3g}"
-                for peak, each in zip(of.microbatches_in_flight, held, strict=True)
-            )
+            " ".join(f"{each / 2**30:.3g}" for each in peak_held(of, shares) * held)
             for of in (schedule, baseline.schedule)
         ]
         rows.append(("activations (GiB) by stage", *gib))

@@ -96,6 +96,18 @@ class Profile:
         """Number of pipeline stages, p."""
         return len(self.rows) // self.listed_chunks
 
+    @property
+    def weight_shares(self) -> FloatArray:
+        """[num_stages, 1] what a pending weight gradient holds, in microbatches in flight.
+
+        It is 1 where that is not known: activations are held until the weight gradient is there.
+        """
+        pending, one = self.sidecar.pending_bytes, self.sidecar.activation_bytes
+        shares = np.ones((self.num_stages, 1))
+        if pending is not None and one is not None and all(one):
+            shares[:, 0] = np.divide(pending, one)
+        return shares
+
     def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
         """The rows of a stage: those of each of its parts."""
         return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]

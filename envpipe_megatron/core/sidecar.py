@@ -42,6 +42,8 @@ class Sidecar:
         free_bytes: for each stage, what is free beside one microbatch of one chunk. Measured in an
             order that holds k of them, it is what is left at the peak plus k - 1 times the
             activations.
+        pending_bytes: for each stage, what is held between the two parts of a backward, of one
+            microbatch of one chunk.
         frequency_change_s: time from the request of a clock until it runs.
         frequency_change_j: energy of one change on one GPU.
     """
@@ -56,6 +58,7 @@ class Sidecar:
     tail_time_s: tuple[float, ...] | None = None
     activation_bytes: tuple[float, ...] | None = None
     free_bytes: tuple[float, ...] | None = None
+    pending_bytes: tuple[float, ...] | None = None
     frequency_change_s: float | None = None
     frequency_change_j: float | None = None
 
@@ -67,13 +70,21 @@ class Sidecar:
 
     def for_chunks(self, num_chunks: int) -> Sidecar:
         """What is known of a job without chunks, for one whose chunks hold equal parts of it."""
+
+        def part(of_whole: tuple[float, ...] | None) -> tuple[float, ...] | None:
+            return of_whole and tuple(each / num_chunks for each in of_whole)
+
         held, free = self.activation_bytes, self.free_bytes
         if held is not None and free is not None:
             rest = 1 - 1 / num_chunks  # of the one microbatch beside which it was free
             free = tuple(f + rest * each for f, each in zip(free, held, strict=True))
-        if held is not None:
-            held = tuple(each / num_chunks for each in held)
-        return replace(self, num_chunks=num_chunks, activation_bytes=held, free_bytes=free)
+        return replace(
+            self,
+            num_chunks=num_chunks,
+            activation_bytes=part(held),
+            free_bytes=free,
+            pending_bytes=part(self.pending_bytes),
+        )
 
     def to_json_text(self) -> str:
         """The sidecar as its file holds it."""
@@ -125,6 +136,7 @@ _READERS: dict[str, Any] = {
     "tail_time_s": many(TIME),
     "activation_bytes": many(AMOUNT),
     "free_bytes": many(AMOUNT),
+    "pending_bytes": many(AMOUNT),
     "frequency_change_s": SHORT_TIME,
     "frequency_change_j": AMOUNT,
 }

@@ -415,6 +415,8 @@ def _why_whole(options: Options, placement: Placement, level: Level) -> str:
         return f"its level is {level}"
     if options.split == "off":
         return "--envpipe-split off"
+    if options.self_check == "off":
+        return "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
     return placement.why_whole or ""
 
 

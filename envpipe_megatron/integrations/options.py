@@ -106,9 +106,10 @@ class Options:
     )
     self_check: str = _option(
         "Before level order, train one iteration by the framework's own order, that again, "
-        "and EnvPipe's, from the same state, and go on at level units if losses or gradients "
-        "differ; auto (default): for what no test of EnvPipe's has seen, which gets level units "
-        "with off; always: for every job.",
+        "and EnvPipe's, from the same state; if losses or gradients differ, go on with whole "
+        "backwards, or at level units. auto (default): before backwards are split, and for what no "
+        "test of EnvPipe's has seen; off: neither, so backwards are whole, and such jobs get level "
+        "units; always: for every job.",
         choices=SELF_CHECKS,
         default="auto",
         of_levels=True,

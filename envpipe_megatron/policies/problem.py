@@ -125,19 +125,22 @@ def envpipe_counts(
 def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
     """For each stage, the microbatches (x chunks) whose activations fit into its memory.
 
-    One is there already; the sidecar says what is free beside it. EnvPipeError: it does not.
+    No more than there are, but as many as all pending weight gradients take. One is there already;
+    the sidecar says what is free beside it. EnvPipeError: it does not.
     """
     sidecar = profile.sidecar
-    most = num_microbatches * sidecar.num_chunks
     if sidecar.activation_bytes is None or sidecar.free_bytes is None:
         raise EnvPipeError(
             f"The sidecar of {profile.source} has no activation_bytes and free_bytes",
             remedy="Measure them, or give the limit as a number of microbatches.",
         )
-    return tuple(
-        min(most, 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one)) if one > 0 else most
-        for one, free in zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
-    )
+    units, fit = num_microbatches * sidecar.num_chunks, []
+    bytes_by_stage = zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
+    for share, (one, free) in zip(profile.weight_shares.flat, bytes_by_stage, strict=True):
+        most = math.ceil(units * max(1.0, share))
+        fits = 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one) if one > 0 else most
+        fit.append(min(most, fits))
+    return tuple(fit)
 
 
 class PlannerError(EnvPipeError):
@@ -161,6 +164,7 @@ class Problem:
         min_dwell_s: the least time that each clock of a stage is kept.
         park: whether the clock may be lowered in long waits.
         runnable: whether auto has only orders that a job runs.
+        in_v: the framework's own order, where the job's chunks lie in a V.
     """
 
     profile: Profile
@@ -176,6 +180,7 @@ class Problem:
     min_dwell_s: float = 0.0
     park: bool = False
     runnable: bool = False
+    in_v: Schedule | None = None
 
     @property
     def num_stages(self) -> int:
@@ -194,7 +199,9 @@ class Problem:
 
     @cached_property
     def own_order(self) -> Schedule:
-        """Megatron's own order of the job; ScheduleError: it cannot run."""
+        """The framework's own order of the job; ScheduleError: it cannot run."""
+        if self.in_v is not None:
+            return self.in_v
         job = self.num_stages, self.num_microbatches, self.num_chunks
         return builders.framework_order(*job, self.group_size)
 

@@ -19,7 +19,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import added_functions
-from envpipe_megatron.policies.orders.judged import check_own_within
+from envpipe_megatron.policies.orders.judged import check_own_within, within
 from envpipe_megatron.policies.problem import PlannerError, Problem, envpipe_counts
 
 #: Measured on GPT-3 175B in two chunks (A100s, A40s; 16 to 96 microbatches): 0.1 to 0.4 points.
@@ -112,8 +112,13 @@ def _zero_bubble(
             "give rows of input-gradient and weight-gradient.",
         )
     stages = problem.num_stages
-    limit = min(most(stages), *(problem.limits.max_in_flight or (most(stages),)))
-    return build(stages, problem.num_microbatches, limit)
+    in_flight, shares = problem.limits.max_in_flight, problem.profile.weight_shares
+    limit = min(most(stages), *(in_flight or (most(stages),)))
+    order = build(stages, problem.num_microbatches, limit)
+    while not within(order, in_flight, shares):  # one that waits takes more than one in flight
+        limit -= 1
+        order = build(stages, problem.num_microbatches, limit)
+    return order
 
 
 def _zero_bubble_row(name: str, build: Any, most: Callable[[int], int], chunks: int = 1) -> Row:

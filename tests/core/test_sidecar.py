@@ -23,6 +23,7 @@ FULL = Sidecar(
     tail_time_s=(0.4, 0.5),
     activation_bytes=(1234.0, 99.0),
     free_bytes=(9999.0, 0.0),
+    pending_bytes=(20000.0, 0.5),
     frequency_change_s=0.01,
     frequency_change_j=0.2,
 )
@@ -63,7 +64,10 @@ def test_the_blocking_power_is_that_at_the_highest_clock():
         ("wait_power_w", ({900: 70.0},)),
         ("p2p_latency_s", (0.1, 0.1, 0.1)),
         ("p2p_latency_s", (0.1,)),
-        *[(name, (1.0,) * 2) for name in ("tail_time_s", "activation_bytes", "free_bytes")],
+        *[
+            (name, (1.0,) * 2)
+            for name in ("tail_time_s", "activation_bytes", "free_bytes", "pending_bytes")
+        ],
     ],
 )
 def test_facts_of_another_pipeline_are_refused(tmp_path, field, entries):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from leveled_jobs import begin
+from leveled_jobs import begin, given
 
 from envpipe_megatron.integrations.levels import Level
 
@@ -167,27 +167,72 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders:
     assert not check.done
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
-    ("free_for", "group_sizes", "found"),
-    [(9, (2, 3), 1), (9, (2,), 1), (0, (2, 3), None), (0, (2,), 0)],
+    ("has_room", "group_sizes", "found"),
+    [(True, (2, 3), 1), (True, (2,), 1), (False, (2, 3), None), (False, (2,), 0)],
 )
 def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
-    free_for: int, group_sizes: tuple[int, ...], found: int | None
+    has_room: bool, group_sizes: tuple[int, ...], found: int | None, split: bool
 ) -> None:
     """A forward more need not be tried where memory has none for it."""
-    from types import SimpleNamespace
-
     from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.core.orders.zero_bubble import split_late
     from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 
     own, *regrouped = (builders.interleaved(2, 12, 2, size) for size in group_sizes)
-    others = [*regrouped, builders.interleaved(2, 12, 2, 2, extra_warmup=[1, 0])]
+    orders = [own, *regrouped, builders.interleaved(2, 12, 2, 2, extra_warmup=[1, 0])]
     alone: Any = SimpleNamespace(is_planner=True, stage=0, on_all=bool)
     channel: Any = SimpleNamespace(capacity=None)
-    check = SelfCheck(lambda count: [own, *others], 12, channel, alone, print)
-    memory: Any = SimpleNamespace(has_room=lambda in_flight, more: more <= free_for)
-    orders = [own, *others]
-    assert check._that_fits(own, others, memory) == (None if found is None else orders[found])
+    check = SelfCheck(lambda count: orders, 12, channel, alone, print)
+    kept = split_late(own) if split else own
+    memory: Any = SimpleNamespace(has_room=lambda _, other: has_room or other.stages == kept.stages)
+    order = check._that_fits(own, orders[1:], memory, split=split)
+    if found is None:
+        assert order is None
+    else:
+        assert order == (split_late(orders[found]) if split else orders[found])
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "free_gib", "fits"),
+    [(False, 1.4, (False, False)), (False, 1.6, (True, True)), (True, 1.6, (True, False)),
+     (True, 40.0, (True, True))],
+)  # fmt: skip
+def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
+    monkeypatch: pytest.MonkeyPatch, recomputes: bool, free_gib: float, fits: tuple[bool, bool]
+) -> None:
+    """With recomputation a microbatch in flight holds next to nothing, and such a wait much."""
+    from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.core.orders.zero_bubble import split_late
+    from envpipe_megatron.integrations.megatron.self_check import _Memory
+
+    numbers = {
+        "is_available": True,
+        "memory_allocated": 10 * GIB,
+        "max_memory_allocated": 14 * GIB,
+        "memory_reserved": 14 * GIB,
+        "mem_get_info": (int(free_gib * GIB), 80 * GIB),
+    }
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    width = 4096 if recomputes else 8
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Linear(2**14, 2**14, device="meta")})
+    model["layers"] = torch.nn.Sequential(
+        *(torch.nn.Linear(width, 3 * width, device="meta") for _ in range(8))
+    )
+    model.config = SimpleNamespace(
+        context_parallel_size=2, num_moe_experts=None, moe_router_topk=2,
+        expert_model_parallel_size=1,
+    )  # fmt: skip
+    memory = _Memory({"model": model, "seq_length": 4096, "micro_batch_size": 4}, 0)
+    # Where it recomputes, 4 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
+    own, longer = builders.one_f_one_b(4, 8), builders.envpipe(4, 8, [1, 0, 0, 0])
+    assert memory.has_room(own, own)
+    assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
 
 
 def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:
@@ -212,3 +257,35 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -
     assert (len(made), said, training.job) == (1, [], None)
     assert training._forward_backward(model="n") == {"model": "n"}
     assert training.in_place_of(dict)(model="n") == {"model": "n"}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("may_split", [False, True])
+def test_a_job_checks_what_its_table_says_and_split_backwards(
+    monkeypatch: pytest.MonkeyPatch, checked: bool, may_split: bool
+) -> None:
+    from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.integrations.megatron import training as module
+
+    orders = [builders.one_f_one_b(2, 4), builders.envpipe(2, 4, [1, 0])]
+    monkeypatch.setattr(module, "orders_to_try", lambda args, model, count, regroups: orders)
+    training, (job,), _ = begin(module.Training)
+    job.channel = None
+    job.session.may_split = may_split
+    training._checked, training._replaced = checked, dict
+    training._microbatches, training._model = 4, []
+    job.collectives.first = None
+    check = training._make_stand_in()._check
+    if not checked and not may_split:
+        assert check is None
+        return
+    assert check._needed == checked
+    assert check._keep_whole == (job.session.split_no_more if may_split else None)
+
+
+def test_without_a_check_backwards_stay_whole() -> None:
+    from envpipe_megatron.integrations.job import _why_whole
+
+    placement: Any = SimpleNamespace(splits=True, why_whole=None)
+    assert _why_whole(given(self_check="always"), placement, Level.ORDER) == ""
+    assert "--envpipe-self-check off" in _why_whole(given(self_check="off"), placement, Level.ORDER)

@@ -59,6 +59,8 @@ class Job:
     tensor: int = 1
     #: `bf16` or `fp16`.
     half: str | None = None
+    #: The power of two that losses of fp16 are scaled by at first; above 12, steps are skipped.
+    loss_scale: int = 12
     #: Whether weight gradients go straight into `main_grad`, by a stand-in for Apex's kernel.
     fused: bool = False
     #: Of TransformerConfig, or of its subclass for multi-latent attention.
@@ -79,7 +81,9 @@ class Ours:
         clocks_mhz: of the emulated GPUs; None for those of the preset.
         kept_orders: the orders that Megatron's own function is said to run, with hooks around
             units: one for each number of microbatches.
-        checked: the order of a self-check in the second iteration; None without one.
+        checked: the order of a self-check in the second iteration, and whether whole backwards need
+            one; it splits backwards where the job does. None without one.
+        fault: what of `training.FAULTS` goes wrong on the last stage, in EnvPipe's units.
     """
 
     schedule: str = "1f1b"
@@ -93,6 +97,8 @@ class Ours:
     clocks_mhz: tuple[int, ...] | None = None
     kept_orders: tuple[Schedule, ...] = ()
     checked: Schedule | None = None
+    check_needed: bool = True
+    fault: str = ""
     splits: bool = False
     closed_loop: bool = False
 
@@ -134,7 +140,10 @@ class Result:
     said: list[str] = field(default_factory=list)
     #: Of each second part of a backward, the weight gradients that it computed.
     put_off: list[int] = field(default_factory=list)
+    skipped: int = 0
     failed: str | None = None
+    #: Why backwards are not split, by a self-check.
+    whole: str = ""
 
 
 def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:

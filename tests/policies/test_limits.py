@@ -97,9 +97,12 @@ def test_less_in_flight_than_1f1b_holds_is_refused():
         order_limits(4, 8, max_in_flight=(4, 2, 2, 1))
 
 
-def with_memory(activation_bytes, free_bytes, stages=3, num_chunks=1):
+def with_memory(activation_bytes, free_bytes, stages=3, num_chunks=1, pending_bytes=None):
     sidecar = Sidecar(
-        activation_bytes=activation_bytes, free_bytes=free_bytes, num_chunks=num_chunks
+        activation_bytes=activation_bytes,
+        free_bytes=free_bytes,
+        pending_bytes=pending_bytes,
+        num_chunks=num_chunks,
     )
     return uniform_profile(stages, CURVE, sidecar=sidecar)
 
@@ -108,6 +111,19 @@ def test_bytes_become_microbatches_beside_the_one_that_is_there():
     profile = with_memory((100.0, 100.0, 100.0), (250.0, 99.0, 0.0))
     assert in_flight_by_memory(profile, 16) == (3, 1, 1)
     assert in_flight_by_memory(profile, 2) == (2, 1, 1)  # no more than there are
+
+
+def test_weight_gradients_that_wait_may_take_more_than_all_microbatches():
+    """In microbatches in flight; of two chunks each holds half of it."""
+    pending = {"pending_bytes": (1600.0, 1600.0, 50.0)}
+    profile = with_memory((100.0, 100.0, 100.0), (2000.0, 9000.0, 2000.0), **pending)
+    assert profile.weight_shares.ravel().tolist() == [16.0, 16.0, 0.5]
+    assert in_flight_by_memory(profile, 4) == (21, 64, 4)  # 64: all four wait
+    halves = profile.for_chunks(2)
+    assert halves.weight_shares.ravel().tolist() == [16.0, 16.0, 0.5]
+    assert in_flight_by_memory(halves, 4) == (42, 128, 8)
+    unknown = with_memory((100.0, 0.0, 100.0), (2000.0, 9000.0, 2000.0), **pending)
+    assert unknown.weight_shares.ravel().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_bytes_that_fit_exactly_fit_whatever_their_rounding():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from benchmarks.online.runs import (
     restarts,
     run_job,
     scripted,
+    slower,
 )
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -31,6 +35,7 @@ BEGIN, END = 45, 85
 #: After so many iterations a job has found out.
 FOUND_OUT = 10
 REQUEST = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal")
+SMALL = replace(REQUEST, num_microbatches=8)
 
 
 def run(
@@ -43,9 +48,11 @@ def run(
     hiccups: float = 0.0,
     scatter: float = 0.0,
     starts_again: Sequence[int] = (),
+    request: PlanRequest = REQUEST,
+    splits: bool = False,
 ) -> Ran:
     return run_job(
-        SessionConfig(REQUEST, closed_loop=True),
+        SessionConfig(request, closed_loop=True, splits=splits),
         load_preset(preset),
         forward_s,
         iterations=iterations,
@@ -87,6 +94,63 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
     assert ran.slower(ran.profiled, 50) < 1e-3
     best = best_saving(load_preset(preset), forward_s, REQUEST)
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("preset", "stages", "microbatches"),
+    [
+        ("a100-sxm", 2, 8),
+        pytest.param("a100-sxm", 4, 24, marks=on_request("CONTROL")),
+        pytest.param("a40", 4, 16, marks=on_request("CONTROL")),
+        pytest.param("a40", 8, 24, marks=on_request("CONTROL")),
+    ],
+)
+def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, stages, microbatches):
+    forward_s, request = (0.03,) * stages, replace(REQUEST, num_microbatches=microbatches)
+    ran = run(forward_s, preset=preset, iterations=50, request=request, splits=True)
+    assert ran.steady <= 40
+    assert ran.lost(0, ran.profiled) < 1
+    assert ran.slower(ran.profiled, 50) < 0.005
+    best, whole = (
+        best_saving(load_preset(preset), forward_s, replace(request, split=split))
+        for split in (MEASURED_SPLIT, None)
+    )
+    assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
+    assert best > whole + 0.04
+    (note,) = ran.notes
+    said = re.fullmatch(r"Split backwards: (.*) % saved instead of (.*) % without", note)
+    assert said is not None
+    assert [float(each) for each in said.groups()] == pytest.approx(
+        [100 * best, 100 * whole], abs=1
+    )
+
+
+def test_a_job_that_starts_again_plans_with_the_parts_that_were_measured_before():
+    ran = run((0.03,) * 2, iterations=60, request=SMALL, splits=True, starts_again=[40])
+    again = [(at, text) for at, text in ran.said if at >= 40]
+    assert not [text for _, text in again if "profile" in text]
+    assert next(at for at, text in again if text.startswith("Split backwards: ")) <= 45
+    assert ran.saved(50, 60) == pytest.approx(ran.saved(35, 40), abs=0.003)
+
+
+def test_where_only_parts_run_whole_backwards_are_known_to_take_longer_too():
+    """Else the framework's own order would be taken to be faster than it is, and the plan slow."""
+
+    def longer(iteration):
+        return {(0, stage): slower(1.06) for stage in range(2) if iteration >= BEGIN}
+
+    ran = run((0.03,) * 2, iterations=75, request=SMALL, splits=True, faults=longer)
+    assert ran.slower(BEGIN + FOUND_OUT, 75) < 0.002
+    assert ran.saved(60, 75) > ran.saved(BEGIN - 5, BEGIN) - 0.01
+    assert not [note for note in ran.notes if note.startswith("Too slow: ")]
+
+
+@on_request("CONTROL")
+@pytest.mark.parametrize("kind", ["slow", "capped", "grows", "stuck"])
+def test_plans_that_split_come_through_faults(kind):
+    ran = run((0.03,) * 2, request=SMALL, splits=True, faults=scripted(kind, BEGIN, END, 2))
+    assert ran.slower(BEGIN + FOUND_OUT, END) < 0.005
+    assert ran.saved(END - 15, END) > ran.saved(BEGIN - 10, BEGIN) - 0.05
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from window_reports import report_of
 from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.tuning.commands import Window
@@ -41,11 +43,11 @@ def learn(store: Store, low_mhz: int, conditions: Conditions) -> None:
     take(store, clocks, unit_s)
 
 
-def take(store: Store, clocks: IntArray, unit_s: FloatArray) -> None:
+def take(store: Store, clocks: IntArray, unit_s: FloatArray, order: Schedule = SCHEDULE) -> None:
     end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
     meter = MeterSums.none(len(store.powers.sums[0].weighted))
     report = report_of(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
-    store.learn(SCHEDULE, clocks[np.newaxis], Window((report,)), replicas=[0])
+    store.learn(order, clocks[np.newaxis], Window((report,)), replicas=[0])
 
 
 def seconds(conditions: Conditions, kind, mhz: float) -> float:
@@ -79,6 +81,63 @@ def test_clocks_that_were_measured_once_stay_in_the_profile():
     learn(store, 990, Conditions(stuck=True, slower=dict.fromkeys(WHOLE, 1.3)))
     learn(store, 1110, Conditions(limit_mhz=0.85 * TOP_MHZ))
     assert min(store.profile(careful=True).clocks_mhz(0)) == lowest_mhz
+
+
+def known_parts() -> Store:
+    """Of one stage whose backwards were measured whole and in parts, that take half as long."""
+    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
+    measured = half_split(SCHEDULE)
+    for clock in (TOP_MHZ, 990):
+        ran(store, measured, clock)
+    return store
+
+
+def ran(store: Store, order: Schedule, clock: int, longer: float = 1.0) -> None:
+    """An iteration at a clock, in which backwards, whole or in parts, took so much longer."""
+    one_s = FORWARD_S * TOP_MHZ / clock
+    by_kind = {Kind.FORWARD: one_s, Kind.BACKWARD: 2 * longer * one_s, Kind.NOTHING: 0.0}
+    by_kind |= dict.fromkeys(SPLIT[1:], longer * one_s)
+    unit_s = np.array([by_kind[tuple(Kind)[place]] for place in order.priced_kinds[0]])
+    take(store, np.full(len(unit_s), clock), unit_s, order)
+
+
+def backwards(store: Store) -> list[float]:
+    """What a whole one and both parts take, as multiples of a forward, at both clocks."""
+    forward, *others = store.time_s[:, -1]
+    assert store.time_s[:, 0] == pytest.approx(store.time_s[:, -1] * TOP_MHZ / 990, rel=0.01)
+    return [other / forward for other in others]
+
+
+def test_whole_backwards_change_as_their_parts_do_where_only_these_run():
+    """Or a plan that splits all would be held against whole ones of before."""
+    split, whole = zero_bubble(1, 12), SCHEDULE
+    store = known_parts()
+    assert backwards(store) == pytest.approx([2, 1, 1])
+    for order, longer in ((split, 1.0), (split, 1.2), (whole, 1.2), (whole, 1.1), (split, 1.1)):
+        ran(store, order, TOP_MHZ, longer)
+        assert backwards(store) == pytest.approx([2 * longer, longer, longer], rel=0.01)
+
+
+def test_what_ran_by_itself_just_before_does_not_follow():
+    """A GPU that splitting costs more than before: whole backwards are what they were."""
+    split, whole = zero_bubble(1, 12), SCHEDULE
+    store = known_parts()
+    for order in (split, whole):
+        ran(store, order, TOP_MHZ)
+    ran(store, split, TOP_MHZ, 1.2)
+    assert backwards(store) == pytest.approx([2, 1.2, 1.2], rel=0.01)
+    ran(store, whole, TOP_MHZ)
+    assert backwards(store) == pytest.approx([2, 1.2, 1.2], rel=0.01)
+
+
+def test_until_parts_were_seen_profiles_have_whole_backwards():
+    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
+    for place in range(len(store.kinds) + 1):
+        store.powers.look(0, place if place < len(store.kinds) else -1, TOP_MHZ, 300.0)
+    ran(store, SCHEDULE, TOP_MHZ)
+    assert store.profile(careful=True).kinds == WHOLE
+    ran(store, half_split(SCHEDULE), TOP_MHZ)
+    assert {*SPLIT, *WHOLE} <= {*store.profile(careful=True).kinds}
 
 
 def test_how_late_changes_are_is_told_by_units_that_are_longer():

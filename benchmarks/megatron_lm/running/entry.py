@@ -237,7 +237,8 @@ def _run_on_cpu(cpu_run: str, prepare: Callable[[], None]) -> None:
     run_path = runpy.run_path
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        prepare()
+        if "run_name" in kwargs:  # the script, not a stand-in for a module
+            prepare()
         return run_path(*args, **kwargs)
 
     main_of_cpu_run = run_path(cpu_run)["main"]

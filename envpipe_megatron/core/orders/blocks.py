@@ -99,8 +99,8 @@ def _repeated(
 def _fits(job: OrderJob, timed: _Timed) -> bool:
     """Whether there is room, if weight gradients come as soon as they must."""
     peaks = (max(accumulate(1 if turn[0] == FORWARD else -1 for _, turn in own)) for own in timed)
-    rooms = zip(peaks, job.stage_limits, strict=True)
-    return all(peak <= limit + HELD_TOLERANCE for peak, limit in rooms)
+    rooms = zip(peaks, job.stage_limits, job.least_room, strict=True)
+    return all(p - 1 + room[FORWARD] <= limit + HELD_TOLERANCE for p, limit, room in rooms)
 
 
 class _Squeeze:
@@ -134,13 +134,14 @@ class _Squeeze:
     def _next(self, stage: int, slot: int) -> tuple[int, int, int] | None:
         """Remove and return the next turn, or the first after it that there is room for."""
         left = self._left[stage]
-        now = most = self._held[stage] - self._job.weight_share * len(self._pending[stage])
+        room, holds = self._job.least_room[stage][FORWARD], self._job.holds[stage]
+        now = most = self._held[stage] + holds[WEIGHTS] * len(self._pending[stage])
         for at in range(len(left) - 1, max(-1, len(left) - 1 - _REACH), -1):
             own_slot, (kind, part, microbatch) = left[at]
             waits = slot in self._steady and slot < own_slot
-            room = kind == GRADIENT or at == len(left) - 1
-            room = room or most + 1 <= self._job.stage_limits[stage] + HELD_TOLERANCE
-            if room and not waits and self._ready[kind][part][microbatch] <= slot:
+            fits = kind == GRADIENT or at == len(left) - 1
+            fits = fits or most + room <= self._job.stage_limits[stage] + HELD_TOLERANCE
+            if fits and not waits and self._ready[kind][part][microbatch] <= slot:
                 return left.pop(at)[1]
             now += 1 if kind == FORWARD else -1
             most = max(most, now)
@@ -148,11 +149,10 @@ class _Squeeze:
 
     def _take(self, stage: int, turn: tuple[int, int, int], slot: int) -> None:
         job, pending, (kind, part, microbatch) = self._job, self._pending[stage], turn
-        if kind == FORWARD:
-            limit = job.stage_limits[stage] - 1 + HELD_TOLERANCE
-            while pending and self._held[stage] > limit:
-                self._add(stage, pending.pop(0))
-        else:
+        limit = job.stage_limits[stage] - job.least_room[stage][kind] + HELD_TOLERANCE
+        while pending and self._held[stage] > limit:
+            self._add(stage, pending.pop(0))
+        if kind == GRADIENT:
             pending.append((WEIGHTS, part, microbatch))
         self._add(stage, turn)
         other = job.neighbours[kind][part]
@@ -163,4 +163,4 @@ class _Squeeze:
 
     def _add(self, stage: int, turn: tuple[int, int, int]) -> None:
         self.orders[stage].append(turn)
-        self._held[stage] += self._job.holds[turn[0]]
+        self._held[stage] += self._job.holds[stage][turn[0]]

@@ -18,7 +18,6 @@ from envpipe_megatron.core.orders.job import (
     FORWARD,
     HELD_TOLERANCE,
     TIME_TOLERANCE,
-    WEIGHTS,
     Filled,
     OrderJob,
     Turns,
@@ -173,8 +172,6 @@ def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
             other = order[later]
             if other[1] == part and (other[0] == kind or other[2] == microbatch):
                 break
-            if job.in_order and other[0] == kind != WEIGHTS:
-                break  # messages would be out of order
             moved = [*order[:at], *order[at + 1 : later + 1], order[at], *order[later + 1 :]]
             if not _fits(job, stage, moved):
                 break
@@ -183,7 +180,7 @@ def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
 
 def _fits(job: OrderJob, stage: int, order: list[tuple[int, int, int]]) -> bool:
     most = job.stage_limits[stage] + HELD_TOLERANCE
-    return all(held <= most for held in accumulate(job.holds[kind] for kind, _, _ in order))
+    return all(held <= most for held in accumulate(job.holds[stage][kind] for kind, _, _ in order))
 
 
 def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:

@@ -37,22 +37,21 @@ class OrderJob:
             the last stage and the first it is the longest of them.
         placement: where chunks lie.
         limits: [num_stages] the most microbatches x chunks that a stage may hold; None: no limit.
-        weight_share: how much of one stays from its input gradient to its weight gradient.
+        weight_share: how much of one is held from its input gradient to its weight gradient, on
+            each stage or on all: above 1 where little is kept of a microbatch in flight.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
-        in_order: messages of a kind from one stage to another must be taken as they are sent.
         group_size: microbatches that pass a looped chunk before the next comes first; None: p.
 
     ScheduleError: other kinds, shapes that differ, times below zero, or a limit that is too small
-    for one microbatch.
+    for one microbatch, or for what its first backward leaves to the second part.
     """
 
     duration_s: Mapping[Kind, FloatArray]
     latency_s: float | Sequence[float] = 0.0
     placement: Placement = Placement.LOOPED
     limits: Sequence[float] | None = None
-    weight_share: float = 1.0
+    weight_share: float | Sequence[float] = 1.0
     tail_s: float | Sequence[float] = 0.0
-    in_order: bool = False
     group_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,16 +67,15 @@ class OrderJob:
                 "Durations of an order must be [num_stages, num_chunks, num_microbatches]",
                 value=shapes,
             )
-        if self.in_order and self.placement is not Placement.LOOPED:
-            raise ScheduleError("Messages are kept in order for looped chunks alone")
         if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
             raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
         for stage, limit in enumerate(self.stage_limits):
-            if limit < self.shape[1] - HELD_TOLERANCE:
+            least = self.shape[1] + self.least_room[stage][FORWARD] - 1
+            if limit < least - HELD_TOLERANCE:
                 raise ScheduleError(
                     f"Stage {stage} may hold less than one microbatch",
                     value=limit,
-                    remedy=f"One microbatch holds {self.shape[1]} there; allow at least that.",
+                    remedy=f"One microbatch holds {least:g} there; allow at least that.",
                 )
 
     @cached_property
@@ -103,10 +101,19 @@ class OrderJob:
         return [t.reshape(-1, self.shape[2]).tolist() for t in times]
 
     @cached_property
-    def holds(self) -> tuple[float, float, float]:
-        """By kind how many microbatches x chunks more its stage holds after a unit."""
+    def holds(self) -> list[tuple[float, float, float]]:
+        """[num_stages] by kind how many microbatches x chunks more its stage holds after a unit."""
         kept = self.weight_share if self.kinds is SPLIT else 0.0
-        return 1.0, kept - 1.0, -kept
+        shares = np.broadcast_to(kept, self.shape[:1]).tolist()
+        return [(1.0, share - 1.0, -share) for share in shares]
+
+    @cached_property
+    def least_room(self) -> list[tuple[float, float, float]]:
+        """[num_stages] by kind what a stage must have room for before a unit.
+
+        A forward is let in only where its gradient has room, too, once no weight gradient waits.
+        """
+        return [(max(1.0, 1.0 + more), max(0.0, more), 0.0) for _, more, _ in self.holds]
 
     @cached_property
     def stage_limits(self) -> list[float]:
@@ -263,7 +270,7 @@ class _Walk:
             if in_s != in_s:
                 break
             if self._pending[stage]:
-                self._wait(stage, in_s, holds=kind == FORWARD)
+                self._wait(stage, in_s, job.least_room[stage][kind])
             end_s = self._run(stage, turn, in_s)
             self._at[stage] += 1
             if kind == WEIGHTS:
@@ -279,14 +286,14 @@ class _Walk:
                 inputs_s[GRADIENT][part][microbatch] = end_s
         return fed
 
-    def _wait(self, stage: int, until_s: float, *, holds: bool) -> None:
-        """Run weight gradients before a unit that can start at `until_s`, and may need room."""
+    def _wait(self, stage: int, until_s: float, room: float) -> None:
+        """Run weight gradients before a unit that can start at `until_s`, and needs room."""
         job, pending, tolerance_s = self._job, self._pending[stage], TIME_TOLERANCE * until_s
         while pending:
             _, part, microbatch = pending[0]
             duration_s = job.durations_s[WEIGHTS][part][microbatch]
             gap_s = until_s - self._now_s[stage]
-            full = holds and self._held[stage] + 1 > job.stage_limits[stage] + HELD_TOLERANCE
+            full = self._held[stage] + room > job.stage_limits[stage] + HELD_TOLERANCE
             if duration_s > gap_s + tolerance_s and not full:
                 late_s = until_s + self._left_s[stage] + job.stage_tail_s[stage] - self._target_s
                 if late_s <= tolerance_s or gap_s <= max(tolerance_s, self._least_gap * duration_s):
@@ -302,7 +309,7 @@ class _Walk:
         if self._rising:
             unavoidable_s = end_s + left_s + self._job.stage_tail_s[stage]
             self._target_s = max(self._target_s, unavoidable_s)
-        held = self._held[stage] = self._held[stage] + self._job.holds[kind]
+        held = self._held[stage] = self._held[stage] + self._job.holds[stage][kind]
         if held > self._peak[stage]:
             self._peak[stage] = held
         self._orders[stage].append(turn)

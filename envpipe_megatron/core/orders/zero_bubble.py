@@ -5,7 +5,8 @@ In the first three weight gradients fill waits; fewer microbatches than stages i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -84,15 +85,7 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
     few units only.
     """
     most = schedule.num_microbatches * schedule.num_chunks
-    orders = (_split(order, most - last) for order in schedule.stages)
-    name = f"{schedule.name}-split"
-    return Schedule(
-        name,
-        schedule.num_microbatches,
-        schedule.num_chunks,
-        tuple(map(tuple, orders)),
-        schedule.placement,
-    )
+    return _with_split(schedule, "split", lambda own, seen: seen < most - last)
 
 
 def half_split(schedule: Schedule) -> Schedule:
@@ -103,22 +96,43 @@ def half_split(schedule: Schedule) -> Schedule:
     where waits, and so heat, are others. Of two microbatches or more, each chunk of each stage has
     both, in whichever order backwards come.
     """
-    split = split_in_place(schedule, schedule.num_microbatches * schedule.num_chunks)
-
-    def own(part: Unit) -> Unit:
-        whole = part.kind is Kind.INPUT_GRADIENT and part.microbatch % 2 == 0
-        return unit(part.kind, part.microbatch, part.chunk, whole)
-
-    return replace(split, stages=tuple(tuple(map(own, order)) for order in split.stages))
+    return _with_split(schedule, "split", lambda own, seen: own.microbatch % 2 == 0)
 
 
-def _split(order: tuple[Unit, ...], whole: int) -> Iterator[Unit]:
-    """The order with each backward in two parts, the first `whole` of which run as one."""
+def split_late(schedule: Schedule) -> Schedule:
+    """An order that is as unlike its whole backwards as may be, to try whether that changes a bit.
+
+    Each second part waits for the first one of the backward that follows, so a microbatch more is
+    held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
+    """
+    most = schedule.num_microbatches * schedule.num_chunks
+    return _with_split(schedule, "late", lambda own, seen: most > 2 and seen == 0, lag=1)
+
+
+def _with_split(
+    schedule: Schedule, how: str, whole: Callable[[Unit, int], bool], lag: int = 0
+) -> Schedule:
+    """The order with backwards in two parts but those for which `whole` holds: it, and its number.
+
+    `lag` second parts wait while backwards follow whose first part alone has run.
+    """
+    stages = (tuple(_split(order, whole, lag)) for order in schedule.stages)
+    return replace(schedule, name=f"{schedule.name}-{how}", stages=tuple(stages))
+
+
+def _split(order: tuple[Unit, ...], whole: Callable[[Unit, int], bool], lag: int) -> Iterator[Unit]:
+    waiting: deque[Unit] = deque()
     seen = 0
     for own in order:
         if own.kind is Kind.FORWARD:
             yield own
             continue
+        as_one = whole(own, seen)
         seen += 1
-        yield unit(Kind.INPUT_GRADIENT, own.microbatch, own.chunk, seen <= whole)
-        yield unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
+        while as_one and waiting:
+            yield waiting.popleft()
+        yield unit(Kind.INPUT_GRADIENT, own.microbatch, own.chunk, as_one)
+        waiting.append(unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk))
+        if as_one or len(waiting) > lag:
+            yield waiting.popleft()
+    yield from waiting

@@ -9,6 +9,7 @@ schedule says which comes when.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from envpipe_megatron.integrations.megatron.work import (
     listed,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 
 #: What a call may leave out, with Megatron's defaults, and what none leaves out.
@@ -119,7 +121,9 @@ class ForwardBackward:
             return self._check(arguments, _specs(arguments, groups), own, self._interpret)
         return self._interpret(arguments)
 
-    def _interpret(self, arguments: dict[str, Any], order: Schedule | None = None) -> list[Any]:
+    def _interpret(
+        self, arguments: dict[str, Any], rehearsal: Rehearsal | None = None
+    ) -> list[Any]:
         """Run an iteration by the interpreter: of the job's phases, or to check an order."""
         chunks = listed(arguments["model"])
         iterators = listed(arguments["data_iterator"])
@@ -145,12 +149,14 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
-        if order is None:
+        self._session.memory.pending_messages = _pending_messages(config)
+        if rehearsal is None:
             count = arguments["num_microbatches"]
             full = self._full_microbatches in (None, count)
             self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
-            self._session.rehearse(order, specs, make_work)
+            order, tried = rehearsal.order, rehearsal.of
+            self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:
@@ -238,6 +244,21 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
     )
     return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)
+
+
+def _pending_messages(config: Any) -> int:
+    """By how many messages a weight gradient that waits is larger than a microbatch in flight.
+
+    At most: it holds of each linear layer the input, which Transformer Engine has gathered, and the
+    gradient of the output, all of which is not held before where layers are recomputed as a whole.
+    """
+    if config.recompute_granularity != "full":
+        return 0
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    layers: int = math.ceil(config.num_layers / config.pipeline_model_parallel_size / chunks)
+    gathered = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    experts = config.moe_router_topk if config.num_moe_experts else 1
+    return layers * (12 + 4 * gathered) * experts
 
 
 def unsupported(config: Any) -> list[str]:

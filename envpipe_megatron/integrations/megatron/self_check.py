@@ -3,8 +3,9 @@
 One iteration runs by megatron-core's own function, by that again, and by the interpreter in another
 order, each from the same state and on the same data. Losses and gradients are to be equal to the
 last bit if those of Megatron's two runs are; if Megatron does not repeat itself, the other order
-may differ from it by a few times as much as it does from itself. Training goes on from the last
-run, or from another one of Megatron's if the order made a difference.
+may differ from it by a few times as much as it does from itself. Where backwards may be split, that
+order splits them, and only if it makes a difference another one of whole backwards is tried.
+Training goes on from the last run, or from another one of Megatron's if that made a difference.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders.zero_bubble import split_late
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
@@ -29,6 +33,7 @@ from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
 
 #: How much further a gradient may be from Megatron's than Megatron's two runs are from each other;
 #: as far apart as the most of their own size, they show nothing.
@@ -57,6 +62,9 @@ class SelfCheck:
         channel: carries the interpreter's messages.
         collectives: of the job.
         say: prints a line; called on the planning rank alone.
+        keep_whole: called with the reason, on all ranks, if backwards are not to be split; None if
+            none would be anyway.
+        needed: whether whole backwards, too, are not to run in another order without a check.
     """
 
     def __init__(
@@ -66,15 +74,20 @@ class SelfCheck:
         channel: P2PChannel,
         collectives: Collectives,
         say: Callable[[str], None],
+        keep_whole: Callable[[str], None] | None = None,
+        *,
+        needed: bool = True,
     ) -> None:
         self._orders_of = orders_of
         self._num_orders = len(orders_of(full_microbatches))
         self._channel = channel
         self._collectives = collectives
         self._say = say if collectives.is_planner else lambda text: None
+        self._keep_whole = keep_whole
+        self._needed = needed
         self._tries = 0
         self.done = False
-        #: What differs, or stands against another order; None if nothing does, or it is not done.
+        #: What differs, or stands against any other order; None if nothing does, or it is not done.
         self.failed: str | None = None
 
     def __call__(
@@ -82,7 +95,7 @@ class SelfCheck:
         arguments: Arguments,
         specs: StageSpecs,
         framework_function: Callable[..., list[Any]],
-        interpret: Callable[[Arguments, Schedule], list[Any]],
+        interpret: Callable[[Arguments, Rehearsal], list[Any]],
     ) -> list[Any]:
         """Run the iteration; what megatron-core's function returns of it.
 
@@ -98,7 +111,10 @@ class SelfCheck:
         def megatron(data: Any) -> list[Any]:
             return framework_function(**{**arguments, "data_iterator": data})
 
-        memory = _Memory()
+        def rehearsed(rehearsal: Rehearsal, data: Any) -> list[Any]:
+            return interpret({**arguments, "data_iterator": data}, rehearsal)
+
+        memory = _Memory(arguments, self._collectives.stage)
         with _messages_seen(specs) as as_expected:
             losses: list[Any] = iteration.run(megatron)
         first = Outcome.of(losses, chunks)
@@ -110,41 +126,59 @@ class SelfCheck:
         if not self._collectives.on_all(all(as_expected)):
             self._end("stages send each other other tensors than one of hidden states")
             return losses
-        again = Outcome.of(iteration.run(megatron), chunks)
-        order = self._that_fits(own, others, memory)
-        has_room = order is not None and self._channel.make_room(order, specs)
-        if order is None or not self._collectives.on_all(has_room):
-            self._end("memory has no room to try another sequence of forwards")
-            return losses
-        losses = iteration.run(lambda data: interpret({**arguments, "data_iterator": data}, order))
-        self._end(self._compared(first, again, Outcome.of(losses, chunks)))
-        if self.failed:
-            return iteration.run(megatron)  # type: ignore[no-any-return]  # as above
-        self._say(f"self-check: {time.monotonic() - begin_s:.1f} s for this iteration, three times")
+        again, runs = Outcome.of(iteration.run(megatron), chunks), 2
+        why: str | None = None
+        for keep_whole in dict.fromkeys((self._keep_whole, None)):
+            split = keep_whole is not None
+            order = self._that_fits(own, others, memory, split=split)
+            room = order is not None and self._channel.make_room(order, specs)
+            if order is None or not self._collectives.on_all(room):
+                order, why = None, "memory has no room to try another order"
+            else:
+                runs, rehearsal = runs + 1, Rehearsal(order, specs)
+                losses = iteration.run(partial(rehearsed, rehearsal))
+                why = self._compared(first, again, Outcome.of(losses, chunks), rehearsal.error)
+            if why is None:
+                how = f"{runs} times{', at last with split backwards' if split else ''}"
+                self._say(
+                    f"self-check: {time.monotonic() - begin_s:.1f} s for this iteration, {how}"
+                )
+                break
+            if keep_whole:
+                keep_whole(why)
+                if runs == 2 and not self._needed:
+                    break
+            elif order or self._needed:
+                self.failed = why
+        self.done = True
+        if why and runs > 2:
+            losses = iteration.run(megatron)
         return losses
 
     def _that_fits(
-        self, own: Schedule, others: Sequence[Schedule], memory: _Memory
+        self, own: Schedule, others: Sequence[Schedule], memory: _Memory, *, split: bool
     ) -> Schedule | None:
         """The first of the others that there is room for, on all ranks; Megatron's if none is.
 
         None if there is no room for one with another sequence of forwards: a plan, whose memory is
         measured, may have it.
         """
-        stage = self._collectives.stage
-        for other in others:
-            if find_stall(other, self._channel.capacity):
+        for order in (*others, own):
+            tried = split_late(order) if split else order
+            if find_stall(tried, self._channel.capacity):
                 continue
-            more = other.peak_in_flight[stage] - own.peak_in_flight[stage]
-            has_room = memory.has_room(own.peak_in_flight[stage], max(1, more))
-            if self._collectives.on_all(has_room):
-                return other
-            if _forwards(other) != _forwards(own):
+            if self._collectives.on_all(memory.has_room(own, tried)):
+                return tried
+            if _forwards(order) != _forwards(own):
                 return None
-        return own
+        return None
 
-    def _compared(self, first: Outcome, again: Outcome, ours: Outcome) -> str | None:
+    def _compared(
+        self, first: Outcome, again: Outcome, ours: Outcome, error: str | None
+    ) -> str | None:
         """What is different; None if nothing is that Megatron does not differ in by itself."""
+        if failed := self._collectives.first(error):
+            return f"{failed[1]}, on stage {failed[0]}"
         if not self._collectives.on_all(ours.finite):
             return "gradients are not finite, and Megatron's are"
         repeats = self._collectives.on_all(first.differs_from(again) is None)
@@ -164,8 +198,12 @@ class SelfCheck:
         )
         return None
 
-    def _end(self, failed: str | None) -> None:
-        self.done, self.failed = True, failed
+    def _end(self, failed: str) -> None:
+        self.done = True
+        if self._keep_whole:
+            self._keep_whole(failed)
+        if self._needed:
+            self.failed = failed
 
 
 @dataclass(frozen=True)
@@ -236,20 +274,48 @@ class Outcome:
 
 
 class _Memory:
-    """What the device's memory was used for while an iteration ran."""
+    """What the device's memory was used for while an iteration of a stage's ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Arguments, stage: int) -> None:
+        self._stage = stage
+        self._waiting_bytes = _waiting_bytes(arguments)
         self._known = torch.cuda.is_available()
         if self._known:
-            self._before = torch.cuda.memory_allocated()
+            self._before_bytes = torch.cuda.memory_allocated()
 
-    def has_room(self, in_flight: int, more: int) -> bool:
-        """Whether so many microbatches more would fit beside those in flight."""
-        if not self._known:
+    def has_room(self, own: Schedule, other: Schedule) -> bool:
+        """Whether another order would fit where Megatron's own has just run."""
+        if not self._known or own.stages == other.stages:
             return True
-        peak = torch.cuda.max_memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
-        return free > _ROOM * more * (peak - self._before) / in_flight
+        peak_bytes = torch.cuda.max_memory_allocated()
+        free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak_bytes
+        held_bytes = peak_bytes - self._before_bytes
+        each_bytes = held_bytes / own.peak_in_flight[self._stage]
+        waiting_bytes = max(each_bytes, self._waiting_bytes)
+        most_bytes = other.held(each_bytes, waiting_bytes)[self._stage].max()
+        return bool(free_bytes > _ROOM * max(each_bytes, most_bytes - held_bytes))
+
+
+def _waiting_bytes(arguments: Arguments) -> float:
+    """Bytes of what waits between the parts of a backward, at most, in the largest chunk.
+
+    That is input and output gradient of each linear layer, by the shapes of weights.
+    """
+    chunks = listed(arguments["model"])
+    config = get_model_config(chunks[0])
+    tokens = arguments["seq_length"] * arguments["micro_batch_size"] / config.context_parallel_size
+    # Tokens of all experts' ranks come to those of this one.
+    experts = config.num_moe_experts or 1
+    share = config.moe_router_topk * config.expert_model_parallel_size / experts
+    of_a_token: list[float] = [
+        sum(
+            sum(each.shape) * each.element_size() * (share if ".experts." in name else 1)
+            for name, each in chunk.named_parameters()
+            if each.dim() == 2 and "embedding" not in name
+        )
+        for chunk in chunks
+    ]
+    return float(tokens * max(of_a_token))
 
 
 def _forwards(order: Schedule) -> list[tuple[int, int]]:

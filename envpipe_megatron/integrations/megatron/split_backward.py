@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
+from envpipe_megatron.integrations.megatron.limits import keeps_whole
+
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -86,9 +88,11 @@ def second_part(waiting: list[PutOff]) -> None:
     gradients' sum, and hooks run, as in a whole backward.
     """
     # Of nodes that can run, autograd takes the latest first.
-    ends = [_Node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
+    node: Any = _Node
+    ends = [node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
     waiting.clear()
-    torch.autograd.backward(ends, [end.detach() for end in ends])
+    if ends:  # a stage may have no layer that puts any off
+        torch.autograd.backward(ends, [end.detach() for end in ends])
 
 
 class _Node(torch.autograd.Function):
@@ -130,31 +134,20 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
         chunks: the model of this stage, in Megatron's wrappers.
         config: its TransformerConfig.
     """
-    flags = [
-        "tp_comm_overlap",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",  # from 0.18 on
-        "enable_autocast",
-    ]
-    against = [name for name in flags if getattr(config, name, False)]
-    sizes = ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"]  # from 0.19 on
-    against += [name for name in sizes if getattr(config, name, 1) > 1]
-    against += [name for name in map(_kind, chunks) if "FullySharded" in name]
+    against = keeps_whole(config) + [name for name in map(_kind, chunks) if "FullySharded" in name]
     if against:
         return f"weight gradients cannot be put off with {against[0]}"
     known, unknown = 0, Counter[str]()
     for module in _modules(chunks):
         names = _known_weights(module)
         for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() < 2 or not weight.requires_grad or "Embedding" in _kind(module):
-                continue
             if name in names:
                 known += weight.numel()
-            else:
+            elif weight.dim() > 1 and weight.requires_grad and "Embedding" not in _kind(module):
                 unknown[_kind(module)] += weight.numel()
-    if known > unknown.total():
+    if known >= unknown.total():
         return None
-    large = ", ".join(kind for kind, _ in unknown.most_common(3)) or "there are none"
+    large = ", ".join(kind for kind, _ in unknown.most_common(3))
     return f"most weights are of layers that cannot put theirs off ({large})"
 
 

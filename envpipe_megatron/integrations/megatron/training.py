@@ -186,10 +186,18 @@ class Training(LeveledJob):
         if self.level is not Level.ORDER:
             return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
         check = None
-        if self._checked:
+        if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
-            check = SelfCheck(orders_of, microbatches, self.job.channel, collectives, self.tell)
+            check = SelfCheck(
+                orders_of,
+                microbatches,
+                self.job.channel,
+                collectives,
+                self.tell,
+                session.split_no_more if session.may_split else None,
+                needed=self._checked,
+            )
         return ForwardBackward(
             session,
             framework_function=self._replaced,

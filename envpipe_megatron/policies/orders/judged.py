@@ -6,9 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import le
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.orders.job import HELD_TOLERANCE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
@@ -42,14 +46,15 @@ class Judged:
     @property
     def more_in_flight(self) -> int:
         """The most microbatches that a stage holds beyond those of the framework's own order."""
-        order, own = self.optimizer.schedule, self.own
-        more = max(p - q for p, q in zip(order.peak_in_flight, own.peak_in_flight, strict=True))
-        return max(0, math.ceil(more / own.num_chunks))
+        order, shares = self.optimizer.schedule, self.optimizer.profile.weight_shares
+        more = float(np.max(peak_held(order, shares) - self.own.peak_in_flight))
+        return max(0, math.ceil((more - HELD_TOLERANCE) / order.num_chunks))
 
     @cached_property
     def memory_worth(self) -> float:
         """What a score is multiplied by to be compared: memory that buys nothing is a loss."""
-        return memory_worth(self.optimizer.schedule, self.own)
+        shares = self.optimizer.profile.weight_shares
+        return memory_worth(self.optimizer.schedule, self.own, shares)
 
     @property
     def worth_j(self) -> float:
@@ -94,9 +99,23 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     return best
 
 
-def within(schedule: Schedule, max_in_flight: Sequence[int] | None) -> bool:
+def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
+    """[num_stages] the most that each stage holds, in microbatches x chunks in flight.
+
+    `weight_shares` are as `Profile` has them.
+    """
+    peaks: FloatArray = schedule.held(1.0, weight_shares).max(axis=1)
+    return peaks
+
+
+def within(
+    schedule: Schedule, max_in_flight: Sequence[int] | None, weight_shares: ArrayLike = 1.0
+) -> bool:
     """Whether no stage holds more, in microbatches x chunks."""
-    return max_in_flight is None or all(map(le, schedule.peak_in_flight, max_in_flight))
+    if max_in_flight is None:
+        return True
+    held = peak_held(schedule, weight_shares)
+    return bool(np.all(held <= np.add(max_in_flight, HELD_TOLERANCE)))
 
 
 def check_own_within(
@@ -116,7 +135,7 @@ def check_own_within(
             )
 
 
-def memory_worth(schedule: Schedule, own: Schedule) -> float:
+def memory_worth(schedule: Schedule, own: Schedule, weight_shares: ArrayLike = 1.0) -> float:
     """What the energy of an order is multiplied by, so that memory which buys nothing is a loss."""
-    more = sum(schedule.peak_in_flight) - sum(own.peak_in_flight)
-    return 1 + WORTH * max(0, more) / schedule.num_chunks
+    more = float(peak_held(schedule, weight_shares).sum()) - sum(own.peak_in_flight)
+    return 1 + WORTH * max(0.0, more) / schedule.num_chunks

@@ -10,6 +10,7 @@ from typing import Any
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.request import PlanRequest, check_request
+from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 
@@ -101,6 +102,12 @@ class SessionConfig:
                 value=self.warmup_iterations,
                 remedy="What is measured in the first does not count.",
             )
+
+    @property
+    def may_split(self) -> bool:
+        """True if orders may come that split backwards: the best, one by name, or one by file."""
+        named = SCHEDULES[self.request.schedule].splits
+        return self.splits and (named is not False or self.plan_file is not None)
 
     def measures_alone(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.

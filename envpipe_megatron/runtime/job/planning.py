@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.restarts.known_profile import read_named
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-from envpipe_megatron.runtime.memory.stage import in_flight_limit
+from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 from envpipe_megatron.tuning.planner import Asked
 
 
@@ -87,7 +87,8 @@ def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
     # A framework that runs its units itself carries their messages too.
-    own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
+    ours = job.own_order is None
+    own_bytes = job.channel.more_bytes(plan.schedule, job.specs) if ours else 0
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
 
@@ -140,17 +141,19 @@ def plan_online(
     By default as the job's own request has it. Called on the planner only.
     """
     asked, kept = job.config.request, job.kept_order
-    schedule, order, capacity = asked.schedule, kept or order or asked.order, _capacity(job)
-    if asked.num_chunks > 1 and capacity is not None:
+    schedule, order, most_waiting = asked.schedule, kept or order or asked.order, capacity(job)
+    if asked.num_chunks > 1 and most_waiting is not None:
         # Only of the framework's order is it known that one hardware queue can run it.
         schedule = "interleaved"
         if order is None:
             _check_finishes(job, megatron_order(job))
+    if SCHEDULES[schedule].splits and not splits(job):  # which showed in training
+        schedule = "1f1b"
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
-    conditions, own_s = known_conditions(profile), None
-    if job.own_order is not None:
-        own = job.own_order
+    conditions, own_s, own = known_conditions(profile), None, job.own_order
+    in_v = own if own is not None and own.placement is Placement.V else None
+    if own is not None:
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
     if kept is None and not splits(job):
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
@@ -158,7 +161,8 @@ def plan_online(
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight
-        limit = in_flight_limit(most, megatron_order(job), profile, job.memory.stages)
+        limit = in_flight_limit(most, in_v or megatron_order(job), profile, job.memory.stages)
+        profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
             most, held = limit, ", ".join(f"{each:g}" for each in limit)
             notes = (f"Memory holds at most {held} microbatches in flight.",)
@@ -169,12 +173,12 @@ def plan_online(
         order=order,
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
-        channel_capacity=capacity if "channel_capacity" in takes else None,
+        channel_capacity=most_waiting if "channel_capacity" in takes else None,
         deadline_factor=asked.deadline_factor if deadline_factor is None else deadline_factor,
         conditions=conditions,
         runnable=True,
     )
-    return make_problem(profile, request, own_s), notes
+    return make_problem(profile, request, own_s, in_v), notes
 
 
 def megatron_order(job: PhaseParts) -> Schedule:
@@ -212,13 +216,14 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
         )
     order = plan.schedule
-    if job.kept_order is None and order.placement is not Placement.LOOPED:
+    placement = Placement.LOOPED if job.own_order is None else job.own_order.placement
+    if job.kept_order is None and order.placement is not placement:
         raise SessionError(
-            "The plan lays chunks in a V, which no job runs",
+            f"The plan lays chunks out as {order.placement}, and this job's model is {placement}",
             value=order.name,
             remedy="Plan with --runnable, or let the job plan.",
         )
-    if order.split and not splits(job):
+    if job.kept_order is None and order.split and not splits(job):
         raise SessionError(
             "The plan splits backwards, and those of this job are whole: "
             f"{job.state.whole or job.config.why_whole}",
@@ -227,6 +232,13 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             "the job plan.",
         )
     if job.kept_order is None:
+        own = job.own_order
+        if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
+            raise SessionError(
+                f"The plan adds gradients up in another sequence than the framework: {turned}",
+                value=order.name,
+                remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
+            )
         _check_finishes(job, order)
     for stage, supported in enumerate(clocks_mhz):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
@@ -238,14 +250,14 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             )
 
 
-def _capacity(job: PhaseParts) -> int | None:
+def capacity(job: PhaseParts) -> int | None:
     """Messages that may wait between neighbours; None for any number."""
     return None if job.config.reorders else job.channel.capacity
 
 
 def _check_finishes(job: PhaseParts, order: Schedule) -> None:
     """Refuse an order that does not reach its end on the job's channel."""
-    if stuck := find_stall(order, _capacity(job)):
+    if stuck := find_stall(order, capacity(job)):
         stall = "; ".join(map(str, stuck))
         remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
         if order.num_chunks == 1:

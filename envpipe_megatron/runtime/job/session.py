@@ -255,6 +255,11 @@ class Session:
         if not in_step:
             self.close_iteration()
 
+    @property
+    def may_split(self) -> bool:
+        """True if orders may come that split backwards."""
+        return self._config.may_split and not self.state.whole
+
     def split_no_more(self, why: str) -> None:
         """Have whole backwards only; every rank calls it, before the first iteration."""
         self.state.whole = why

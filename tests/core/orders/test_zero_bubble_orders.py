@@ -10,10 +10,21 @@ from on_request import on_request
 
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError
 from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
-from envpipe_megatron.core.orders.builders import breadth_first
+from envpipe_megatron.core.orders.builders import (
+    breadth_first,
+    envpipe,
+    framework_order,
+    interleaved,
+    one_f_one_b,
+)
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob, fill
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.zero_bubble import (
+    half_split,
+    split_late,
+    zero_bubble,
+    zero_bubble_v,
+)
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 
@@ -44,6 +55,26 @@ def test_zb_h2_of_3_by_6_by_hand():
         "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5",
         "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5",
     )
+
+
+def test_half_of_the_backwards_are_split_by_hand():
+    assert [" ".join(order) for order in half_split(one_f_one_b(2, 4)).labels()] == [
+        "F0 F1 I0+ W0 F2 I1 W1 F3 I2+ W2 I3 W3",
+        "F0 I0+ W0 F1 I1 W1 F2 I2+ W2 F3 I3 W3",
+    ]
+
+
+@pytest.mark.parametrize(("microbatches", "chunks"), [(2, 1), (3, 1), (2, 2), (4, 3), (8, 2)])
+def test_each_chunk_of_each_stage_has_whole_backwards_and_parts(microbatches, chunks):
+    own = framework_order(2, microbatches, chunks)
+    split = half_split(own)
+    for order in split.stages:
+        for chunk in range(chunks):
+            first = [u for u in order if (u.kind, u.chunk) == (Kind.INPUT_GRADIENT, chunk)]
+            num_whole = sum(u.combined for u in first)
+            assert 0 <= 2 * num_whole - len(first) <= 1
+            assert 0 < num_whole < len(first)
+    assert split.peak_in_flight == own.peak_in_flight
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 12), (8, 20)])
@@ -149,3 +180,27 @@ def test_squeezed_blocks_have_the_bubble_of_v_half(stages, most, wait):
     for filled in squeezed:
         assert max(filled.peak_held) <= most
         assert all(len(order) == 3 * job.num_per_kind for order in filled.orders)
+
+
+def test_late_second_parts_of_1f1b_by_hand():
+    assert [" ".join(units) for units in split_late(one_f_one_b(2, 5)).labels()] == [
+        "F0 F1 I0 F2 I1 W0 F3 W1 I2+ W2 F4 I3 I4 W3 W4",
+        "F0 I0 F1 I1 W0 F2 W1 I2+ W2 F3 I3 F4 I4 W3 W4",
+    ]
+    assert split_late(one_f_one_b(1, 1)).stages == parse_stages("F0 I0 W0")
+
+
+@pytest.mark.parametrize(
+    "own", [one_f_one_b(4, 8), envpipe(3, 7, [2, 1, 0]), interleaved(2, 6, 3)], ids=lambda o: o.name
+)
+def test_late_second_parts_come_in_turn_for_one_microbatch_more(own):
+    late = split_late(own)
+    assert late.out_of_turn is None
+    peaks = zip(late.peak_in_flight, own.peak_in_flight, strict=True)
+    assert all(most <= own_most + 1 for most, own_most in peaks)
+    assert late.combined.sum(axis=1).tolist() == [1] * own.num_stages
+    for units, before in zip(late.stages, own.stages, strict=True):
+        sends = [u for u in units if u.kind is not Kind.WEIGHT_GRADIENT]
+        assert [(u.microbatch, u.chunk, u.kind is Kind.FORWARD) for u in sends] == [
+            (u.microbatch, u.chunk, u.kind is Kind.FORWARD) for u in before
+        ]

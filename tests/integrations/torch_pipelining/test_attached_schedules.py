@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import attached_ranks
 import pytest
@@ -15,7 +12,7 @@ import torch
 from attached_ranks import Case
 from memory_folder import memory_folder
 from on_request import on_request
-from presets import preset_profile, write_changed_preset
+from presets import preset_profile
 from rank_pool import RankFailedError, RankPool
 
 from envpipe_megatron.core.kinds import Kind, parse_unit
@@ -26,44 +23,13 @@ from envpipe_megatron.policies.request import PlanRequest
 pytestmark = pytest.mark.xdist_group("pipeline")
 
 ORDER, UNITS = "order", "units"
-Runs = tuple[list[Any], list[Any]]
 #: Enough for a plan to run, on GPUs of four clocks.
 PLANNED = 20
-FEW_CLOCKS = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    """With two chunks of each there is a first stage, a last one, and one between."""
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture
-def trained(pool: RankPool, tmp_path: Path) -> Callable[..., Runs]:
-    """What a case comes to by torch alone, and with EnvPipe attached."""
-
-    def run(case: Case, preset: str | None = None, ranks: RankPool = pool) -> Runs:
-        few = write_changed_preset(tmp_path / "few.toml", FEW_CLOCKS)
-        with memory_folder() as folder:
-            ours = ranks.run(attached_ranks.train, case, folder, preset or str(few))
-        alone = ranks.run(attached_ranks.train, case, None)
-        for own, with_envpipe in zip(alone, ours, strict=True):
-            assert own["weights"] == with_envpipe["weights"]
-            assert own["losses"] == with_envpipe["losses"]
-        usual = (case.microbatches,)
-        expected = sum(case.others.get(step, usual)[0] for step in range(case.steps))
-        assert sum(len(own["losses"]) for own in alone) >= expected
-        return alone, ours
-
-    return run
 
 
 KEPT = {
-    "ScheduleLoopedBFS": "backwards do not come in the order of microbatches",
-    "ScheduleInterleavedZeroBubble": "backwards are split",
-    "ScheduleZBVZeroBubble": "backwards are split",
-    "ScheduleDualPipeV": "backwards are split",
+    "ScheduleLoopedBFS": "in it, stage 0 runs B7.1 before B0.1",
+    "ScheduleDualPipeV": "units run in pairs",
 }
 
 
@@ -99,15 +65,21 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
         pytest.param("Schedule1F1B", 1, (0.03,), marks=on_request("PIPELINE")),
         pytest.param("ScheduleGPipe", 1, (0.03,), marks=on_request("PIPELINE")),
         ("ScheduleInterleaved1F1B", 2, (0.02, 0.03, 0.02, 0.03)),
+        *(
+            pytest.param(name, 2, (0.02, 0.03, 0.02, 0.03), marks=on_request("PIPELINE"))
+            for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
+        ),
     ],
 )
 def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s):
-    evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
+    # The last one between steps of a plan. Torch's own hangs where stages lie in a V.
+    evaluated = () if name in attached_ranks.V_SHAPED else (3, PLANNED - 2)
     settings = {"baseline_steps": 4}
     named = ("run", "runs", "error")  # as functions of EnvPipe's have, too
     case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated, named=named)
     _, ours = trained(case)
     plan = ours[0]["plan"]
+    assert plan.split
     for stage, rank in enumerate(ours):
         assert rank["level"] == ORDER
         assert set(rank["phases"][-3:]) <= {"reconfigure", "steady"}
@@ -117,13 +89,13 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s
 
 
 @pytest.mark.parametrize(
-    ("how", "name", "chunks"),
+    ("how", "name", "chunks", "why"),
     [
-        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, marks=on_request("PIPELINE")),
-        pytest.param("ddp", "Schedule1F1B", 1, marks=on_request("PIPELINE")),
+        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, "FSDP", marks=on_request("PIPELINE")),
+        pytest.param("ddp", "Schedule1F1B", 1, "Distributed", marks=on_request("PIPELINE")),
     ],
 )
-def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks):
+def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks, why):
     """Two stages, and two replicas of each that see other data: sharded weights, or copies."""
     settings = {"baseline_steps": 4}
     case = Case(name, 8, chunks, steps=PLANNED, settings=settings, replicated=how)
@@ -131,6 +103,8 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
     assert alone[0]["losses"] == alone[1]["losses"] == []
     assert alone[2]["losses"] != alone[3]["losses"]
     plan = ours[0]["plan"]
+    assert not plan.split
+    assert f"Backwards stay whole: {why}" in " ".join(ours[0]["said"])
     for rank, found in enumerate(ours):
         assert found["level"] == ORDER
         assert found["executed"] == plan.labels()[rank // 2]
@@ -185,7 +159,8 @@ def test_a_job_saves_as_its_plan_says(trained):
     _, ours = trained(case, "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     cost, baseline = ours[0]["predicted"]
-    assert cost.saving_percent(baseline) > 8
+    assert ours[0]["plan"].split
+    assert cost.saving_percent(baseline) > 25
     assert abs(compared["saving_percent"] - cost.saving_percent(baseline)) < 1
     assert compared["slowdown_percent"] < 0.5
     assert "steady against baseline: envpipe saved" in " ".join(ours[0]["said"])

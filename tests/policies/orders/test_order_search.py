@@ -186,7 +186,7 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
 
     def optimizer(self, extra, *_):
         order = builders.envpipe(2, 4, extra)
-        return Namespace(plan=lambda *_: rounded(extra), schedule=order)
+        return Namespace(plan=lambda *_: rounded(extra), schedule=order, profile=job.profile)
 
     monkeypatch.setattr(OrderSearch, "optimizer", optimizer)
     monkeypatch.setattr(

@@ -76,7 +76,7 @@ class Memory:
         self.stages = "compared"
 
 
-CHANNEL = SimpleNamespace(make_room=lambda order, specs: True)
+CHANNEL = SimpleNamespace(make_room=lambda order, specs: True, capacity=None)
 
 
 class Record(str):
@@ -366,6 +366,7 @@ class Known:
 
     activation_bytes: float
     free_bytes: float
+    pending_bytes: None = None
 
 
 class Measured(Memory):

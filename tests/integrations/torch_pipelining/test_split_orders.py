@@ -1,0 +1,95 @@
+"""Orders that split backwards, by torch's own runtime: the same bits, or whole backwards."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import attached_ranks
+import pytest
+from attached_ranks import Case
+from on_request import asked_for, on_request
+from planning.core_cases import random_orders
+from presets import preset_profile
+
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.schedule import Placement, Schedule
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+#: Of the random orders; the others run on request.
+IN_CI = {("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 2), ("ScheduleInterleaved1F1B", 4)}
+
+
+def random_split(rng: random.Random, ranks: int, case: Case, placement: Placement) -> Schedule:
+    """Any order with each kind in the microbatches' order, some backwards of which are whole."""
+    found = random_orders(
+        rng, ranks, case.microbatches, case.chunks, split=True, placement=placement
+    )
+    return Schedule(
+        "random", case.microbatches, case.chunks, tuple(in_turn(rng, o) for o in found), placement
+    )
+
+
+def in_turn(rng: random.Random, order: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """The units numbered as they come: what they need still comes before them."""
+    counted: Counter[object] = Counter()
+    units = []
+    for unit in order:
+        units.append(replace(unit, microbatch=counted[unit.kind, unit.chunk]))
+        counted[unit.kind, unit.chunk] += 1
+    return tuple(
+        replace(unit, combined=unit.kind is Kind.INPUT_GRADIENT and rng.random() < 0.5)
+        if after == replace(unit, kind=Kind.WEIGHT_GRADIENT)
+        else unit
+        for unit, after in zip(units, [*units[1:], None], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in IN_CI else on_request("PIPELINE"))
+        for name in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble")
+        for ranks in (2, 4)
+    ],
+)
+def test_random_orders_have_the_bits_of_torchs_own(request, name, ranks):
+    pool = request.getfixturevalue("pool" if ranks == 4 else "two_ranks")
+    case = Case(name, 8, chunks=1 if name == "Schedule1F1B" else 2)
+    placement = Placement.V if name in attached_ranks.V_SHAPED else Placement.LOOPED
+    rng = random.Random(ranks)
+    count = 300 if asked_for("PIPELINE") else 5
+    orders = [random_split(rng, ranks, case, placement) for _ in range(count)]
+    for bits in pool.run(attached_ranks.run_orders, case, orders):
+        assert all(each == bits[0] for each in bits[1:])
+
+
+def test_weight_gradients_in_another_order_are_noticed(two_ranks):
+    order = split_in_place(builders.one_f_one_b(2, 8), 8)
+    stages = []
+    for units in order.stages:
+        *others, last = [
+            [unit for unit in units if (unit.kind is Kind.WEIGHT_GRADIENT) is late]
+            for late in (False, True)
+        ]
+        stages.append((*others[0], *reversed(last)))
+    turned = replace(order, stages=tuple(stages))
+    for own, bits in two_ranks.run(attached_ranks.run_orders, Case("Schedule1F1B", 8), [turned]):
+        assert own != bits
+
+
+def test_a_shared_weight_keeps_backwards_whole(trained, two_ranks, tmp_path):
+    """Though the profile says what parts take, and that splitting costs nothing."""
+    times_s = {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.06}
+    times_s |= dict.fromkeys((Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), 0.03)
+    preset_profile("a100-sxm", 2, times_s, (810, 1005, 1200)).write(tmp_path / "profile.csv")
+    settings = {"baseline_steps": 3, "profile": tmp_path / "profile.csv"}
+    case = Case("Schedule1F1B", weights="twice", steps=12, settings=settings)
+    _, ours = trained(case, ranks=two_ranks)
+    assert "Backwards stay whole: a weight is used more than once" in ours[0]["said"]
+    assert not ours[0]["plan"].split
+    assert {rank["level"] for rank in ours} == {"order"}

@@ -1,0 +1,108 @@
+"""In which order a job measures its units: with half of its backwards split where plans may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_phases import CLOCKS, MICROBATCHES, STAGES, Memory, Rank, clocks_of, profile_of
+
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.job import splitting
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.splitting import known_and_measured, try_parts
+from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+
+OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
+AUTO = PlanRequest(MICROBATCHES, "auto", "optimal")
+
+
+def measured_by(own: Schedule = OWN, request: PlanRequest = AUTO, **config: Any) -> str:
+    rank: Any = Rank(SessionConfig(request, **{"splits": True, **config}))
+    profile, measured = known_and_measured(rank, own, [])
+    assert profile is None
+    assert measured is own or measured.stages == half_split(own).stages
+    return "whole" if measured is own else "half"
+
+
+def test_half_of_the_backwards_are_split_where_plans_may_split_some():
+    assert measured_by() == "half"
+    assert measured_by(request=PlanRequest(MICROBATCHES, "zb-h1", "uniform")) == "half"
+    assert measured_by(splits=False) == "whole"
+    assert measured_by(builders.one_f_one_b(STAGES, 2)) == "half"
+    assert measured_by(builders.one_f_one_b(STAGES, 1)) == "whole"  # both in one iteration?
+    assert measured_by(builders.interleaved(2, 4, 2)) == "half"
+    assert measured_by(builders.interleaved(2, 4, 2, combined=True)) == "whole"
+    assert measured_by(zero_bubble(STAGES, MICROBATCHES)) == "whole"  # the framework splits them
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "envpipe"])
+@pytest.mark.parametrize("policy", ["uniform", "envelope", "optimal"])
+def test_orders_that_are_whole_by_name_measure_no_parts(schedule, policy):
+    assert measured_by(request=PlanRequest(MICROBATCHES, schedule, policy)) == "whole"
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch, by_file):
+    named = Path("named.csv") if by_file else None
+    for known in (profile_of(), profile_of().with_split_backwards(SplitBackward())):
+        monkeypatch.setattr(splitting, "known_profile", lambda *of, known=known: known)
+        rank: Any = Rank(SessionConfig(AUTO, splits=True, profile_file=named))
+        profile, measured = known_and_measured(rank, OWN, [])
+        if known.assumed is not None:
+            assert (profile, measured.stages) == (known, half_split(OWN).stages)
+            assert not rank.said
+        elif by_file:
+            assert (profile, measured) == (known, OWN)
+            (note,) = rank.state.notes
+            assert note.startswith("Backwards stay whole: named.csv has no rows of input-gradient")
+        else:
+            assert (profile, measured.stages) == (None, half_split(OWN).stages)
+            assert "an earlier start is not used" in rank.said[0]
+            assert not rank.state.notes
+
+
+class Full(Memory):
+    """Has no room for any other order."""
+
+    def predict(self, schedule: Schedule) -> None:
+        raise MemoryFullError("Too little of a test")
+
+    def learn(self, schedule: Schedule, specs: Any, ran: Schedule | None = None) -> None:
+        self.calls.append(("learn", schedule.name, ran and ran.name, self.watch))
+
+
+class Roomy(Full):
+    def predict(self, schedule: Schedule) -> None:
+        self.predicted.append(schedule.name)
+
+
+def test_what_parts_hold_is_watched_before_they_are_measured():
+    rank: Any = Rank(SessionConfig(AUTO, splits=True), memory=Roomy())
+    trying = try_parts(rank, OWN, half_split(OWN))
+    order = next(trying)
+    assert (order.phase, order.schedule.name) == (Phase.PROFILE, "1f1b-split")
+    assert clocks_of(order) == {max(CLOCKS)}
+    assert rank.memory.watch is Watch.UNITS
+    with pytest.raises(StopIteration) as ended:
+        next(trying)
+    assert ended.value.value.name == "1f1b-split"
+    assert rank.memory.calls == [("learn", "1f1b", "1f1b-split", Watch.UNITS)]
+    assert (rank.memory.predicted, rank.memory.watch) == (["1f1b-split"], Watch.NOTHING)
+    assert not rank.state.whole
+
+
+def test_without_memory_for_parts_backwards_stay_whole():
+    rank: Any = Rank(SessionConfig(AUTO, splits=True), memory=Full())
+    with pytest.raises(StopIteration) as ended:
+        next(try_parts(rank, OWN, half_split(OWN)))
+    assert ended.value.value is OWN
+    assert rank.state.whole == "Too little of a test"
+    assert rank.state.notes == ("Backwards stay whole: Too little of a test",)
+    assert known_and_measured(rank, OWN, [])[1] is OWN
