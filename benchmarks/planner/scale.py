@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 import click
 
-from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, memory_mib, output_option
+from benchmarks import outputs
+from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.policies.optimal import optimizer as optimal
@@ -31,7 +32,7 @@ from envpipe_megatron.policies.request import PlanRequest
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = ("1f1b", "envpipe")
-_PROFILE = PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
+_PROFILE = outputs.PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
 _BLOCKING_POWER_W = 83.64
 
 

@@ -105,8 +105,7 @@ def search_at_scale(folder: Path, setting: Setting, job: Job, goal: Goal) -> dic
 def _main(call: str, result: str) -> None:
     function, arguments = pickle.loads(Path(call).read_bytes())
     found = function(*arguments)
-    memory_mib = memory_mib("VmHWM")
-    Path(result).write_bytes(pickle.dumps((found, memory_mib)))
+    Path(result).write_bytes(pickle.dumps((found, memory_mib("VmHWM"))))
 
 
 if __name__ == "__main__":
