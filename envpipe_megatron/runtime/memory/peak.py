@@ -205,8 +205,11 @@ class JobMemory:
         return self._peak_bytes(self._source)
 
     def compare(self, peak_bytes: int | None) -> None:
-        """Hold the prediction against the peak that this rank saw while the order ran."""
-        if self.stages is None:
+        """Hold the prediction, if there is one, against the peak that this rank saw meanwhile.
+
+        There is none where the framework's own order runs on though too little memory was free.
+        """
+        if self.stages is None or self.stages[0].predicted_peak_bytes is None:
             return
         measured = self._collectives.by_stage(peak_bytes or 0, max)
         self.stages = tuple(

@@ -374,6 +374,22 @@ def test_an_order_without_memory_ends_the_job_on_all_ranks():
     assert job.everywhere(run) == [True] * 4
 
 
+def test_an_order_that_runs_on_without_its_memory_is_compared_with_nothing():
+    """Another process took it: the framework's own order has run, and goes on."""
+    job = FakeJob(2, 4, lambda rank: Sizes())
+    job.learn()
+    for device in job.devices:
+        device.capacity = device.allocated
+
+    def run(stage, work, memory):
+        with pytest.raises(MemoryFullError):
+            memory.predict(job.own)
+        memory.compare(memory.peak_bytes())
+        return {own.measured_peak_bytes for own in memory.stages}
+
+    assert job.everywhere(run) == [{None}] * 2
+
+
 def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
