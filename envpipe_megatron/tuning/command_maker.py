@@ -30,8 +30,8 @@ class CommandMaker:
         #: The last of both that was not empty.
         self._billed = "", ""
         self.adopted: Plan | None = None
-        #: The plan before the last that ranks have heard of, and that one.
-        self._heard: tuple[Plan | None, Plan | None] = (None, None)
+        #: The plan before the last that ranks have heard of, and that one; with what was won.
+        self._heard: tuple[tuple[Plan | None, str], ...] = ((None, ""), (None, ""))
         self._notes: list[str] = []
 
     def note(self, *texts: str) -> None:
@@ -70,7 +70,7 @@ class CommandMaker:
         billed = "\n".join(filter(None, self._billed)) if any(new) else ""
         adopted, self.adopted = self.adopted, None
         if adopted is not None:
-            self._heard = self._heard[1], adopted
+            self._heard = self._heard[1], (adopted, self._billed[1])
         return Command(
             phase,
             iterations,
@@ -87,8 +87,8 @@ class CommandMaker:
 
     def take_back(self, command: Command) -> Plan | None:
         """Ranks refuse a command's plan: the next one says its words; the plan that ran before."""
-        before = self._heard[0]
-        self._heard = before, before
+        before, won = self._heard[0]
+        self._heard = self._heard[:1] * 2
         self._notes = [command.note] if command.note else []
-        self.billed, self.won = self._billed
+        self._billed = self.billed, self.won = self._billed[0], won
         return before

@@ -370,8 +370,10 @@ class Controller:
     def _adopt(self, plan: Plan) -> None:
         if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
             self._commands.billed = "The framework's own order ran until there was a plan"
-        self._commands.won, self._planner.won = self._planner.won, ""
-        self._commands.note(*filter(None, [self._commands.won]))
+        if plan is not self.plan and (won := self._planner.won):
+            self._commands.won = won
+            self._commands.note(won)
+        self._planner.won = ""  # of a plan that is not better nobody need hear
         self._lead(self._ready(plan))
         self._commands.adopted = None if self._has_no_plan else self.plan
 
