@@ -265,6 +265,7 @@ def _keys(
             "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
             "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
             "channel_capacity": channel.capacity,
+            "splits_backwards": config.splits,
             "plan_sha256": _sha256(config.plan_file),
         },
     }

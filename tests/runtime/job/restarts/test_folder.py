@@ -99,6 +99,7 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
             "park": False,
             "one_clock_slowdown_percent": None,
             "channel_capacity": 3,
+            "splits_backwards": False,
             "plan_sha256": None,
         },
     }
@@ -120,6 +121,16 @@ def test_a_job_under_another_power_profile_starts_over(tmp_path, monkeypatch, ca
     assert resumed(config).found.starts == ()
     assert "envpipe_power_profiles was nothing and is now max-Q" in caplog.text
     assert resumed(config).found.starts != ()
+
+
+def test_a_plan_of_whole_backwards_is_made_again_where_they_may_be_split(tmp_path, caplog):
+    config = SessionConfig(GREEDY, output_dir=tmp_path, fingerprint={"layers": 24})
+    folder = resumed(config)
+    folder.keep_profile(profiled())
+    folder.keep_plan(planned(), 0, None)
+    assert resumed(config).found.phases_done == ("profile", "plan")
+    assert resumed(replace(config, splits=True)).found.phases_done == ("profile",)
+    assert "splits_backwards was false and is now true" in caplog.text
 
 
 @pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
