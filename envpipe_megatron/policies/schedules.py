@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import plain
 from envpipe_megatron.policies.frequencies import added_functions
-from envpipe_megatron.policies.orders.judged import check_own_within, within
+from envpipe_megatron.policies.orders.judged import check_own_within, peak_held, within
 from envpipe_megatron.policies.problem import PlannerError, Problem, envpipe_counts
 
 #: Measured on GPT-3 175B in two chunks (A100s, A40s; 16 to 96 microbatches): 0.1 to 0.4 points.
@@ -117,7 +118,16 @@ def _zero_bubble(
     order = build(stages, problem.num_microbatches, limit)
     while not within(order, in_flight, shares):  # one that waits takes more than one in flight
         limit -= 1
-        order = build(stages, problem.num_microbatches, limit)
+        try:
+            order = build(stages, problem.num_microbatches, limit)
+        except ScheduleError:
+            held = plain(peak_held(order, shares).round(1).tolist())
+            raise PlannerError(
+                f"Schedule {problem.order} needs memory of {held} microbatches (x chunks) in "
+                "flight by stage, since a pending weight gradient takes more than one",
+                value=in_flight,
+                remedy="Allow more in flight, or use --schedule auto.",
+            ) from None
     return order
 
 

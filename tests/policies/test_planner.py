@@ -79,6 +79,18 @@ def test_zero_bubble_orders_by_their_names(name, limit, chunks, expected):
     assert plan.cost.energy_j < plan.baseline.cost.energy_j
 
 
+@pytest.mark.parametrize(("limit", "name"), [(8, None), (16, "zb-h1"), (28, "zb-h2")])
+def test_zero_bubble_orders_fit_where_weight_gradients_hold_the_most(limit, name):
+    known = replace(PROFILE.sidecar, activation_bytes=(1.0,) * 4, pending_bytes=(4.0,) * 4)
+    request = PlanRequest(8, "zb-h2", max_in_flight=limit, split=SplitBackward())
+    plan = partial(make_plan, replace(PROFILE, sidecar=known), request)
+    if name is None:
+        with pytest.raises(PlannerError, match=r"needs memory of 7\.0, 10\.0, 13\.0, 16\.0 micro"):
+            plan()
+    else:
+        assert plan().plan.schedule.name == name
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
