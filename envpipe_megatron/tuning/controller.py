@@ -160,6 +160,8 @@ class Controller:
             energy = today.cost.energy_j / self.plan.cost.energy_j - 1
             new = plans.get(0, self.plan)
             better = self._better(new)
+            if not better and new.schedule.split != self.plan.schedule.split:
+                self._planner.won = ""  # it is said of the plan that runs
             # One that stays is kept with what it is known to cost by now.
             self._adopt(new if better else self.plan)
             self._commands.note(
@@ -370,10 +372,8 @@ class Controller:
     def _adopt(self, plan: Plan) -> None:
         if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
             self._commands.billed = "The framework's own order ran until there was a plan"
-        if plan is not self.plan and (won := self._planner.won):
-            self._commands.won = won
-            self._commands.note(won)
-        self._planner.won = ""  # of a plan that is not better nobody need hear
+        self._commands.won, self._planner.won = self._planner.won, ""
+        self._commands.note(*filter(None, [self._commands.won]))
         self._lead(self._ready(plan))
         self._commands.adopted = None if self._has_no_plan else self.plan
 

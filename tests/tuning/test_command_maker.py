@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -47,22 +50,31 @@ def test_the_bill_says_nothing_of_what_a_plan_that_does_not_run_would_have_won()
     assert commands.for_all(Phase.STEADY, order, 1).billed == "slow\n5 %"
 
 
-def test_what_was_won_is_said_of_the_plan_that_runs():
-    """Another one was no better: what splitting wins in that one is nobody's."""
+@pytest.mark.parametrize(("better", "splits"), [(True, True), (False, True), (False, False)])
+def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, splits):
+    """Whole backwards run; a new plan may split them, and be no better."""
     store, own = Store(1, 1, WHOLE, [1000, 2000], Sidecar()), builders.one_f_one_b(1, 2)
-    limits = SimpleNamespace(allowed=1.0)
-    planner: Any = SimpleNamespace(limits=limits, won="", ready=lambda plan: plan)
-    job = Controller(own, own, store, 1, planner)
-    job._followers = SimpleNamespace(lead=lambda plan: None)
-    runs, other = (SimpleNamespace(policy="optimal", name=name) for name in "ab")
 
-    def said(plan: Any, won: str) -> tuple[str, str]:
-        planner.won = won
-        job._adopt(plan)
-        assert not planner.won
-        command = job._commands.for_all(Phase.STEADY, store.at_top(own), 1)
-        return command.billed, command.note
+    def plan(*, split: bool) -> Any:
+        cost, schedule = SimpleNamespace(energy_j=1.0), SimpleNamespace(split=split)
+        return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost)
 
-    assert said(runs, "4 %") == ("4 %", "4 %")
-    assert said(runs, "5 %") == ("", "")
-    assert said(other, "6 %") == ("6 %", "6 %")
+    planner: Any = SimpleNamespace(
+        limits=SimpleNamespace(allowed=1.0),
+        busy=True,
+        won="4 %",
+        take=lambda: {0: plan(split=splits)},
+        ready=lambda of: of,
+        repriced=lambda of: of,
+    )
+    job: Any = Controller(own, own, store, 1, planner)
+    job.plan, job._followers = plan(split=False), SimpleNamespace(lead=lambda of: None)
+    for name, value in (("_plan_command", None), ("_learn_plan", 0), ("_harmed", False)):
+        monkeypatch.setattr(job, name, lambda *of, value=value, **named: value)
+    monkeypatch.setattr(job, "_prediction_error", lambda of: 0.0)
+    monkeypatch.setattr(job, "_better", lambda of: better)
+    correct = job._correct()
+    next(correct)
+    with suppress(StopIteration):
+        correct.send(None)
+    assert job._commands.won == ("" if splits and not better else "4 %")
