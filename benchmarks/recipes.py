@@ -23,7 +23,7 @@ import click
 
 from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, on
-from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN
+from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, keeps_whole
 
 RECIPES = Path("../shared/data/recipes/megatron_bridge.json")
 FUNCTIONAL_TEST = "model_config.yaml"
@@ -76,6 +76,11 @@ class Job:
     def has_pipeline(self) -> bool:
         """Whether it has more than one stage."""
         return bool(self.args.pipeline_model_parallel_size > 1)
+
+    @property
+    def splits(self) -> bool:
+        """Whether its backwards may be split, if a self-check holds."""
+        return self.decide().level is Level.ORDER and not keeps_whole(self.args)
 
     def decide(self) -> Decision:
         """The highest level that it can have."""
@@ -164,6 +169,7 @@ def job_rows(jobs: Iterable[Job]) -> list[dict[str, Any]]:
                 "job": job.name,
                 "pipeline": job.has_pipeline,
                 "level": str(found.level),
+                "splits": job.splits,
                 "against_the_next": [limit.feature for limit in against],
             }
         )
@@ -176,11 +182,12 @@ def total_rows(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for pipeline in (True, False):
         for source in [*sources, "all"]:
-            levels = Counter(
-                Level[job["level"].upper()]
+            found = [
+                job
                 for job in jobs
                 if job["pipeline"] is pipeline and source in (job["source"], "all")
-            )
+            ]
+            levels = Counter(Level[job["level"].upper()] for job in found)
             if levels:
                 rows.append(
                     {
@@ -188,6 +195,7 @@ def total_rows(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                         "pipeline": pipeline,
                         "jobs": levels.total(),
                         **{str(level): levels[level] for level in reversed(Level)},
+                        "splits": sum(job["splits"] for job in found),
                         "units_or_better_percent": _percent(levels, Level.UNITS),
                         "uniform_or_better_percent": _percent(levels, Level.UNIFORM),
                     }

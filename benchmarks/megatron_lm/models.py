@@ -262,7 +262,7 @@ class Planned:
             return split_in_place(builders.framework_order(p, m, chunks), m * chunks)
         if self.arm == SPLIT and chunks > 1:
             times_s = dict.fromkeys(kinds.SPLIT, np.ones((p, chunks, m)))
-            return shortest(OrderJob(times_s, limits=[2 * p * chunks] * p, in_order=True))
+            return shortest(OrderJob(times_s, limits=[2 * p * chunks] * p))
         if self.arm == SPLIT:
             return zero_bubble(p, m)
         if chunks > 1:

@@ -91,7 +91,7 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "times: each clock changes by itself": (Times._take_in, "common) >", "common) > -np.inf +"),
     "times: points are trusted in full": (Times.fit, "(_ALIKE, errors)", "(_ALIKE, 0 * errors)"),
     "times: the model only": (fit.fit_times_s, "missed = trust**2", "missed = 0 * trust"),
-    "times: no averages": (Point.averaged, "return Point(time_s, units)", "return other"),
+    "times: no averages": (Point.averaged, "Point(time_s, min(units, _MOST_UNITS))", "other"),
     "times: models do not err": (Times.fit, "self.errs = errs +", "self.errs ="),
     "times: models err as much between as beyond": (fit, "_ERRS_BETWEEN", 0.02),
     "times: scatter is no error": (Times.fit, "errs + np.interp(", "errs + 0 * np.interp("),

@@ -16,7 +16,7 @@ from benchmarks.online.pipelines import Conditions, Faults, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders.builders import framework_order
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -172,6 +172,12 @@ def best_saving(
             plans[name] = make_plan(exact, asked).plan
         return plans[name]
 
+    wait_w = preset.wait_power_w * len(forward_s)
+
+    def together_j(costs: Sequence[Cost]) -> float:
+        slowest_s = max(cost.iteration_time_s for cost in costs)
+        return sum(cost.energy_j + wait_w * (slowest_s - cost.iteration_time_s) for cost in costs)
+
     best_j = own_j = 0.0
     for iteration in iterations:
         ill: list[dict[int, Conditions]] = [{} for _ in range(replicas)]
@@ -179,11 +185,9 @@ def best_saving(
             ill[replica][stage] = conditions
         alone = [planned(on, 1.0).baseline.cost for on in ill]
         slowest_s = max(cost.iteration_time_s for cost in alone)
-        wait_w = preset.wait_power_w * len(forward_s)
-        for on, own in zip(ill, alone, strict=True):
-            best = planned(on, slowest_s / own.iteration_time_s).cost
-            best_j += best.energy_j + wait_w * (slowest_s - best.iteration_time_s)
-            own_j += own.energy_j + wait_w * (slowest_s - own.iteration_time_s)
+        factors = (slowest_s / cost.iteration_time_s for cost in alone)
+        best_j += together_j([planned(*each).cost for each in zip(ill, factors, strict=True)])
+        own_j += together_j(alone)
     return 1 - best_j / own_j
 
 

@@ -3,7 +3,8 @@
     python benchmarks/schedules/pictures.py
 
 Four stages, eight microbatches, a forward of 50 ms and a backward of 100 ms at full clock on an
-emulated A100 SXM, fitted to a published profile. Messages and changes of clock take no time here.
+emulated A100 SXM, fitted to a published profile; a backward in two parts takes 1 % more. Messages
+and changes of clock take no time here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -85,22 +88,24 @@ def make_cases() -> list[Case]:
     conditions = make_conditions(profile, blocking_power_w=load_preset(GPU).wait_power_w)
 
     def full(schedule: Schedule) -> Plan:
-        priced = profile.for_chunks(schedule.num_chunks)
+        known = profile.with_split_backwards(MEASURED_SPLIT) if schedule.split else profile
+        priced = known.for_chunks(schedule.num_chunks)
         return Plan("baseline", schedule, max_frequencies(schedule, priced), priced, conditions)
 
     gpipe = full(builders.gpipe(STAGES, MICROBATCHES))
     one_f_one_b = full(builders.one_f_one_b(STAGES, MICROBATCHES))
     interleaved = full(builders.interleaved(STAGES, MICROBATCHES, CHUNKS))
+    zb_h1 = full(zero_bubble(STAGES, MICROBATCHES))
 
     time_s = one_f_one_b.cost.iteration_time_s
 
     def optimal(plan: Plan, deadline_s: float) -> Plan:
         return Optimizer(plan.schedule, plan.profile, plan.conditions).plan(deadline_s)
 
-    def joint(max_extra_forwards: int | None = None) -> Plan:
+    def joint(most_extra: int | None = None, split: SplitBackward | None = None) -> Plan:
         request = PlanRequest(
             MICROBATCHES, schedule="auto", policy="optimal", conditions=conditions,
-            max_extra_forwards=max_extra_forwards,
+            max_extra_forwards=most_extra, split=split,
         )  # fmt: skip
         return make_plan(profile, request).plan
 
@@ -122,6 +127,9 @@ def make_cases() -> list[Case]:
         Case("EnvPipe's", "envelope, balanced", make_plan(profile, envelope).plan, "envpipe"),
         Case("joint, at most one extra forward", same_time, joint(1)),
         Case("joint", same_time, joint(), "joint"),
+        Case("ZB-H1", full_clock, zb_h1, "zb_h1"),
+        Case("ZB-H1", same_time, optimal(zb_h1, time_s)),
+        Case("joint, split backwards", same_time, joint(split=MEASURED_SPLIT), "joint_split"),
     ]
 
 

@@ -3,21 +3,28 @@
 **Stage.** One sequential process. For each unit of its order it (1) takes the unit's input from a
 channel, if another stage makes it, (2) computes, (3) sends the output, if another stage needs it.
 
-**Channel.** Messages of one kind (activations, gradients) from one stage to one other, in the order
-they were sent. Two stages with chunks may be each other's neighbour on both sides, which makes four
-channels: each kind each way.
+**Channel.** Messages of one kind (activations, gradients) from one stage to one other. They arrive
+in the order they were sent, and units may need them in any other: both sides know the schedule, and
+so which message is whose. A stage receives those that were sent before the one it needs, and keeps
+them until their units come. Two stages with chunks may be each other's neighbour on both
+sides, which makes four channels: each kind each way.
 
-**Taken, posted, matched.** A message is *taken* when the receiving stage stands at the unit that
-needs it and the message is there. A receive is *posted* when the communication library knows of it,
-and a send is *matched* when a posted receive exists for it. Transfers are rendezvous: an unmatched
-message has not left its sender.
+**Received, posted, matched.** A message is *received* when the receiving stage is at a unit that
+needs it, or one sent later, and the message is there. A receive is *posted* when the communication
+library knows of it, and a send is *matched* when a posted receive exists for it. Transfers are
+rendezvous: an unmatched message has not left its sender.
 
 **Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
-channel are not taken: `None` for asynchronous sends (several hardware queues), `0` where a send
+channel are not received: `None` for asynchronous sends (several hardware queues), `0` where a send
 returns when the peer stands at the receive, `k` for up to `k` messages on their way. A channel that
-keeps one receive posted ahead has always one receive more posted than messages taken, so a single
-hardware queue, which stops at the first unmatched send, has capacity 1. One-sided transfers into
-`k` slots have capacity `k`, since a message may leave when one of the last `k` was taken.
+keeps one receive posted ahead has always one receive more posted than messages received, so a
+single hardware queue, which stops at the first unmatched send, has capacity 1. One-sided transfers
+into `k` slots have capacity `k`, since a message may leave when one of the last `k` was received.
+
+**Every order finishes on asynchronous sends.** A stage then waits for one thing only: that the unit
+which makes its input has ended. Messages sent before that one are no further wait, for they are
+there sooner. Orders whose units wait in circles are refused when they are made (`Schedule`). The
+same holds for as many slots as a channel has messages; fewer mostly suffice (`slots_of`).
 
 **One simulation is enough.** Stages are deterministic and wait on channels only. A step that is
 possible stays possible until it is made, and two possible steps lead to the same state in either
@@ -32,7 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
@@ -76,33 +83,20 @@ class StuckStage:
         return f"stage {self.stage} {sends if self.sends else awaits} stage {self.peer}"
 
 
-def check_message_order(schedule: Schedule) -> None:
-    """Refuse a schedule where messages are taken in another order than they are sent.
+def inputs_of(schedule: Schedule, stage: int) -> list[Unit]:
+    """The units of a stage whose inputs other stages send, those of a channel as these are sent."""
+    takers = np.flatnonzero(schedule.receives[stage])
+    sources = schedule.cross_dependency.reshape(schedule.num_stages, -1)[stage, takers]
+    return [schedule.stages[stage][place] for place in takers[np.argsort(sources)]]
 
-    A channel knows no names of messages: units would get the wrong tensors. Forwards combined with
-    backwards are refused too: a framework runs those alone.
-    """
-    if schedule.combined.any() and not schedule.split:
-        raise EnvPipeError(
-            f"Schedule '{schedule.name}' has combined units, which EnvPipe cannot run itself",
-            remedy="Plan so for a job whose framework runs its units by itself.",
-        )
-    channels = _Channels(schedule)
-    senders = np.flatnonzero(channels.sent_to >= 0)
-    senders = senders[np.argsort(channels.sent_to[senders], kind="stable")]
-    receivers = schedule.cross_successor[senders]
-    same = np.diff(channels.sent_to[senders]) == 0
-    early = np.flatnonzero(same & (np.diff(receivers) < 0))
-    if early.size:
-        one, two = early[0], early[0] + 1
-        raise ScheduleError(
-            f"Schedule '{schedule.name}' runs {schedule.describe(senders[one])} before "
-            f"{schedule.describe(senders[two])}, but their outputs are needed the other way round: "
-            f"{schedule.describe(receivers[two])} comes before {schedule.describe(receivers[one])}",
-            remedy="Messages arrive in the order they are sent: list the units of neighbouring "
-            "stages in the same order, or plan with --runnable.\n"
-            + schedule.marked(*map(int, (*senders[one : two + 1], *receivers[one : two + 1]))),
-        )
+
+def most_kept(schedule: Schedule, stage: int, kind: Kind) -> int:
+    """The most messages of a kind that a stage has received and not taken."""
+    sent = [unit for unit in inputs_of(schedule, stage) if MESSAGES[unit.kind] is kind]
+    number = {unit: n for n, unit in enumerate(sent, 1)}
+    taken = [number[unit] for unit in schedule.stages[stage] if unit in number]
+    received = np.maximum.accumulate(np.array(taken, dtype=np.int64))
+    return int((received - np.arange(1, len(taken) + 1)).max(initial=0))
 
 
 def completes(schedule: Schedule, capacity: int | None) -> bool:
@@ -113,7 +107,7 @@ def completes(schedule: Schedule, capacity: int | None) -> bool:
 def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
     """Run the order on channels of this capacity; the stages that never reach its end.
 
-    EnvPipeError: a negative capacity, or messages taken in another order than sent.
+    EnvPipeError: a negative capacity, or forwards combined with backwards.
     """
     if capacity is not None and capacity < 0:
         raise EnvPipeError(
@@ -121,29 +115,34 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
             value=capacity,
             remedy="Give zero or more, or None for asynchronous sends.",
         )
-    check_message_order(schedule)
+    if (schedule.combined & ~schedule.is_backward).any():
+        raise EnvPipeError(
+            f"Schedule '{schedule.name}' has combined forwards, which EnvPipe cannot run itself",
+            remedy="Plan so for a job whose framework runs its units by itself.",
+        )
     num_stages, width = schedule.num_stages, schedule.units_per_stage
     limit = schedule.num_units if capacity is None else capacity
     channels = _Channels(schedule)
     source, target = channels.taken_from.tolist(), channels.sent_to.tolist()
     senders, receivers = channels.sender.tolist(), channels.receiver.tolist()
-    sent, taken = [0] * len(senders), [0] * len(senders)
+    needed, sent, received = channels.needed.tolist(), [0] * len(senders), [0] * len(senders)
     position = [stage * width for stage in range(num_stages)]
     behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
     runnable = list(range(num_stages))
     while runnable:
         stage = runnable.pop()
         node, end, behind = position[stage], (stage + 1) * width, behind_send[stage]
-        while behind < 0 or sent[behind] - taken[behind] <= limit:
+        while behind < 0 or sent[behind] - received[behind] <= limit:
             behind = -1
             if node == end:
                 break
             channel = source[node]
             if channel >= 0:
-                if sent[channel] == taken[channel]:
+                if received[channel] < min(sent[channel], needed[node]):
+                    received[channel] = min(sent[channel], needed[node])
+                    runnable.append(senders[channel])
+                if sent[channel] < needed[node]:
                     break
-                taken[channel] += 1
-                runnable.append(senders[channel])
             behind = target[node]
             if behind >= 0:
                 sent[behind] += 1
@@ -154,13 +153,13 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
     stuck = []
     for stage, (node, behind) in enumerate(zip(position, behind_send, strict=True)):
         if behind >= 0:
-            node, neighbours = node - 1, schedule.cross_successor
+            node, peer = node - 1, receivers[behind]
         elif node < (stage + 1) * width:
-            neighbours = schedule.cross_dependency
+            peer = senders[source[node]]
         else:
             continue
-        unit, peer = schedule.unit_at(node).label(schedule.num_chunks), int(neighbours[node])
-        stuck.append(StuckStage(stage, unit, behind >= 0, schedule.stage_of(peer), node))
+        unit = schedule.unit_at(node).label(schedule.num_chunks)
+        stuck.append(StuckStage(stage, unit, behind >= 0, peer, node))
     return stuck
 
 
@@ -178,24 +177,24 @@ def max_falling_step(capacity: int | None) -> int | None:
 
 
 def most_under_way(schedule: Schedule) -> int:
-    """The most messages of a channel that are sent and not yet taken, whatever units' times are.
+    """The most messages of a channel that are sent and not yet received, whatever units' times are.
 
-    A stage that has taken a message knows that its neighbour ran all units before the one that sent
-    it, and took their inputs. A channel with as many slots never lets a sender wait. With chunks
-    there may be fewer: what a stage learns of its neighbour by way of the others is left out.
+    A stage that has a message knows that its neighbour ran all units before the one that sent it,
+    and received what they needed. A channel with as many slots never lets a sender wait. With
+    chunks there may be fewer: what a stage learns of its neighbour by way of the others is left
+    out.
     """
     width = schedule.units_per_stage
     channels = _Channels(schedule)
     most = 0
     for channel, (stage, peer) in enumerate(zip(channels.sender, channels.receiver, strict=True)):
-        own = slice(stage * width, (stage + 1) * width)
+        own, other = (slice(at * width, (at + 1) * width) for at in (stage, peer))
         sources, sends = schedule.cross_dependency[own], channels.sent_to[own] == channel
         heard = np.where((sources >= 0) & (sources // width == peer), sources % width, -1)
         known = np.maximum.accumulate(heard)[sends]
-        takes = np.zeros(width, dtype=np.int64)
-        takes[schedule.cross_successor[own][sends] % width] = 1
-        taken = np.concatenate(([0], np.cumsum(takes)))[known + 1]
-        most = max(most, int((np.arange(1, len(taken) + 1) - taken).max()))
+        needed = np.where(channels.taken_from[other] == channel, channels.needed[other], 0)
+        received = np.concatenate(([0], np.maximum.accumulate(needed)))[known + 1]
+        most = max(most, int((np.arange(1, len(received) + 1) - received).max()))
     return most
 
 
@@ -216,7 +215,8 @@ class _Channels:
     """The channels of a schedule, each of one kind of message from one stage to one other.
 
     `taken_from` and `sent_to`, [num_units], are the channel of each node's input and output, or -1;
-    `sender` and `receiver` the stages of each channel.
+    `needed`, [num_units], how many of its messages must have come for that input; `sender` and
+    `receiver` the stages of each channel.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -226,10 +226,15 @@ class _Channels:
             schedule.cross_dependency,
         )
         receivers = np.flatnonzero(sources >= 0)
+        receivers = receivers[np.argsort(sources[receivers], kind="stable")]
         names = schedule.is_backward.ravel()[receivers] * stages + sources[receivers] // width
         names = names * stages + receivers // width
         channels, own = np.unique(names, return_inverse=True)
         self.taken_from = np.full(schedule.num_units, -1)
         self.sent_to = self.taken_from.copy()
         self.taken_from[receivers] = self.sent_to[sources[receivers]] = own
+        self.needed = np.zeros(schedule.num_units, dtype=np.int64)
+        for channel in range(len(channels)):  # of each the receivers in the order of sending
+            takers = receivers[own == channel]
+            self.needed[takers] = np.arange(1, len(takers) + 1)
         self.sender, self.receiver = channels // stages % stages, channels % stages

@@ -97,6 +97,8 @@ TRAITS = {
 }
 #: The kinds that a framework runs by itself; activations and gradients are sent by these names.
 WHOLE = (Kind.FORWARD, Kind.BACKWARD)
+#: The one of them whose messages a unit of a kind receives and sends.
+MESSAGES = {kind: WHOLE[traits.way < 0] for kind, traits in TRAITS.items() if traits.way}
 #: The kinds of an order whose backwards are split.
 SPLIT = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 

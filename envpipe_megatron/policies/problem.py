@@ -164,6 +164,7 @@ class Problem:
         min_dwell_s: the least time that each clock of a stage is kept.
         park: whether the clock may be lowered in long waits.
         runnable: whether auto has only orders that a job runs.
+        in_v: the framework's own order, where the job's chunks lie in a V.
     """
 
     profile: Profile
@@ -179,6 +180,7 @@ class Problem:
     min_dwell_s: float = 0.0
     park: bool = False
     runnable: bool = False
+    in_v: Schedule | None = None
 
     @property
     def num_stages(self) -> int:
@@ -197,7 +199,9 @@ class Problem:
 
     @cached_property
     def own_order(self) -> Schedule:
-        """Megatron's own order of the job; ScheduleError: it cannot run."""
+        """The framework's own order of the job; ScheduleError: it cannot run."""
+        if self.in_v is not None:
+            return self.in_v
         job = self.num_stages, self.num_microbatches, self.num_chunks
         return builders.framework_order(*job, self.group_size)
 

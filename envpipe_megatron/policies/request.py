@@ -63,8 +63,7 @@ class PlanRequest:
         objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
             it, or with such rows in the profile, auto has orders that split backwards too.
-        runnable: auto has only orders that a training job runs: of whole backwards, of chunks that
-            are not laid in a V, and whose messages are taken as they are sent.
+        runnable: auto has only orders that a training job runs: of chunks that are not in a V.
     """
 
     num_microbatches: int
@@ -87,8 +86,13 @@ class PlanRequest:
     runnable: bool = False
 
 
-def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = None) -> Problem:
-    """The problem that a request makes for a profile; `own_s` is as `Problem` takes it.
+def make_problem(
+    profile: Profile,
+    request: PlanRequest,
+    own_s: float | None = None,
+    in_v: Schedule | None = None,
+) -> Problem:
+    """Make the problem of a request for a profile; `own_s` and `in_v` are as `Problem` takes them.
 
     PlannerError: parts of the request contradict each other. EnvPipeError: the profile does not
     have what it needs.
@@ -119,6 +123,7 @@ def make_problem(profile: Profile, request: PlanRequest, own_s: float | None = N
         request.min_dwell_s,
         request.park,
         request.runnable,
+        in_v,
     )
 
 

@@ -160,6 +160,8 @@ def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
         return [Claim(name, None, None, "steps", None, says) for name in compared]
     steps, *equal = equality(turns)
     says = f"of all {len(turns)} turns, are equal to the last bit"
+    if split := dict.fromkeys(turn["arm"] for turn in turns if turn.get("split")):
+        says += f"; backwards are split in {', '.join(split)}"
     return [
         Claim(name, steps, None, "steps", holds, f"{mark}{what}, {says}")
         for (name, what), holds in zip(compared.items(), equal, strict=True)

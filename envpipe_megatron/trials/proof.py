@@ -174,9 +174,10 @@ def _claims(claims: Sequence[Claim]) -> Section:
 def _arms(turns: Turns, plans: Mapping[str, Plan]) -> Section:
     rows = []
     for arm in ARMS:
-        cells, told, clocks = [arm.name], dict[str, str](), ""
+        cells, told, clocks, order = [arm.name], dict[str, str](), "", arm.schedule
         if plan := plans.get(arm.name):
-            base = plan.baseline.cost
+            base, order = plan.baseline.cost, plan.schedule.name
+            order += ", backwards split" if plan.schedule.split else ""
             told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
             told["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
             ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max())
@@ -184,8 +185,10 @@ def _arms(turns: Turns, plans: Mapping[str, Plan]) -> Section:
         for which in ("saving", "slowdown"):
             value, interval = difference(turns, arm.name, STOCK.name, which)
             cells += [Claim("", value, interval, "%", None, "").shown, told.get(which, "")]
-        rows.append((*cells, clocks, arm.says))
-    header = ("", "saving", "predicted", "slowdown", "predicted", "planned MHz", "what it does")
+        rows.append((*cells, order, clocks, arm.says))
+    header = (
+        "", "saving", "predicted", "slowdown", "predicted", "order", "planned MHz", "what it does"
+    )  # fmt: skip
     lines = (
         f"Against {STOCK.name}, by rounds; +- is the 95 % interval.",
         "Predicted from units' and waits' joules over clocks: `envpipe report` draws profile/.",

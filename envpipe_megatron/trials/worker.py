@@ -205,6 +205,7 @@ class Rank:
             losses=of_steps,
             stages=[{k: v for k, v in stage.items() if k != "losses"} for stage in stages],
             schedule=state.plan.schedule.name if state.plan else "1f1b",
+            split=state.plan is not None and state.plan.schedule.split,
             notes=list(state.notes),
             # Without a plan, the framework's order went on at the highest clock.
             failure="; ".join(state.notes) if from_profile and state.plan is None else "",
@@ -225,6 +226,7 @@ class Rank:
         session = Session(
             SessionConfig(
                 PlanRequest(settings.num_microbatches, schedule=arm.schedule, policy=arm.policy),
+                splits=True,
                 labels={"run": run, **({"emulated": True} if self._emulated else {})},
                 **options,
             ),

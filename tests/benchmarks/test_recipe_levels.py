@@ -65,6 +65,7 @@ def test_published_recipes() -> None:
         f"{of_pipelines['jobs']} have a pipeline: {of_pipelines['order'] - checked} get `order`, "
         f"{checked} more if their self-check holds, {of_pipelines['units']} `units`"
     ) in page
+    assert f"{of_pipelines['splits']} of the {of_pipelines['order']} may split backwards" in page
 
 
 def test_features_become_arguments(recipes: Path) -> None:
@@ -80,6 +81,18 @@ def test_features_become_arguments(recipes: Path) -> None:
     assert [to_check(job) for job in jobs] == [
         [], [], [], ["a model other than GPTModel"], [], []
     ]  # fmt: skip
+
+
+def test_which_recipes_split_backwards(tmp_path: Path) -> None:
+    path = tmp_path / "recipes.json"
+    listed = [
+        recipe(4, "mixture_of_experts", "recompute_full"),
+        recipe(4, "tp_comm_overlap"),
+        recipe(4, "mixture_of_experts", "cuda_graph_local"),
+        recipe(1),
+    ]
+    path.write_text(json.dumps(listed))
+    assert [job["splits"] for job in job_rows(read_jobs(path))] == [True, False, False, False]
 
 
 def to_check(job: Job) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from leveled_jobs import begin
+from leveled_jobs import begin, given
 
 from envpipe_megatron.integrations.levels import Level
 
@@ -257,3 +257,35 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -
     assert (len(made), said, training.job) == (1, [], None)
     assert training._forward_backward(model="n") == {"model": "n"}
     assert training.in_place_of(dict)(model="n") == {"model": "n"}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("may_split", [False, True])
+def test_a_job_checks_what_its_table_says_and_split_backwards(
+    monkeypatch: pytest.MonkeyPatch, checked: bool, may_split: bool
+) -> None:
+    from envpipe_megatron.core.orders import builders
+    from envpipe_megatron.integrations.megatron import training as module
+
+    orders = [builders.one_f_one_b(2, 4), builders.envpipe(2, 4, [1, 0])]
+    monkeypatch.setattr(module, "orders_to_try", lambda args, model, count, regroups: orders)
+    training, (job,), _ = begin(module.Training)
+    job.channel = None
+    job.session.may_split = may_split
+    training._checked, training._replaced = checked, dict
+    training._microbatches, training._model = 4, []
+    job.collectives.first = None
+    check = training._make_stand_in()._check
+    if not checked and not may_split:
+        assert check is None
+        return
+    assert check._needed == checked
+    assert check._keep_whole == (job.session.split_no_more if may_split else None)
+
+
+def test_without_a_check_backwards_stay_whole() -> None:
+    from envpipe_megatron.integrations.job import _why_whole
+
+    placement: Any = SimpleNamespace(splits=True, why_whole=None)
+    assert _why_whole(given(self_check="always"), placement, Level.ORDER) == ""
+    assert "--envpipe-self-check off" in _why_whole(given(self_check="off"), placement, Level.ORDER)

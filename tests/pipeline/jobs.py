@@ -59,6 +59,8 @@ class Job:
     tensor: int = 1
     #: `bf16` or `fp16`.
     half: str | None = None
+    #: The power of two that losses of fp16 are scaled by at first; above 12, steps are skipped.
+    loss_scale: int = 12
     #: Whether weight gradients go straight into `main_grad`, by a stand-in for Apex's kernel.
     fused: bool = False
     #: Of TransformerConfig, or of its subclass for multi-latent attention.
@@ -138,6 +140,7 @@ class Result:
     said: list[str] = field(default_factory=list)
     #: Of each second part of a backward, the weight gradients that it computed.
     put_off: list[int] = field(default_factory=list)
+    skipped: int = 0
     failed: str | None = None
     #: Why backwards are not split, by a self-check.
     whole: str = ""

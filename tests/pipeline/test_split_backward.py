@@ -68,7 +68,7 @@ def searched(stages, microbatches, chunks=1, most=None, weight=0.8) -> Schedule:
     times = {Kind.FORWARD: shape, Kind.INPUT_GRADIENT: 1.2 * uneven * shape}
     times[Kind.WEIGHT_GRADIENT] = weight * shape
     limits = [most or 2 * stages * chunks] * stages
-    return shortest(OrderJob(times, 0.05, limits=limits, in_order=True), "searched")
+    return shortest(OrderJob(times, 0.05, limits=limits), "searched")
 
 
 ORDERS = {

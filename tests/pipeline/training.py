@@ -8,10 +8,12 @@ part of the package.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import secrets
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,7 +42,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import layers, random
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -335,9 +342,10 @@ def _train(
         last = step + 1 == job.steps if job.steps else steady_steps == STEADY_STEPS
         if last:
             result.grads = _named_bits(chunks, _gradient)
-        finish_step()
+        stepped = finish_step()
+        result.skipped += not stepped
         if session is not None and stand_in is not None:
-            stand_in.end_step(skipped=False)
+            stand_in.end_step(skipped=not stepped)
             session.end_step()
         if job.evaluate_after == step:
             _evaluate(job, call, result)
@@ -422,8 +430,11 @@ def _evaluate(job: Job, call: Any, result: Result) -> None:
         result.evaluated += [_bits(entry if collect else entry["loss"]) for entry in reduced]
 
 
-def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], None]]:
-    """The chunks of this stage, what clears their gradients, and what steps their weights."""
+def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], bool]]:
+    """The chunks of this stage, what clears their gradients, and what steps their weights, or not.
+
+    A loss scale that is too large has no step.
+    """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[job.half]
     options: dict[str, Any] = {
         "gradient_accumulation_fusion": job.fused,
@@ -442,6 +453,8 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
     _stand_in_for_transformer_engine()
     if job.fused:
         _stand_in_for_apex()
+    if job.latent:
+        _attention_of_wider_keys()
     if job.tensor > 1:
         _norms_of_sequence_parallelism()
     config = (MLATransformerConfig if job.latent else TransformerConfig)(
@@ -501,23 +514,27 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
                 seed = "embedding.word_embeddings.weight" if tied else name
                 generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        if config.defer_embedding_wgrad_compute:
+            _defer_head_only(model)
         chunks.append(Float16Module(config, model) if job.half else model)
     if job.reducer is None and not job.tied:
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         adam = torch.optim.Adam(parameters, lr=1e-3)
-        return chunks, adam.zero_grad, adam.step
-    return _with_reducer(job.reducer or (), config, chunks, job.half)
+        return chunks, adam.zero_grad, lambda: adam.step() is None
+    return _with_reducer(job, config, chunks)
 
 
 def _stand_in_for_apex() -> None:
     """Its kernels add a product to `main_grad`."""
 
+    @torch.no_grad()
     def add(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(gradients.to(main_grad.dtype).t(), inputs.to(main_grad.dtype))
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
     layers._grad_accum_fusion_available = True
     layers.fused_weight_gradient_mlp_cuda = kernels
+    sys.modules["fused_weight_gradient_mlp_cuda"] = kernels  # type: ignore[assignment]
 
 
 def _stand_in_for_transformer_engine() -> None:
@@ -529,6 +546,34 @@ def _stand_in_for_transformer_engine() -> None:
 
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = nothing
+
+
+def _attention_of_wider_keys() -> None:
+    """Let Megatron's own attention have keys that are wider than values, as latent ones are."""
+    make = DotProductAttention.__init__
+
+    def make_anyhow(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: Any = None,
+        v_channels: Any = None,
+        **how: Any,
+    ) -> None:
+        with patch.object(config, "kv_channels", v_channels or config.kv_channels):
+            make(self, config, *args, **how)
+
+    if DotProductAttention.__init__.__name__ != "make_anyhow":
+        DotProductAttention.__init__ = make_anyhow  # type: ignore[method-assign]
+    multi_latent_attention.HAVE_TE = False  # 0.16 finds its names, which are None
+
+
+def _defer_head_only(model: torch.nn.Module) -> None:
+    """Megatron's own linear layers want its buffers, too; Transformer Engine's know none."""
+    for module in model.modules():
+        if isinstance(module, layers.ColumnParallelLinear) and module.grad_output_buffer is None:
+            module.config = copy.copy(module.config)
+            module.config.defer_embedding_wgrad_compute = False
 
 
 def _norms_of_sequence_parallelism() -> None:
@@ -544,9 +589,10 @@ def _norms_of_sequence_parallelism() -> None:
 
 
 def _with_reducer(
-    reducer: tuple[str, ...], config: Any, models: list[Any], half: str | None = None
-) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+    job: Job, config: Any, models: list[Any]
+) -> tuple[list[Any], Callable[[], None], Callable[[], bool]]:
     """The chunks under megatron-core's reducer, with its finalising and optimizer."""
+    reducer, half = job.reducer or (), job.half
     align = "align_grad_reduce" in reducer
     options = {option: True for option in reducer if option != "align_grad_reduce"}
     ddp_config = DistributedDataParallelConfig(
@@ -576,7 +622,8 @@ def _with_reducer(
             bf16=half == "bf16",
             fp16=half == "fp16",
             params_dtype=config.params_dtype,
-            initial_loss_scale=2.0**12,
+            initial_loss_scale=2.0**job.loss_scale,
+            hysteresis=1,
         ),
         chunks,
     )
@@ -587,11 +634,13 @@ def _with_reducer(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
 
-    def finish_step() -> None:
-        assert optimizer.step()[0]
+    def finish_step() -> bool:
+        stepped: bool = optimizer.step()[0]
+        assert stepped or half == "fp16"
         if ddp_config.overlap_param_gather:
             for chunk in chunks:  # else weights would be read before they have come
                 chunk.start_param_sync(force_sync=True)
+        return stepped
 
     return chunks, clear_grads, finish_step
 

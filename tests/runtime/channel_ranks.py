@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +14,9 @@ import numpy as np
 import plain_stages
 import torch
 import torch.distributed as dist
+from random_orders import random_order
 
-from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, unit
 from envpipe_megatron.runtime.channel import collectives, links
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, HostGroup, make_collectives
@@ -24,9 +27,13 @@ def message(number: int) -> torch.Tensor:
     return torch.full(plain_stages.SHAPE, float(number))
 
 
+def units(kind: Kind, count: int) -> list[Unit]:
+    return [unit(kind, number) for number in range(count)]
+
+
 def expecting(count: int) -> P2PChannel:
     channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: count}, plain_stages.SPECS)
+    channel.expect(units(Kind.FORWARD, count), plain_stages.SPECS)
     return channel
 
 
@@ -104,7 +111,7 @@ def both_ways(rank: int, count: int) -> Any:
     """The stage in the middle is sent to from both sides, and takes in another order than sent."""
     channel = plain_stages.channel(10)
     middle = rank == 1
-    wanted = {Kind.FORWARD: count if middle else 0, Kind.BACKWARD: count if middle else 0}
+    wanted = [*units(Kind.FORWARD, count), *units(Kind.BACKWARD, count)] if middle else []
     channel.expect(wanted, plain_stages.SPECS)
     taken = []
     if middle:
@@ -127,9 +134,9 @@ def several_tensors(rank: int) -> Any:
     forward = TensorSpec(((2, 3), (5,), (4,)), (torch.float32, torch.int64, torch.bool), cpu)
     backward = TensorSpec(((7,),), (torch.bfloat16,), cpu)
     by_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-    expected = {0: {Kind.BACKWARD: 2}, 1: {Kind.FORWARD: 2}}.get(rank, {})
-    specs = StageSpecs({kind: by_kind[kind] for kind in expected}, by_kind)
-    channel.expect(expected, specs)
+    comes = [*WHOLE][1 - rank : 2 - rank]  # nothing on the last stage
+    specs = StageSpecs({kind: by_kind[kind] for kind in comes}, by_kind)
+    channel.expect([own for kind in comes for own in units(kind, 2)], specs)
     result = []
     for number in range(2):
         if rank == 0:
@@ -162,7 +169,8 @@ def varying(rank: int, count: int) -> Any:
             for part in range(1 + number % 3)
         ]
 
-    expected = {0: {Kind.BACKWARD: count}, 1: {Kind.FORWARD: count}}.get(rank, {})
+    comes = [*WHOLE][1 - rank : 2 - rank]  # nothing on the last stage
+    expected = [own for kind in comes for own in units(kind, count)]
     channel.expect(expected, plain_stages.SPECS, vary=True)
     result: list[Any] = []
     if rank == 0:
@@ -183,6 +191,34 @@ def varying(rank: int, count: int) -> Any:
         )
     channel.end_step()
     return result
+
+
+def random_orders(rank: int, seeds: Sequence[int], vary: bool) -> Any:
+    """Steps of random orders; what units got that was not theirs, and messages kept for later."""
+    channel, wrong, kept = plain_stages.channel(10), list[str](), 0
+    for seed in seeds:
+        rng, own_rng = random.Random(seed), random.Random(10 * seed + rank)
+        job = 3, rng.randint(1, 8), rng.randint(1, 3)
+        schedule = random_order(rng, *job, split=rng.random() < 0.5)
+        nodes = schedule.cross_dependency.reshape(3, -1)[rank].tolist()
+        leaves = {
+            place + own.combined: own
+            for place, own in enumerate(schedule.stages[rank])
+            if schedule.sends[rank, place]
+        }
+        channel.begin_step(schedule, replace(plain_stages.SPECS, vary=vary))
+        for place, own in enumerate(schedule.stages[rank]):
+            if nodes[place] >= 0:
+                (got,) = channel.receive(own)
+                wrong += [f"{own}: {got}"] * (not bool((got == nodes[place]).all()))
+                kept += len(channel._kept)
+            if own_rng.random() < 0.1:
+                time.sleep(0.001)
+            if place in leaves:
+                number = rank * schedule.units_per_stage + place
+                channel.send(leaves[place], [message(number)])
+        channel.end_step()
+    return wrong, kept
 
 
 def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:

@@ -272,6 +272,7 @@ def run_plan(
         profile_file=root / "profile.csv",
         plan_file=root / "plan.json",
         output_dir=root / "output",
+        splits=True,
     )
     session, _ = plain_stages.session(
         rank,

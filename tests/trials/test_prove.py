@@ -118,6 +118,8 @@ def test_each_arm_is_what_it_says(finished):
     assert times_s["constant"] == pytest.approx(constant.cost.iteration_time_s, rel=0.02)
     assert times_s["constant"] > 1.05 * times_s["stock"]
     assert constant.frequency_mhz.min() == constant.frequency_mhz.max() < 1410
+    split = {turn["arm"] for turn in finished.turns if turn["split"]}
+    assert split == ({"optimal"} if optimal.schedule.split else set())
 
 
 def test_claims_have_intervals_from_rounds_and_say_emulated(finished):

@@ -103,6 +103,14 @@ def test_one_bit_of_one_loss_or_weight_is_said():
     assert claims(turns)["weights_equal"].holds is False
 
 
+def test_that_losses_are_equal_names_arms_with_split_backwards():
+    turns = rounds(2)
+    assert "split" not in claims(turns)["losses_equal"].says
+    splits = [{**each, "split": each["arm"] == "optimal"} for each in turns]
+    says = claims(splits)["losses_equal"].says
+    assert says.endswith("equal to the last bit; backwards are split in optimal")
+
+
 def test_a_dry_run_shows_no_claim_on_clocks_and_says_what_is_missing():
     found = claims(rounds(3), latency=None, missing="user 7 has no CAP_SYS_ADMIN")
     assert found["losses_equal"].holds is True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from benchmarks.online.runs import (
     scripted,
 )
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -31,6 +34,7 @@ BEGIN, END = 45, 85
 #: After so many iterations a job has found out.
 FOUND_OUT = 10
 REQUEST = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal")
+SMALL = replace(REQUEST, num_microbatches=8)
 
 
 def run(
@@ -43,9 +47,11 @@ def run(
     hiccups: float = 0.0,
     scatter: float = 0.0,
     starts_again: Sequence[int] = (),
+    request: PlanRequest = REQUEST,
+    splits: bool = False,
 ) -> Ran:
     return run_job(
-        SessionConfig(REQUEST, closed_loop=True),
+        SessionConfig(request, closed_loop=True, splits=splits),
         load_preset(preset),
         forward_s,
         iterations=iterations,
@@ -87,6 +93,59 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
     assert ran.slower(ran.profiled, 50) < 1e-3
     best = best_saving(load_preset(preset), forward_s, REQUEST)
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("preset", "stages", "microbatches"),
+    [
+        ("a100-sxm", 2, 8),
+        pytest.param("a100-sxm", 4, 24, marks=on_request("CONTROL")),
+        pytest.param("a40", 4, 16, marks=on_request("CONTROL")),
+        pytest.param("a40", 8, 24, marks=on_request("CONTROL")),
+    ],
+)
+def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, stages, microbatches):
+    forward_s, request = (0.03,) * stages, replace(REQUEST, num_microbatches=microbatches)
+    ran = run(forward_s, preset=preset, iterations=50, request=request, splits=True)
+    assert ran.steady <= 40
+    assert ran.lost(0, ran.profiled) < 1
+    assert ran.slower(ran.profiled, 50) < 0.005
+    best, whole = (
+        best_saving(load_preset(preset), forward_s, replace(request, split=split))
+        for split in (MEASURED_SPLIT, None)
+    )
+    assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
+    assert best > whole + 0.04
+    (note,) = ran.notes
+    said = re.fullmatch(r"Split backwards: (.*) % saved instead of (.*) % without", note)
+    assert said is not None
+    assert [float(each) for each in said.groups()] == pytest.approx(
+        [100 * best, 100 * whole], abs=1
+    )
+
+
+def test_a_job_that_starts_again_plans_with_the_parts_that_were_measured_before():
+    ran = run((0.03,) * 2, iterations=60, request=SMALL, splits=True, starts_again=[40])
+    again = [(at, text) for at, text in ran.said if at >= 40]
+    assert not [text for _, text in again if "profile" in text]
+    assert next(at for at, text in again if text.startswith("Split backwards: ")) <= 45
+    assert ran.saved(50, 60) == pytest.approx(ran.saved(35, 40), abs=0.003)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "slow",
+        *(pytest.param(kind, marks=on_request("CONTROL")) for kind in ("capped", "grows", "stuck")),
+    ],
+)
+def test_after_a_fault_whole_backwards_are_known_though_only_parts_ran(kind):
+    """The framework's own order is predicted by them: it would seem faster than it is."""
+    faults = scripted(kind, BEGIN, END, 2)
+    ran = run((0.03,) * 2, iterations=END, request=SMALL, splits=True, faults=faults)
+    assert ran.slower(BEGIN + FOUND_OUT, END) < 0.005
+    assert ran.saved(END - 15, END) > ran.saved(BEGIN - 10, BEGIN) - 0.05
+    assert not [note for note in ran.notes if kind == "slow" and note.startswith("Too slow: ")]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 @click.option(
     "--runnable", is_flag=True,
     help="With --schedule auto and chunks: only orders that a training job under EnvPipe runs, "
-    "of whole backwards, not in a V, and with messages in order.",
+    "with chunks not in a V.",
 )  # fmt: skip
 @click.option(
     "--split-overhead", type=Finite(of=RATIO),

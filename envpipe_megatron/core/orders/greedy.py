@@ -18,7 +18,6 @@ from envpipe_megatron.core.orders.job import (
     FORWARD,
     HELD_TOLERANCE,
     TIME_TOLERANCE,
-    WEIGHTS,
     Filled,
     OrderJob,
     Turns,
@@ -173,8 +172,6 @@ def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
             other = order[later]
             if other[1] == part and (other[0] == kind or other[2] == microbatch):
                 break
-            if job.in_order and other[0] == kind != WEIGHTS:
-                break  # messages would be out of order
             moved = [*order[:at], *order[at + 1 : later + 1], order[at], *order[later + 1 :]]
             if not _fits(job, stage, moved):
                 break

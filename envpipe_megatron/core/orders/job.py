@@ -40,7 +40,6 @@ class OrderJob:
         weight_share: how much of one is held from its input gradient to its weight gradient, on
             each stage or on all: above 1 where little is kept of a microbatch in flight.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
-        in_order: messages of a kind from one stage to another must be taken as they are sent.
         group_size: microbatches that pass a looped chunk before the next comes first; None: p.
 
     ScheduleError: other kinds, shapes that differ, times below zero, or a limit that is too small
@@ -53,7 +52,6 @@ class OrderJob:
     limits: Sequence[float] | None = None
     weight_share: float | Sequence[float] = 1.0
     tail_s: float | Sequence[float] = 0.0
-    in_order: bool = False
     group_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +67,6 @@ class OrderJob:
                 "Durations of an order must be [num_stages, num_chunks, num_microbatches]",
                 value=shapes,
             )
-        if self.in_order and self.placement is not Placement.LOOPED:
-            raise ScheduleError("Messages are kept in order for looped chunks alone")
         if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
             raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
         for stage, limit in enumerate(self.stage_limits):

@@ -7,7 +7,6 @@ is for `fill` to say. Entered by `take_turns`; called by `greedy`.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -52,9 +51,7 @@ def take_turns(job: OrderJob, rule: Rule) -> Turns:
     In a V units of the oldest microbatch come first; of looped chunks a group of microbatches
     passes each before its next, as in Megatron's interleaved order. A forward is let in if the
     stage has room for it, and for what the oldest microbatch that is still on its way forward needs
-    there: so that one can always go on, and no limit ever blocks the pipeline. Where messages are
-    taken in order, a stage runs what was sent first, and no microbatch comes in that some stage
-    could lack room for.
+    there: so that one can always go on, and no limit ever blocks the pipeline.
     """
     simulation = _Simulation(job, rule)
     simulation.run()
@@ -75,7 +72,6 @@ class _Simulation:
         ]
         pace_s = rule.pace * max(job.work_s) / self._microbatches
         self._in_s[FORWARD][job.chain[0]] = [pace_s * m for m in range(self._microbatches)]
-        self._queues = _queues(job)
         self._wake = [(0.0, stage) for stage in range(stages)]
         self._wake += [(in_s, 0) for in_s in self._in_s[FORWARD][job.chain[0]][1:]]
         self._pending: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
@@ -131,10 +127,10 @@ class _Simulation:
             microbatch = self._started[kind][part]
             if microbatch == self._microbatches:
                 continue
-            in_s, queue = self._in_s[kind][part][microbatch], self._queues[kind][part]
-            if in_s == math.inf or (queue and queue[0] != part):
+            in_s = self._in_s[kind][part][microbatch]
+            if in_s == math.inf:
                 continue
-            if kind == FORWARD and not self._has_room(stage, part, microbatch):
+            if kind == FORWARD and not self._has_room(stage, microbatch):
                 full = full or in_s <= ready_s
             elif in_s > ready_s:
                 soonest_s = min(soonest_s, in_s)
@@ -149,26 +145,14 @@ class _Simulation:
             return -along
         return microbatch // self._group_size * self._chunks + along
 
-    def _has_room(self, stage: int, part: int, microbatch: int) -> bool:
+    def _has_room(self, stage: int, microbatch: int) -> bool:
         room = self._job.stage_limits[stage] - self._job.least_room[stage][FORWARD] + HELD_TOLERANCE
         if self._held[stage] > room:
             return False
-        if self._job.in_order:
-            return part != self._job.chain[0] or self._may_come_in(microbatch)
         started = self._started[FORWARD][stage * self._chunks : (stage + 1) * self._chunks]
         oldest = started[-1]
         needed = sum(max(1, count - oldest) for count in started)
         return microbatch == oldest or needed <= room
-
-    def _may_come_in(self, microbatch: int) -> bool:
-        """Whether every stage has room until the oldest microbatch can go back.
-
-        All stages run the same forwards in one order: by then those of all chunks but the last, at
-        most, of each microbatch that is on its way forward, and the last one of the oldest.
-        """
-        under_way = microbatch - self._started[FORWARD][self._chunks - 1]
-        most = (under_way + 1) * (self._chunks - 1) + 1
-        return under_way == 0 or most <= min(self._job.stage_limits) + HELD_TOLERANCE
 
     def _waits(
         self, stage: int, now_s: float, until_s: float, other_s: float, patience: float
@@ -187,15 +171,11 @@ class _Simulation:
         end_s = self._occupy(stage, kind, now_s, self._duration_s(kind, part))
         self._started[kind][part] += 1
         self.turns[stage].append((kind, part, microbatch))
-        if queue := self._queues[kind][part]:
-            queue.popleft()
         if kind == GRADIENT and len(job.kinds) > WEIGHTS:
             self._pending[stage].append((part, microbatch))
         other = job.neighbours[kind][part]
         if other >= 0:
             in_s = self._in_s[kind][other][microbatch] = end_s + job.hops_s[kind][part]
-            if (sent := self._queues[kind][other]) is not None:
-                sent.append(other)
             heappush(self._wake, (in_s, other // self._chunks))
         elif kind == FORWARD:
             self._in_s[GRADIENT][part][microbatch] = end_s
@@ -214,20 +194,3 @@ class _Simulation:
         end_s = self._free_s[stage] = now_s + duration_s
         heappush(self._wake, (end_s, stage))
         return end_s
-
-
-def _queues(job: OrderJob) -> list[list[deque[int] | None]]:
-    """By kind and part, the parts whose messages are on their way on the channel of its input.
-
-    None where an input comes from the same stage, and where messages may be taken in any order.
-    """
-    queues: list[list[deque[int] | None]] = [[None] * len(job.chain) for _ in (FORWARD, GRADIENT)]
-    if job.in_order:
-        chunks = job.shape[1]
-        channels: dict[tuple[int, int, int], deque[int]] = {}
-        for kind, targets in enumerate(job.neighbours):
-            for part, target in enumerate(targets):
-                name = (kind, part // chunks, target // chunks)
-                if target >= 0 and name[1] != name[2]:
-                    queues[kind][target] = channels.setdefault(name, deque())
-    return queues

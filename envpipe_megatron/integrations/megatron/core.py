@@ -255,7 +255,7 @@ def _pending_messages(config: Any) -> int:
     if config.recompute_granularity != "full":
         return 0
     chunks = config.virtual_pipeline_model_parallel_size or 1
-    layers = math.ceil(config.num_layers / config.pipeline_model_parallel_size / chunks)
+    layers: int = math.ceil(config.num_layers / config.pipeline_model_parallel_size / chunks)
     gathered = config.tensor_model_parallel_size if config.sequence_parallel else 1
     experts = config.moe_router_topk if config.num_moe_experts else 1
     return layers * (12 + 4 * gathered) * experts

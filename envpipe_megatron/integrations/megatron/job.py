@@ -20,7 +20,6 @@ from envpipe_megatron.integrations.job import JobFacts
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.megatron.core import unsupported
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
-from envpipe_megatron.policies.orders.families import group_sizes
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
@@ -76,7 +75,7 @@ def orders_to_try(
     stages = args.pipeline_model_parallel_size
     orders = [megatron_order(args, model, count)]
     if regroups and len(model) > 1:
-        for size in group_sizes(count, stages):
+        for size in (stages, stages + stages // 2, 2 * stages):
             with suppress(ScheduleError):
                 orders.append(builders.interleaved(stages, count, len(model), size))
     with suppress(ScheduleError):

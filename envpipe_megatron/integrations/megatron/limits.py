@@ -265,6 +265,23 @@ REFUSED: Mapping[str, Asks] = {
 }
 
 
+#: What keeps backwards whole: switches, and sizes above 1. Some are Megatron's since 0.18 or 0.19.
+_WHOLE_IF_ON = (
+    "tp_comm_overlap",
+    "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "enable_autocast",
+)
+_WHOLE_IF_SHARED = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+
+
+def keeps_whole(settings: object) -> list[str]:
+    """Name what keeps backwards whole in a job's arguments, or its model's configuration."""
+    found = [name for name in _WHOLE_IF_ON if getattr(settings, name, False)]
+    shared = (name for name in _WHOLE_IF_SHARED if (getattr(settings, name, None) or 1) > 1)
+    return [*found, *shared]
+
+
 def check_metered(args: argparse.Namespace, refused: Mapping[str, Asks] = REFUSED) -> None:
     """Raise a RefusedError that names what EnvPipe has not even a bill for."""
     if found := [feature for feature, asks in refused.items() if asks(args)]:

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
+from envpipe_megatron.integrations.megatron.limits import keeps_whole
+
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -86,7 +88,8 @@ def second_part(waiting: list[PutOff]) -> None:
     gradients' sum, and hooks run, as in a whole backward.
     """
     # Of nodes that can run, autograd takes the latest first.
-    ends = [_Node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
+    node: Any = _Node
+    ends = [node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
     waiting.clear()
     torch.autograd.backward(ends, [end.detach() for end in ends])
 
@@ -130,16 +133,7 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
         chunks: the model of this stage, in Megatron's wrappers.
         config: its TransformerConfig.
     """
-    flags = [
-        "tp_comm_overlap",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",  # from 0.18 on
-        "enable_autocast",
-    ]
-    against = [name for name in flags if getattr(config, name, False)]
-    sizes = ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"]  # from 0.19 on
-    against += [name for name in sizes if getattr(config, name, 1) > 1]
-    against += [name for name in map(_kind, chunks) if "FullySharded" in name]
+    against = keeps_whole(config) + [name for name in map(_kind, chunks) if "FullySharded" in name]
     if against:
         return f"weight gradients cannot be put off with {against[0]}"
     known, unknown = 0, Counter[str]()

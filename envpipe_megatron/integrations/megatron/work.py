@@ -52,33 +52,23 @@ class MegatronWork:
         self._groups = groups
         self._num_microbatches = schedule.num_microbatches
         self._model_type = get_model_type(chunks[0])
-        self._stage: int = groups.pp.rank()
-        self.last_stage: bool = self._stage == groups.pp.size() - 1
+        stage: int = groups.pp.rank()
+        self.last_stage: bool = stage == groups.pp.size() - 1
         if schedule.num_chunks != len(chunks):
             raise UnsupportedModelError(
                 f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
                 remedy="Plan for as many chunks as the model has.",
             )
-        order = schedule.stages[self._stage]
+        order = schedule.stages[stage]
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
-        ends = Kind.WEIGHT_GRADIENT if schedule.split else Kind.BACKWARD
-        backwards = [unit for unit in order if unit.kind is ends]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
-        last_backwards = {unit.chunk: unit for unit in backwards}.values()
-        self._last_backwards = frozenset(map(_key, last_backwards))
-        # Parameters are gathered, and gradients reduced, at the same time on all stages, of which
-        # those behind come to a chunk later (Megatron's own rule).
+        # Parameters are gathered at the same time on all stages, of which those behind come to a
+        # chunk later (Megatron's own rule).
         self._gathered_at = {
-            forwards[max(0, forwards.index(first) - self._stage)]: first.chunk + 1
+            forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
             for first in self._first_forwards
             if 1 < first.chunk + 1 < len(chunks)
         }
-        self._reduced_behind = {
-            _key(backwards[at]): last.chunk
-            for last in last_backwards
-            if (at := backwards.index(last) + self._stage) < len(backwards)
-        }
-        self._not_reduced = set(range(len(chunks)))
         self._places = {unit: place for place, unit in enumerate(forwards)}
         self._window = next(at for at, unit in enumerate(order) if unit.kind is not Kind.FORWARD)
         #: Microbatch and chunk of each backward in two parts, and what its second part computes.
@@ -87,18 +77,11 @@ class MegatronWork:
             for unit in order
             if unit.kind is Kind.INPUT_GRADIENT and not unit.combined
         }
-        self._splits = schedule.split
-        self._grad_sync_func = config.grad_sync_func
-        overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
-        if self._splits and overlaps and self._grad_sync_func is None:  # see `_reducer_waits`
-            self._grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
-        self._no_sync = contextlib.ExitStack()
-        self._sync_held = False
+        self._reduction = _Reduction(schedule, stage, chunks, config)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
-        self._hold_sync()
         for chunk in range(min(2, len(chunks)) if len(chunks) > 1 else 0):
             self._gather_parameters(chunk)
 
@@ -131,50 +114,26 @@ class MegatronWork:
         return outputs
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Run a backward or its first part; gradients synchronise in a chunk's last backward."""
+        """Run a whole backward, or its first part."""
         key = _key(unit)
-        if key in self._last_backwards and self._syncs_in_last_backward():
-            self._release_sync()
         gradient: Tensors = list(gradients) if gradients is not None else [None]
         model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
-        with self._put_off_later(key), self._reducer_waits(unit.chunk):
+        with self._put_off_later(key), self._reduction.around(unit):
             sent: list[torch.Tensor] = backward_step(
                 self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
             )
-        if unit.kind is Kind.BACKWARD:
-            self._backward_ended(key)
         return sent
 
     def weight_gradient(self, unit: Unit) -> None:
         """Compute the weight gradients that the first part of a backward put off."""
-        key = _key(unit)
-        with self._reducer_waits(unit.chunk):
-            split_backward.second_part(self._put_off[key])
-        self._backward_ended(key)
-
-    def _backward_ended(self, key: tuple[int, int]) -> None:
-        if len(self._chunks) > 1:
-            if self._grad_sync_func is not None and key in self._reduced_behind:
-                self._release_sync()
-                self._reduce_gradients(self._reduced_behind[key])
-            self._hold_sync()  # another chunk's gradients are not complete yet
+        with self._reduction.around(unit):
+            split_backward.second_part(self._put_off[_key(unit)])
 
     def _put_off_later(self, key: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
         """Around a forward or a first part: weight gradients are put off where the order says."""
         if key not in self._put_off:
             return contextlib.nullcontext()
         return split_backward.first_part(self._put_off[key])
-
-    def _reducer_waits(self, chunk: int) -> contextlib.AbstractContextManager[None]:
-        """Around backwards of an order with split ones: the reducer's hooks only add gradients.
-
-        To reduce them, too, they want each parameter's in every backward. Here they are reduced
-        behind a chunk's last one, as if Megatron aligned that over the pipeline.
-        """
-        config = getattr(self._chunks[chunk], "ddp_config", None)
-        if not self._splits or config is None:
-            return contextlib.nullcontext()
-        return replaced(config, overlap_grad_reduce=False)
 
     def sent(self, unit: Unit) -> None:
         """Free an output's data: the channel keeps what it still sends."""
@@ -184,19 +143,11 @@ class MegatronWork:
 
     def finish_grads(self) -> None:
         """Launch the gradient reductions that no backward launched."""
-        held = self._sync_held
-        self._release_sync()
-        if self._grad_sync_func is not None and held:
-            for chunk in sorted(self._not_reduced):
-                self._reduce_gradients(chunk)
+        self._reduction.finish()
 
     def _gather_parameters(self, chunk: int) -> None:
         """Launch it, where Megatron aligns it over the pipeline."""
         _for_chunk(self._config.param_sync_func, chunk, self._chunks)
-
-    def _reduce_gradients(self, chunk: int) -> None:
-        self._not_reduced.discard(chunk)
-        _for_chunk(self._grad_sync_func, chunk, self._chunks)
 
     def _checkpoints_all(self, unit: Unit) -> bool | None:
         """Whether all layers of a forward are computed again in its backward; None: as always.
@@ -207,28 +158,88 @@ class MegatronWork:
         most = self._config.num_microbatches_with_partial_activation_checkpoints
         return None if most is None else self._places[unit] % self._window >= most
 
-    def _syncs_in_last_backward(self) -> bool:
-        """Megatron's rule: with its own reducer always, with a grad_sync_func on stage 0 alone.
 
-        In all other cases, stages reduce after their units, in the bubble at the end.
-        """
-        if self._splits:
-            return False
-        if self._grad_sync_func is None:
-            return True
-        return self._stage == 0 and len(self._chunks) == 1
+class _Reduction:
+    """When the gradients of a stage's chunks are reduced over its replicas.
 
-    def _hold_sync(self) -> None:
-        if self._sync_held:
+    Where no backward is split, when Megatron does it: with its own reducer in a chunk's last
+    backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units, in the
+    bubble at the end. With chunks that is at the same time on all stages, of which those behind
+    come to a chunk later.
+
+    Its own reducer wants each parameter's gradient in that backward, and one in two parts has none
+    of some in either. So where some are split, its hooks only add gradients up, and it is called
+    behind a chunk's last unit, as a `grad_sync_func` is.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stage: int, chunks: list[torch.nn.Module], config: Any
+    ) -> None:
+        self._chunks = chunks
+        self._splits = schedule.split
+        self._no_sync_func = config.no_sync_func
+        self._sync_func = config.grad_sync_func
+        self._reducer = getattr(chunks[0], "ddp_config", None)
+        overlaps = getattr(self._reducer, "overlap_grad_reduce", False)
+        if self._splits and overlaps and self._sync_func is None:
+            self._sync_func = [chunk.start_grad_sync for chunk in chunks]
+        ends = Kind.WEIGHT_GRADIENT if self._splits else Kind.BACKWARD
+        backwards = [unit for unit in schedule.stages[stage] if unit.kind is ends]
+        last = {unit.chunk: at for at, unit in enumerate(backwards)}
+        in_backward = self._sync_func is None or (stage == 0 and len(chunks) == 1)
+        self._reduced_in = {
+            _key(backwards[at]) for at in last.values() if in_backward and not self._splits
+        }
+        self._reduced_behind = {
+            _key(backwards[at + stage]): chunk
+            for chunk, at in last.items()
+            if len(chunks) > 1 and self._sync_func is not None and at + stage < len(backwards)
+        }
+        self._not_reduced = set(range(len(chunks)))
+        self._no_sync = contextlib.ExitStack()
+        self._held = False
+        self._hold()
+
+    @contextlib.contextmanager
+    def around(self, unit: Unit) -> Iterator[None]:
+        """Run a backward, or a part of one, within."""
+        key = _key(unit)
+        if key in self._reduced_in:
+            self._release()
+        if self._splits and self._reducer is not None:
+            with replaced(self._reducer, overlap_grad_reduce=False):
+                yield
+        else:
+            yield
+        if unit.kind is Kind.INPUT_GRADIENT or len(self._chunks) == 1:
             return
-        for function in listed(self._config.no_sync_func):
-            if function is not None:
-                self._no_sync.enter_context(function())
-        self._sync_held = True
+        if key in self._reduced_behind:
+            self._release()
+            self._reduce(self._reduced_behind[key])
+        self._hold()  # another chunk's gradients are not complete yet
 
-    def _release_sync(self) -> None:
+    def finish(self) -> None:
+        """Launch the reductions that no backward launched."""
+        held = self._held
+        self._release()
+        if held:
+            for chunk in sorted(self._not_reduced):
+                self._reduce(chunk)
+
+    def _reduce(self, chunk: int) -> None:
+        self._not_reduced.discard(chunk)
+        _for_chunk(self._sync_func, chunk, self._chunks)
+
+    def _hold(self) -> None:
+        if not self._held:
+            for function in listed(self._no_sync_func):
+                if function is not None:
+                    self._no_sync.enter_context(function())
+            self._held = True
+
+    def _release(self) -> None:
         self._no_sync.close()
-        self._sync_held = False
+        self._held = False
 
 
 def _key(unit: Unit) -> tuple[int, int]:

@@ -39,8 +39,10 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     message_of,
     stages_trained_by,
 )
+from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
 from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
@@ -122,6 +124,7 @@ class AttachedPipeline(LeveledJob):
             count,
             timeout,
             runs_units=True,
+            splits=True,
             own_order=own,
             group_size=group_size(num_stages, count),
         )
@@ -135,6 +138,10 @@ class AttachedPipeline(LeveledJob):
         self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.hear_losses_of(schedule)
+        self._why_whole = "--envpipe-split off" if options.split == "off" else ""
+        self._why_whole = self._why_whole or known_reason(self._stages)
+        if not self._why_whole:
+            self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._begun = self._closed = self._seen = False
@@ -249,6 +256,7 @@ class AttachedPipeline(LeveledJob):
             highest_clock()
         else:
             self._units.hear_losses_of(runs)
+            self._units.split = order.split
             self._units.reporter = followed
         try:
             if self._units.reporter is None or runs is self._schedule:
@@ -283,11 +291,20 @@ class AttachedPipeline(LeveledJob):
         # One for all ranks: what is measured goes from each stage to the next.
         shapes, dtypes = collectives.from_planner(self._own_message)
         self._message = TensorSpec(shapes, dtypes, current_device())
+        why_whole = max((self._units.why_whole or {}).values(), default=self._why_whole)
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
-            as_told = seen.shows(own.stages[collectives.stage])
-            found = limits_seen(self._own, self._stages, as_told=as_told, seen=changed)
+            found = limits_seen(
+                self._own,
+                self._stages,
+                as_told=seen.shows(own.stages[collectives.stage]),
+                seen=changed,
+                why_whole=why_whole,
+            )
             self._lower(limits_of_ranks(found))
+        why_whole = max(of_all_ranks(why_whole))
+        if why_whole and self.job is not None and self.level is Level.ORDER:
+            self.session.split_no_more(why_whole)
         return result
 
     def _lower(self, found: Sequence[Limit]) -> None:

@@ -6,7 +6,7 @@ import enum
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.integrations.framework_units import Reporter, Seen
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.torch_pipelining import parts
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 #: Of those whose kind does not rest on how they are called.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
+_NOT_TRIED = "none was tried in two parts"
 
 
 class SideEffect(enum.Enum):
@@ -44,7 +46,9 @@ class Units:
         self.reporter: Reporter | None = None
         #: What units were seen to change; None where nobody wants to know.
         self.seen: set[SideEffect] | None = None
-        self._split = split
+        self.split = split
+        #: By chunk, why its backwards stay whole, if so; None where nobody wants to know.
+        self.why_whole: dict[int, str] | None = None
         self._awaits_loss = False
         #: Whose functions are replaced, by which names, and the object's own, if it had one.
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None]] = []
@@ -103,14 +107,11 @@ class Units:
             if self.seen is None:
                 result = own(microbatch, *args, **kwargs)
             else:
-                before, versions = _random_states(stage.device), _versions(stage)
-                result = own(microbatch, *args, **kwargs)
-                if before != _random_states(stage.device):
-                    self.seen.add(
-                        SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
-                    )
-                if not forward and versions != _versions(stage):
-                    self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+                if name == _ORDINARY[1] and self.why_whole is not None:
+                    loss = args[0] if args else kwargs.get("loss")
+                    self._look_at_parts(stage, chunk, microbatch, loss)
+                run = partial(own, microbatch, *args, **kwargs)
+                result = self._watched(stage, chunk, run, forward=forward)
             if forward and stage.is_last:
                 self._awaits_loss = True
             else:
@@ -119,11 +120,36 @@ class Units:
 
         return unit
 
+    def _watched(self, stage: Any, chunk: int, run: Callable[[], Any], *, forward: bool) -> Any:
+        """Run a unit, and look at what it changes beside its outputs and gradients."""
+        assert self.seen is not None
+        before, versions = _random_states(stage.device), _versions(stage)
+        with parts.calls_of_modules() as called:
+            result = run()
+        if before != _random_states(stage.device):
+            drawn = SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
+            self.seen.add(drawn)
+        if not forward and versions != _versions(stage):
+            self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+        if not forward and called and self.why_whole is not None and not stage.is_first:
+            self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
+        return result
+
+    def _look_at_parts(self, stage: Any, chunk: int, microbatch: int, loss: Any) -> None:
+        """Find out why a chunk's backwards stay whole: the first backward shows what they do."""
+        assert self.seen is not None
+        assert self.why_whole is not None
+        effects = self.seen - {SideEffect.DRAWN_BY_FORWARDS}
+        if chunk not in self.why_whole:
+            self.why_whole[chunk] = _NOT_TRIED
+        elif self.why_whole[chunk] is _NOT_TRIED and not effects:
+            self.why_whole[chunk] = parts.seen_reason(stage, microbatch, loss)
+
     def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
         """The units of torch's backward, which run as one."""
         if not whole:
             return (Kind.INPUT_GRADIENT,)
-        return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self._split else (Kind.BACKWARD,)
+        return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self.split else (Kind.BACKWARD,)
 
     def _end(self) -> None:
         if self.reporter is not None:
@@ -182,11 +208,17 @@ def limits_of(
 
 
 def limits_seen(
-    order: Schedule, stages: Sequence[Any], *, as_told: bool, seen: Collection[SideEffect]
+    order: Schedule,
+    stages: Sequence[Any],
+    *,
+    as_told: bool,
+    seen: Collection[SideEffect],
+    why_whole: str = "",
 ) -> list[Limit]:
     """Limits by the first step: what ran, as it was told or not, and what else its units changed.
 
-    The stages know by then what they receive.
+    The stages know by then what they receive. An order that splits backwards is kept where those of
+    others would stay whole.
     """
     found = []
     if not as_told:
@@ -205,6 +237,8 @@ def limits_seen(
     if any(abs(source - stage.stage_index) > 1 for stage in stages for source in _sources(stage)):
         why = "torch's runtime of tables has none"
         found.append(stands_against("messages that skip a stage", Level.UNITS, why))
+    if order.split and why_whole:
+        found.append(stands_against(f"split backwards of {order.name}", Level.UNITS, why_whole))
     return found
 
 
@@ -221,18 +255,13 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
 
 
 def _against_others(order: Schedule) -> Iterator[str]:
-    """Why no other order may take the place of this one, with the same bits."""
-    if order.split:
-        yield "its backwards are split"
-    if order.placement is not Placement.LOOPED:
-        yield "its stages lie in a V"
-    for units in order.stages:
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            for chunk in range(order.num_chunks):
-                own = [u.microbatch for u in units if u.kind is kind and u.chunk == chunk]
-                if any(after < before for before, after in pairwise(own)):
-                    yield f"its {kind}s do not come in the order of microbatches"
-                    return
+    """Yield why no other order may take the place of this one, with the same bits."""
+    if any(own.combined and own.kind is Kind.FORWARD for units in order.stages for own in units):
+        yield "its units run in pairs"
+    if order.placement is Placement.V and order.num_chunks > 2:
+        yield "more than two stages of a rank lie in a V"
+    if order.out_of_turn:
+        yield f"in it, {order.out_of_turn}"
 
 
 def _missing(order: Schedule) -> Kind | None:

@@ -68,11 +68,13 @@ class AutoSearch:
         if problem.num_chunks == 1:
             own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        self._families = families(profile, problem.num_chunks, runnable=problem.runnable)
+        self._families = families(
+            profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
+        )
         for family in self._families if problem.limits.channel_capacity is None else ():
-            job, in_order = (family, self._own, profile), problem.runnable
+            job = family, self._own, profile
             try:
-                self._searches.append(FamilySearch(*job, *at, parking=park, in_order=in_order))
+                self._searches.append(FamilySearch(*job, *at, parking=park))
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.

@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -28,29 +27,19 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import (
-    Optimizer,
-    iteration_time_s,
-    order_at_maximum_s,
-)
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 
 #: Limits of activations held that are tried, as multiples of what the framework's own order holds.
 _MEMORY = (1.0, 1.5, 2.0)
-#: Groups of microbatches that are tried where messages are taken in order, as multiples of p.
-_GROUPS = (1.5, 2.0)
+#: Groups of microbatches that pass a looped chunk before its next, as multiples of p.
+_GROUPS = (1.0, 1.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of them.
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
 _FEWEST_ORDERS = 1
-
-
-def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
-    """Sizes of groups that are tried: p, and larger ones whose last is not much smaller."""
-    counts = (max(1, round(num_microbatches / (multiple * num_stages))) for multiple in _GROUPS)
-    return [num_stages, *(math.ceil(num_microbatches / count) for count in counts)]
 
 
 @dataclass(frozen=True)
@@ -70,13 +59,22 @@ _TWO_EVEN_CHUNKS = (
 )
 
 
-def families(profile: Profile, num_chunks: int, *, runnable: bool = False) -> tuple[Family, ...]:
+def families(
+    profile: Profile,
+    num_chunks: int,
+    *,
+    runnable: bool = False,
+    placement: Placement = Placement.LOOPED,
+) -> tuple[Family, ...]:
     """The families of a job, less that of EnvPipe's order; or those of `PlanRequest.runnable`.
 
-    Chunks with rows of their own were measured where they lie, and lie nowhere else.
+    Chunks with rows of their own were measured where they lie, and lie nowhere else. With
+    `runnable` that is so for all chunks.
     """
     known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
-    if num_chunks == 2 and not runnable and profile.listed_chunks == 1:
+    if placement is Placement.V:
+        known = _TWO_EVEN_CHUNKS
+    elif num_chunks == 2 and not runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 
@@ -86,7 +84,6 @@ class FamilySearch:
 
     Args:
         own: the framework's own order of the job.
-        in_order: whether messages must be taken as they are sent.
     """
 
     def __init__(
@@ -98,10 +95,9 @@ class FamilySearch:
         deadline_s: float,
         *,
         parking: bool = False,
-        in_order: bool = False,
     ) -> None:
         self.family, self._own, self._profile, self._conditions = family, own, profile, conditions
-        self._deadline_s, self._parking, self._in_order = deadline_s, parking, in_order
+        self._deadline_s, self._parking = deadline_s, parking
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
         self._shares = profile.weight_shares
@@ -181,16 +177,15 @@ class FamilySearch:
     def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
         """Orders that may be the best of those that split all backwards or none."""
         own = self._own
+        in_groups = own.num_chunks > 1 and self.family.placement is Placement.LOOPED
         schedules: dict[object, Schedule] = {}
         if self._target is not None:
             for limits in self._limits(max_in_flight):
-                for group_size in self._groups(min(limits)):
+                for multiple in _GROUPS if in_groups else _GROUPS[:1]:
+                    group_size = math.ceil(multiple * own.num_stages)
                     schedule = self._listed(self._target.time_s, limits, group_size)
                     schedules.setdefault(schedule.stages, schedule)
-        ranked: Iterable[Schedule] = sorted(schedules.values(), key=self._estimate_j)
-        if self._in_order:  # so many are too slow that the few best might all be
-            ranked = filter(self._meets_deadline, ranked)
-        best = list(islice(ranked, self._most_solved))
+        best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
         same = (self.family.placement, self.family.split) == (own.placement, own.split)
         return [own, *best] if same else best
 
@@ -205,7 +200,6 @@ class FamilySearch:
             limits,
             self._shares.ravel().tolist(),
             tail_s=self._conditions.tail_by_stage_s.tolist(),
-            in_order=self._in_order,
             group_size=group_size,
         )
         return shortest(job, self.family.name, self._looks)
@@ -226,24 +220,6 @@ class FamilySearch:
         limits = (np.minimum(each, most) for each in wanted)
         least = self._own.num_chunks + times - 1
         return list(dict.fromkeys(tuple(each) for each in limits if np.all(each >= least)))
-
-    def _groups(self, limit: float) -> list[int]:
-        """Microbatches that pass a chunk before its next, where all stages hold up to a limit.
-
-        Where messages are taken in order, a stage that waits for one cannot go on with another;
-        larger groups wait less.
-        """
-        own = self._own
-        smallest, *larger = group_sizes(own.num_microbatches, own.num_stages)
-        groups = [smallest]
-        if self._in_order:
-            groups += [self._conditions.group_size or smallest, *larger]
-        fit = [size for size in groups if (own.num_chunks - 1) * size < limit]
-        return list(dict.fromkeys(fit or groups[:1]))
-
-    def _meets_deadline(self, order: Schedule) -> bool:
-        fastest_s = order_at_maximum_s(order, self._profile, self._conditions)
-        return fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE)
 
     def _estimate_j(self, schedule: Schedule) -> float:
         """What a plan of an order may cost: the bound, and what its lateness costs to make up."""

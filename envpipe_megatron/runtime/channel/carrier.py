@@ -91,13 +91,13 @@ class Carrier(Protocol):
         """
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """The next message, a unit's input; on a GPU the stream waits for it, not the host."""
+        """The next message, which a unit waits for; on a GPU the stream does, not the host."""
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
         """Hand over a unit's output; returns at once and keeps it until it has left."""
 
     def end_step(self) -> int:
-        """All has been handed over; how many of the expected messages were not taken."""
+        """All has been handed over; how many of the expected messages were not received."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,6 @@ def first_line(error: Exception | str) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def carried(kind: Kind) -> Kind:
-    """The kind that a unit's messages have: both parts of a backward send and receive as one."""
-    return Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
-
-
 def opposite(kind: Kind) -> Kind:
-    """The kind that crosses a boundary the other way."""
-    return Kind.BACKWARD if carried(kind) is Kind.FORWARD else Kind.FORWARD
+    """The kind of messages that crosses a boundary the other way."""
+    return Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD

@@ -1,8 +1,9 @@
 """The p2p channel between neighbouring stages, in which no order of units can hang.
 
-Activations go forward and gradients backward, each kind in the order in which it is sent. Sends are
-asynchronous. What carries them is chosen for each boundary between two stages (`links`): one-sided
-copies into the neighbour's memory (`puts`), or sends and receives (`transfers`).
+Activations go forward and gradients backward. A unit takes its own message, in whatever order they
+were sent: what was sent before it is received first, and kept until its unit comes. Sends are
+asynchronous. What carries messages is chosen for each boundary between two stages (`links`):
+one-sided copies into the neighbour's memory (`puts`), or sends and receives (`transfers`).
 `envpipe_megatron.core.channel_model` is the model of both, and its tests the proof.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import TypeVar
@@ -18,16 +20,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
+from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import (
-    Carrier,
-    ChannelError,
-    StageSpecs,
-    carried,
-    opposite,
-)
+from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, StageSpecs, opposite
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 
 __all__ = ["ChannelError", "P2PChannel"]
@@ -78,6 +74,12 @@ class P2PChannel:
         self._side = side
         self._groups = list(groups)
         self._pid = os.getpid()
+        #: An order, and the units whose inputs come in it.
+        self._inputs: tuple[Schedule, list[Unit]] | None = None
+        #: By kind, the units whose inputs are not received, as these are sent.
+        self._awaited: dict[Kind, deque[Unit]] = {}
+        #: By their unit, messages that are received and not taken.
+        self._kept: dict[Unit, list[torch.Tensor]] = {}
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
@@ -104,24 +106,20 @@ class P2PChannel:
             )
         if self._side is not None:
             self._side.schedule = schedule
-        receives = schedule.receives[self._stage]
-        backward = schedule.is_backward[self._stage]
-        self.expect(
-            {
-                Kind.FORWARD: int((receives & ~backward).sum()),
-                Kind.BACKWARD: int((receives & backward).sum()),
-            },
-            specs,
-            vary=specs.vary,
-        )
+        if self._inputs is None or self._inputs[0] is not schedule:
+            self._inputs = schedule, inputs_of(schedule, self._stage)
+        self.expect(self._inputs[1], specs, vary=specs.vary)
 
-    def expect(
-        self, messages: Mapping[Kind, int], specs: StageSpecs, *, vary: bool = False
-    ) -> None:
-        """Expect this many messages of each kind until `end_step`, with headers if they vary."""
+    def expect(self, units: Sequence[Unit], specs: StageSpecs, *, vary: bool = False) -> None:
+        """Expect these units' inputs until `end_step`, those of a kind in the order of sending.
+
+        Headers come with them if they vary.
+        """
+        self._kept.clear()
         for kind, carrier in self._carriers.items():
-            sent = specs.sends.get(opposite(kind))
-            carrier.expect(messages.get(kind, 0), specs.receives.get(kind), sent, vary=vary)
+            awaited = deque(unit for unit in units if MESSAGES[unit.kind] is kind)
+            self._awaited[kind], sent = awaited, specs.sends.get(opposite(kind))
+            carrier.expect(len(awaited), specs.receives.get(kind), sent, vary=vary)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -129,7 +127,10 @@ class P2PChannel:
         Raises:
             ChannelError: the neighbour is gone, or silent for longer than the time-out.
         """
-        tensors = self._carriers[carried(unit.kind)].receive(unit)
+        kind = MESSAGES[unit.kind]
+        while unit not in self._kept:
+            self._kept[self._awaited[kind].popleft()] = self._carriers[kind].receive(unit)
+        tensors = self._kept.pop(unit)
         for tensor in tensors:
             tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
         return tensors
@@ -142,7 +143,7 @@ class P2PChannel:
         """
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
-        self._carriers[opposite(unit.kind)].send(unit, payload)
+        self._carriers[opposite(MESSAGES[unit.kind])].send(unit, payload)
 
     def end_step(self) -> None:
         """Check that no message was lost or left over.
@@ -155,6 +156,8 @@ class P2PChannel:
         if self._side is not None and (loss := self._side.loss()) is not None:
             raise loss
         counts = {kind.value: carrier.end_step() for kind, carrier in self._carriers.items()}
+        for unit in self._kept:
+            counts[MESSAGES[unit.kind].value] += 1
         left = {kind: count for kind, count in counts.items() if count}
         if left:
             raise ChannelError(
@@ -163,10 +166,14 @@ class P2PChannel:
                 remedy="The schedule and the channel disagree; please report this.",
             )
 
-    def more_bytes(self, schedule: Schedule) -> int:
+    def more_bytes(self, schedule: Schedule, specs: StageSpecs) -> int:
         """Bytes that a schedule's messages need of this rank beyond what they take."""
         carriers = [] if self._side is None else self._side.carriers
-        return sum(carrier.more_bytes(schedule) for carrier in carriers)
+        kept_bytes = sum(
+            most_kept(schedule, self._stage, kind) * spec.num_bytes
+            for kind, spec in specs.receives.items()
+        )
+        return kept_bytes + sum(carrier.more_bytes(schedule) for carrier in carriers)
 
     def make_room(self, schedule: Schedule, specs: StageSpecs) -> bool:
         """Take memory for a schedule's messages; whether this rank and its neighbours had it.

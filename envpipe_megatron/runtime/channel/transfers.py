@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
-from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec, carried
+from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import HostGroup
 
 #: SUCCESS of torch's WorkResult, which has no name in Python.
@@ -89,9 +89,9 @@ class TransferCarrier:
         """As `Carrier`'s."""
         header: list[tuple[dist.Work, torch.Tensor]] = []
         try:
-            works = self._start(dist.isend, self._sends_over, unit.kind, payload)
+            works = self._start(dist.isend, self._sends_over, self._peers.sends, payload)
             if self._headers:
-                tag = _header_tag(unit.kind)
+                tag = _header_tag(self._peers.sends)
                 header = self._hosts.send(TensorSpec.of(payload), self._peers.neighbour, tag)
                 works += [work for work, _ in header]
         except RuntimeError as error:
@@ -127,10 +127,11 @@ class TransferCarrier:
                 work.wait(self._timeout)
 
     def _receive_header(self, unit: Unit) -> TensorSpec:
-        """Return the spec of a unit's input, which its sender sends behind the message."""
+        """Return the spec of the next message, whose sender sends it behind the message."""
         assert self._spec is not None
         try:
-            spec: TensorSpec = self._hosts.receive(self._peers.neighbour, _header_tag(unit.kind))
+            tag = _header_tag(self._peers.receives)
+            spec: TensorSpec = self._hosts.receive(self._peers.neighbour, tag)
         except RuntimeError as error:
             raise self._peers.lost(f"waiting for the header of {unit}", error) from error
         return replace(spec, device=self._spec.device)
@@ -177,7 +178,7 @@ def _carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _tag(kind: Kind) -> int:
     """Tag of the tensors of a kind, which come in the order in which they were sent."""
-    return list(WHOLE).index(carried(kind))
+    return list(WHOLE).index(kind)
 
 
 def _header_tag(kind: Kind) -> int:

@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -86,13 +86,15 @@ class EmulatedExecutor:
         width = schedule.units_per_stage
         self._units = schedule.stages[stage]
         self._prices = [tuple(Kind)[place] for place in schedule.priced_kinds[stage]]
-        #: For each unit, the stage that sends its input and the one that needs its output; or -1.
-        self._sources, self._destinations = (
-            (nodes.reshape(-1, width)[stage] // width).tolist()
-            for nodes in (schedule.cross_dependency, schedule.cross_successor)
-        )
-        #: Whose output leaves at the present unit's end.
-        self._outputs = list[tuple[Unit, int]]()
+        successors = schedule.cross_successor.reshape(-1, width)[stage]
+        #: For each unit, the stage that sends its input and the one that needs its output, or -1;
+        #: and the tags of both, each the receiving unit's own.
+        self._sources = (schedule.cross_dependency.reshape(-1, width)[stage] // width).tolist()
+        self._destinations = (successors // width).tolist()
+        self._tags = (_FIRST_TAG + schedule.places[stage]).tolist()
+        self._output_tags = (_FIRST_TAG + schedule.places.ravel()[successors]).tolist()
+        #: Where to and by which tag the present unit says when it ended.
+        self._outputs = list[tuple[int, int]]()
         self._starts: list[float] = []
         self._ends: list[float] = []
         #: Sends under way, and what they send.
@@ -112,8 +114,7 @@ class EmulatedExecutor:
         source = self._sources[position]
         if source >= 0:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
-                tag = _tag(self._units[position])
-                self._ready_s = self._collectives.pipeline.receive(source, tag)
+                self._ready_s = self._collectives.pipeline.receive(source, self._tags[position])
         if self._in_wait is not None:
             self._in_wait.end(self._ready_s)
             self._in_wait = None
@@ -125,7 +126,7 @@ class EmulatedExecutor:
         position = len(self._ends)
         unit, destination = self._units[position], self._destinations[position]
         if destination >= 0:
-            self._outputs.append((unit, destination))
+            self._outputs.append((destination, self._output_tags[position]))
         priced = self._prices[position]  # of units that run as one, the last is priced for all
         run = self._gpu.run_unit(priced.value, self._time_at_max_s[priced], self._ready_s)
         self._starts.append(run.start_s - self._begin_s)
@@ -136,9 +137,9 @@ class EmulatedExecutor:
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
         while self._outputs:
-            made, receiver = self._outputs.pop(0)
+            output = self._outputs.pop(0)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
-                self._sent += self._collectives.pipeline.send(run.end_s, receiver, _tag(made))
+                self._sent += self._collectives.pipeline.send(run.end_s, *output)
         return Done()  # the sleep is over: so is the unit
 
     def in_wait(self, after_s: float) -> Completion:
@@ -184,8 +185,3 @@ class EmulatedExecutor:
 
     def wait_no_more(self) -> None:
         """Nothing is waited for anyway."""
-
-
-def _tag(unit: Unit) -> int:
-    """Tag of the times of one way's units, which come in the order in which they were sent."""
-    return _FIRST_TAG + (TRAITS[unit.kind].way < 0)

@@ -11,7 +11,7 @@ import torch
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.execution.stage_run import StageWork
+from envpipe_megatron.runtime.execution.stage_run import SplitWork
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ class Rehearsal:
         #: What ended the work, in a line; None if nothing did.
         self.error: str | None = None
         self._specs = specs
-        self._work: StageWork | None = None
+        self._work: SplitWork | None = None
 
-    def of(self, work: StageWork) -> Rehearsal:
+    def of(self, work: SplitWork) -> Rehearsal:
         """Return the work as it is to be executed."""
         self._work = work
         return self
@@ -58,7 +58,7 @@ class Rehearsal:
         """The unit's output is in the channel."""
         self._run(lambda work: work.sent(unit))
 
-    def _run(self, run: Callable[[StageWork], T]) -> T | None:
+    def _run(self, run: Callable[[SplitWork], T]) -> T | None:
         assert self._work is not None
         if self.error is None:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -168,11 +168,15 @@ class StageWork(Protocol):
         `gradients` is None on the last chunk of the last stage.
         """
 
-    def weight_gradient(self, unit: Unit) -> None:
-        """Run the second part of a backward; only orders that split some call it."""
-
     def sent(self, unit: Unit) -> None:
         """The unit's output is in the channel: what only it needed may be freed."""
+
+
+class SplitWork(StageWork, Protocol):
+    """Work of a framework that runs orders with split backwards."""
+
+    def weight_gradient(self, unit: Unit) -> None:
+        """Run the second part of a backward."""
 
 
 def execute(
@@ -187,24 +191,22 @@ def execute(
     `unit_ended` is called with each unit once its output is in the channel and its memory freed.
     Raises ChannelError if a neighbour is gone or silent.
     """
+    #: The gradients of a whole backward among split ones, which runs where its `W` is listed.
+    whole: list[list[torch.Tensor] | None] = []
     run.begin()
-    #: The input of a whole backward among split ones, which runs where its second part is listed.
-    whole: list[torch.Tensor] | None = None
-    is_whole = False
     for unit in schedule.stages[stage]:
         inputs = run.begin_unit()
         outputs: list[torch.Tensor] = []
         if unit.combined:
-            whole, is_whole = inputs, True
-        elif unit.kind is Kind.FORWARD:
-            outputs = work.forward(unit, inputs)
-        elif unit.kind is not Kind.WEIGHT_GRADIENT:
-            outputs = work.backward(unit, inputs)
-        elif is_whole:
-            outputs = work.backward(make_unit(Kind.BACKWARD, unit.microbatch, unit.chunk), whole)
-            whole, is_whole = None, False
+            whole.append(inputs)
+        elif whole:
+            backward = make_unit(Kind.BACKWARD, unit.microbatch, unit.chunk)
+            outputs = work.backward(backward, whole.pop())
+        elif unit.kind is Kind.WEIGHT_GRADIENT:
+            cast(SplitWork, work).weight_gradient(unit)
         else:
-            work.weight_gradient(unit)
+            run_unit = work.forward if unit.kind is Kind.FORWARD else work.backward
+            outputs = run_unit(unit, inputs)
         run.end_unit(outputs)
         del inputs, outputs  # they would take memory from the next unit
         work.sent(unit)

@@ -36,9 +36,10 @@ def measure_p2p_latency_s(
     executor.meet()
     if stage > 0:
         payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
-        channel.expect({Kind.FORWARD: rounds}, specs)
-        for number in range(rounds):
-            channel.receive(unit(Kind.FORWARD, number))
+        comes = [unit(Kind.FORWARD, number) for number in range(rounds)]
+        channel.expect(comes, specs)
+        for number, own in enumerate(comes):
+            channel.receive(own)
             channel.send(unit(Kind.BACKWARD, number), payload)
             executor.wait_for_messages()
         channel.end_step()
@@ -46,11 +47,12 @@ def measure_p2p_latency_s(
         return 0.0
     trips_s = []
     payload = specs.sends[Kind.FORWARD].make(torch.zeros)
-    channel.expect({Kind.BACKWARD: rounds}, specs)
-    for number in range(rounds):
+    comes = [unit(Kind.BACKWARD, number) for number in range(rounds)]
+    channel.expect(comes, specs)
+    for number, own in enumerate(comes):
         sent_s = executor.now_s()
         channel.send(unit(Kind.FORWARD, number), payload)
-        channel.receive(unit(Kind.BACKWARD, number))
+        channel.receive(own)
         executor.wait_for_messages()
         trips_s.append(executor.now_s() - sent_s)
     channel.end_step()

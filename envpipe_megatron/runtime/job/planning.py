@@ -87,7 +87,8 @@ def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
     # A framework that runs its units itself carries their messages too.
-    own_bytes = job.channel.more_bytes(plan.schedule) if job.own_order is None else 0
+    ours = job.own_order is None
+    own_bytes = job.channel.more_bytes(plan.schedule, job.specs) if ours else 0
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
 
@@ -148,9 +149,9 @@ def plan_online(
             _check_finishes(job, megatron_order(job))
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
-    conditions, own_s = known_conditions(profile), None
-    if job.own_order is not None:
-        own = job.own_order
+    conditions, own_s, own = known_conditions(profile), None, job.own_order
+    in_v = own if own is not None and own.placement is Placement.V else None
+    if own is not None:
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
     if kept is None and not splits(job):
         whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
@@ -158,7 +159,7 @@ def plan_online(
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight
-        limit = in_flight_limit(most, megatron_order(job), profile, job.memory.stages)
+        limit = in_flight_limit(most, in_v or megatron_order(job), profile, job.memory.stages)
         profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
             most, held = limit, ", ".join(f"{each:g}" for each in limit)
@@ -175,7 +176,7 @@ def plan_online(
         conditions=conditions,
         runnable=True,
     )
-    return make_problem(profile, request, own_s), notes
+    return make_problem(profile, request, own_s, in_v), notes
 
 
 def megatron_order(job: PhaseParts) -> Schedule:
@@ -213,13 +214,14 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
         )
     order = plan.schedule
-    if job.kept_order is None and order.placement is not Placement.LOOPED:
+    placement = Placement.LOOPED if job.own_order is None else job.own_order.placement
+    if job.kept_order is None and order.placement is not placement:
         raise SessionError(
-            "The plan lays chunks in a V, which no job runs",
+            f"The plan lays chunks out as {order.placement}, and this job's model is {placement}",
             value=order.name,
             remedy="Plan with --runnable, or let the job plan.",
         )
-    if order.split and not splits(job):
+    if job.kept_order is None and order.split and not splits(job):
         raise SessionError(
             "The plan splits backwards, and those of this job are whole: "
             f"{job.state.whole or job.config.why_whole}",

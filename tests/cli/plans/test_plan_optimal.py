@@ -6,7 +6,6 @@ import re
 import pytest
 from cli_helpers import plan_badly, plan_for, simulate_json
 
-from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Placement
@@ -56,7 +55,6 @@ def test_runnable_orders_are_those_of_training_jobs(profile_path, tmp_path):
     )
     order = read_plan(path, read_profile(profile_path)).schedule
     assert (order.num_chunks, order.placement, order.split) == (2, Placement.LOOPED, False)
-    check_message_order(order)
     told = plan_badly(profile_path, tmp_path, "--schedule", "1f1b", "--runnable")
     assert "--runnable goes with --schedule auto" in told
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 
-from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
@@ -213,47 +212,6 @@ def test_turns_leave_room_for_what_gradients_leave(placement):
             held = np.array(filled.peak_held) * activation
             assert np.all(held <= np.array(limits) * (1 + 1e-6))
     assert blocks > 20 or placement is Placement.LOOPED
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 12),
-    st.sampled_from([SPLIT, WHOLE]),
-    st.sampled_from([0.0, 1.0, 5.0]),
-    st.sampled_from([None, 1, 4, 7]),
-    st.integers(0, 2**32 - 1),
-)
-def test_messages_are_in_order_where_they_must_be(
-    stages, chunks, microbatches, kinds, latency_s, group_size, seed
-):
-    """Whatever the limits: no microbatch comes in that could block the pipeline."""
-    rng = np.random.default_rng(seed)
-    limits = chunks * rng.choice([1.0, 1.3, 3.0], stages)
-    job = random_job(
-        rng,
-        stages,
-        chunks,
-        microbatches,
-        kinds=kinds,
-        latency_s=latency_s,
-        limits=limits.tolist(),
-        in_order=True,
-        group_size=group_size,
-    )
-    for rule in (Rule(), Rule(strict=False), Rule(patience=0.75, hurried=True), Rule(pace=0.9)):
-        turns = take_turns(job, rule)
-        assert {len(order) for order in turns} == {2 * chunks * microbatches}  # none is blocked
-    schedule = shortest(job, looks=30)
-    assert completes(schedule, None)  # which checks messages, too
-    assert np.all(np.array(peaks(schedule, 1.0)) <= limits + 1e-5)
-
-
-def test_messages_in_order_are_of_looped_chunks_alone():
-    unit_s = np.ones((2, 2, 4))
-    with pytest.raises(ScheduleError, match="looped chunks alone"):
-        OrderJob(dict.fromkeys(WHOLE, unit_s), placement=Placement.V, in_order=True)
 
 
 @pytest.mark.parametrize("seed", range(5))

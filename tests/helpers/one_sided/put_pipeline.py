@@ -13,7 +13,7 @@ import torch
 from fake_device import DeviceSpec, FakeDevice
 from taking_turns import Turns
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import MESSAGES, Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import Peers, StageSpecs
@@ -113,18 +113,23 @@ class PutPipeline:
     def step(self, stage: int, schedule: Schedule, base: int, syncs: float) -> None:
         channel, device = self.channels[stage], self.devices[stage]
         channel.begin_step(schedule, self.specs)
+        leaves = {
+            position + unit.combined: unit
+            for position, unit in enumerate(schedule.stages[stage])
+            if schedule.sends[stage, position]
+        }
         for position, unit in enumerate(schedule.stages[stage]):
             place = stage * schedule.units_per_stage + position
             source = int(schedule.cross_dependency[place])
             got = channel.receive(unit) if source >= 0 else []
             made: list[torch.Tensor] = []
-            if schedule.cross_successor[place] >= 0:
-                made = self.specs.sends[unit.kind].make()
+            if position in leaves:
+                made = self.specs.sends[MESSAGES[leaves[position].kind]].make()
             self._compute(stage, str(unit), got, made, base + source, base + place)
             if self.turns.random.random() < syncs:
                 device.synchronize()
             if made:
-                channel.send(unit, made)
+                channel.send(leaves[position], made)
             del got, made  # their memory is used again
         channel.unless_lost(device.units_done)
         channel.end_step()

@@ -3,7 +3,7 @@
 It shares no code with `envpipe_megatron.core.channel_model`, which it checks.
 """
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 
 
@@ -26,7 +26,7 @@ def stopping_points(
     Raises:
         AssertionError: more than `max_states` global states.
     """
-    programs = [_program(schedule, stage, capacity) for stage in range(schedule.num_stages)]
+    programs = _programs(schedule, capacity)
     channels = sorted({c for program in programs for _, c in program if c is not None})
     index = {channel: len(programs) + i for i, channel in enumerate(channels)}
     sent = {c: _counts(programs[c[1]], ("start", c)) for c in channels}
@@ -74,27 +74,60 @@ def stopping_points(
 
 _State = tuple[int, ...]
 _Channel = tuple[Kind, int, int]  # kind, sending stage, receiving stage
+_Name = tuple[int, int]  # microbatch and chunk of the unit that takes it
 _Step = tuple[str, _Channel | None]
 
 
-def _program(schedule: Schedule, stage: int, capacity: int | None) -> list[_Step]:
-    """A stage's steps: take, start a send, wait until it may go on, end a unit."""
+def _programs(schedule: Schedule, capacity: int | None) -> list[list[_Step]]:
+    """Each stage's steps: take, start a send, wait until it may go on, end a unit.
+
+    What was sent before a message is taken before it, and a unit whose message was takes none.
+    """
+    stages = range(schedule.num_stages)
+    routes = [
+        [_routes(schedule, stage, unit) for unit in schedule.stages[stage]] for stage in stages
+    ]
+    sent: dict[_Channel, list[_Name]] = {}
+    for stage in stages:
+        for _, output in routes[stage]:
+            if output is not None:
+                sent.setdefault(output[0], []).append(output[1])
+    programs = []
+    for stage in stages:
+        steps: list[_Step] = []
+        leaves: _Channel | None = None
+        for unit, (comes, goes) in zip(schedule.stages[stage], routes[stage], strict=True):
+            if comes is not None:
+                taken, channel = steps.count(("take", comes[0])), comes[0]
+                steps += [("take", channel)] * (sent[channel].index(comes[1]) + 1 - taken)
+            leaves = goes[0] if goes is not None else leaves
+            if leaves is not None and not unit.combined:  # else with the next one's
+                steps.append(("start", leaves))
+                if capacity is not None:
+                    steps.append(("wait", leaves))
+                leaves = None
+            steps.append(("end", None))
+        programs.append(steps)
+    return programs
+
+
+def _routes(
+    schedule: Schedule, stage: int, unit: Unit
+) -> tuple[tuple[_Channel, _Name] | None, tuple[_Channel, _Name] | None]:
+    """The channels of a unit's input and output, and how that message is called there."""
     last = schedule.num_stages - 1
     before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
-    steps: list[_Step] = []
-    for unit in schedule.stages[stage]:
-        front = (before, stage == 0 and unit.chunk == 0)
-        back = (after, stage == last and unit.chunk == schedule.num_chunks - 1)
-        backward = unit.kind is Kind.BACKWARD
-        (source, no_input), (target, no_output) = (back, front) if backward else (front, back)
-        if source != stage and not no_input:
-            steps.append(("take", (unit.kind, source, stage)))
-        if target != stage and not no_output:
-            steps.append(("start", (unit.kind, stage, target)))
-            if capacity is not None:
-                steps.append(("wait", (unit.kind, stage, target)))
-        steps.append(("end", None))
-    return steps
+    kind = Kind.FORWARD if unit.kind is Kind.FORWARD else Kind.BACKWARD
+    front = None if stage == 0 and unit.chunk == 0 else before
+    back = None if stage == last and unit.chunk == schedule.num_chunks - 1 else after
+    source, target = (front, back) if kind is Kind.FORWARD else (back, front)
+    if unit.kind is Kind.WEIGHT_GRADIENT:
+        return None, None
+    wraps = stage == (last if kind is Kind.FORWARD else 0)
+    chunk = unit.chunk + wraps * (1 if kind is Kind.FORWARD else -1)
+    comes = source not in (None, stage) and ((kind, source, stage), (unit.microbatch, unit.chunk))
+    goes = target not in (None, stage) and ((kind, stage, target), (unit.microbatch, chunk))
+    return comes or None, goes or None
 
 
 def _counts(program: list[_Step], counted: _Step) -> list[int]:

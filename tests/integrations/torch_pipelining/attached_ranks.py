@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from waiting_plans import plans_are_waited_for
 
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
@@ -47,6 +49,8 @@ class Case:
     #: A step of which the loss raises once, on all ranks, before anything is sent.
     fails: int | None = None
     draws_in_backward: bool = False
+    #: How layers use their weights: "twice", in a function of one's "own", "again" in backwards.
+    weights: str = ""
     #: What keeps two replicas of each stage alike, "fsdp" or "ddp"; empty for one.
     replicated: str = ""
     #: Names of arguments that every stage takes beside its input, and adds to it.
@@ -93,18 +97,65 @@ class DrawsInBackward(torch.nn.Module):
         return made
 
 
+class OwnLinear(torch.autograd.Function):
+    """A linear layer as users write one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+class Linear(torch.nn.Linear):
+    """One that uses its weights as a case says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._how == "own":
+            made: torch.Tensor = OwnLinear.apply(x, self.weight)
+            return made
+        if self._how == "twice":
+            x = super().forward(x)
+        return super().forward(x)
+
+
+class Again(torch.nn.Sequential):
+    """Layers that are computed again in their backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
 def layer(at: int, case: Case) -> torch.nn.Module:
     torch.manual_seed(at)
     last = DrawsInBackward() if case.draws_in_backward else torch.nn.Dropout(case.dropout)
-    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), last)
+    kind = Again if case.weights == "again" else torch.nn.Sequential
+    return kind(Linear(case.weights), torch.nn.Tanh(), last)
 
 
 class FastJob(Job):
-    """One whose emulated GPU does not let the host sleep."""
+    """One whose emulated GPU does not let the host sleep.
+
+    As by torch, the model's first stage runs nothing in the first part of a backward.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plain_stages.run_fast(self.session)
+        own = kwargs["placement"].own_order
+        if self.collectives.stage == 0 and own is not None and own.num_chunks == 1:
+            times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
+            times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
+            times_s[Kind.INPUT_GRADIENT] = 2e-5
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -170,6 +221,26 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
         levels.append(str(pipeline.level))
         pipeline.end_training()
     return refused, levels
+
+
+def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
+    """The bits of losses and gradients of a step in torch's own order, and in each of others."""
+    schedule, layers = make(case, rank, dist.get_world_size())
+    runner = orders.Runner(schedule, orders.own_order(schedule))
+    mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() * case.chunks - 1
+    data = torch.randn(
+        2, case.microbatches * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(5)
+    )
+    inputs, target = [data[0]] if 0 in mine else [], data[1] if last in mine else None
+    weights = [weight for module in layers.values() for weight in module.parameters()]
+    found = []
+    for order in (orders.own_order(schedule), *tables):
+        losses: list[torch.Tensor] = []
+        for weight in weights:
+            weight.grad = None
+        runner.turn_to(order).step(*inputs, target=target, losses=losses)
+        found.append([bits(each) for each in (*losses, *(weight.grad for weight in weights))])
+    return found
 
 
 def train_where_no_gpu_is_read(rank: int, case: Case, root: Path, *, later: bool) -> Any:

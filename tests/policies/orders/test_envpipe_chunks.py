@@ -63,18 +63,11 @@ def test_what_the_page_says_of_gpt3():
     if not path.exists():
         pytest.skip(f"the published profiles are not in {GPT3}")
     profile, saved = read_profile(path), {}
-    for schedule, runnable in (
-        ("interleaved", False),
-        ("auto", False),
-        ("auto", True),
-    ):
-        request = PlanRequest(
-            24, schedule, "optimal", blocking_power_w=83.64, num_chunks=2, runnable=runnable
-        )
+    for schedule in ("interleaved", "auto"):
+        request = PlanRequest(24, schedule, "optimal", blocking_power_w=83.64, num_chunks=2)
         plan = make_plan(profile, request).plan
         assert plan.cost.slowdown_percent(plan.baseline.cost) <= 1e-6
-        saved[schedule, runnable] = f"{plan.cost.saving_percent(plan.baseline.cost):.2f}"
-    assert [*saved.values()] == ["18.11", "19.05", "18.82"]
+        saved[schedule] = f"{plan.cost.saving_percent(plan.baseline.cost):.2f}"
+    assert [*saved.values()] == ["18.11", "19.05"]
     page = " ".join((Path(__file__).parents[3] / "docs" / "planner.md").read_text().split())
-    assert "with 24 microbatches 19.05 %, or 18.82 % [as jobs run it]" in page
-    assert "against 18.11 %" in page
+    assert "with 24 microbatches 19.05 % against 18.11 %" in page

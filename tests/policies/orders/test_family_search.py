@@ -9,7 +9,6 @@ from core_cases import F, I, W, uniform_profile
 from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile
 
-from envpipe_megatron.core.channel_model import check_message_order
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
@@ -18,7 +17,6 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
@@ -46,9 +44,10 @@ def test_families_are_those_that_the_profile_can_price(chunks, split, names):
     profile = uniform_profile(4, CURVE)
     if split:
         profile = profile.with_split_backwards(SplitBackward())
-    assert [f.name for f in families(profile.for_chunks(chunks), chunks)] == names
-    runnable = families(profile.for_chunks(chunks), chunks, runnable=True)
-    assert [f.name for f in runnable] == [name for name in names if name == "interleaved"]
+    every = families(profile.for_chunks(chunks), chunks)
+    assert [f.name for f in every] == names
+    looped = [f for f in every if f.placement is Placement.LOOPED]
+    assert [*families(profile.for_chunks(chunks), chunks, runnable=True)] == looped
 
 
 def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
@@ -219,14 +218,13 @@ def test_no_order_with_chunks_is_beyond_its_limits():
         make_plan(profile, replace(less, max_in_flight=1))
 
 
-def test_orders_that_a_job_runs_save_less_than_any_and_more_than_megatrons():
+def test_orders_that_a_job_runs_lay_chunks_as_megatron_does_and_save_more():
     profile = uniform_profile(4, CURVE)
     job = {"num_chunks": 2, "blocking_power_w": 60.0}
     own = make_plan(profile, PlanRequest(12, "interleaved", "optimal", **job)).plan
     answer = planned(profile, 12, **job, runnable=True)
     freely = planned(profile, 12, **job)
-    assert not runs_in_a_job(freely.plan.schedule)
-    assert runs_in_a_job(answer.plan.schedule)
+    assert answer.plan.schedule.placement is Placement.LOOPED
     energies_j = [plan.cost.energy_j for plan in (freely.plan, answer.plan, own)]
     assert energies_j == sorted(energies_j)
     assert energies_j[1] < 0.995 * energies_j[2]
@@ -236,16 +234,7 @@ def test_orders_that_a_job_runs_save_less_than_any_and_more_than_megatrons():
     for frontier in make_frontier(
         profile, PlanRequest(12, "auto", "optimal", **job, runnable=True), 3
     ):
-        assert runs_in_a_job(frontier.schedule)
-
-
-def runs_in_a_job(schedule):
-    """Whether a job can run an order."""
-    try:
-        check_message_order(schedule)
-    except EnvPipeError:
-        return False
-    return schedule.placement is Placement.LOOPED and not schedule.split
+        assert frontier.schedule.placement is Placement.LOOPED
 
 
 def test_auto_says_that_limits_leave_split_backwards_out():

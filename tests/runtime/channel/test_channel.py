@@ -5,6 +5,7 @@ from __future__ import annotations
 import channel_ranks
 import pytest
 import torch
+from on_request import examples
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -39,6 +40,14 @@ def test_messages_of_several_tensors(three_ranks):
             (torch.int64, [number] * 5, False),
             (torch.bool, [position % 2 == number for position in range(4)], False),
         ]
+
+
+@pytest.mark.parametrize("vary", [False, True])
+def test_units_take_their_own_messages_in_any_order(three_ranks, vary):
+    """Posted ahead, and with headers."""
+    found = three_ranks.run(channel_ranks.random_orders, range(examples(15)), vary)
+    assert [wrong for wrong, _ in found] == [[], [], []]
+    assert all(kept > 0 for _, kept in found)
 
 
 def test_both_sides_of_a_boundary_exchange_what_they_share(three_ranks):

@@ -300,7 +300,7 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     def host() -> dict[Kind, float]:
         rank, channel = job.turns.rank, channels[job.turns.rank]
         comes = list(channel._carriers)
-        channel.expect(dict.fromkeys(comes, 1), SPECS)
+        channel.expect([unit(kind, 0) for kind in comes], SPECS)
         for carrier in channel._carriers.values():
             kind = carrier._peers.sends  # type: ignore[attr-defined]
             channel.send(unit(kind, 0), [torch.full(SHAPE, float(rank))])

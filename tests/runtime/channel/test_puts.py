@@ -13,10 +13,11 @@ import torch
 from fake_device import DeviceSpec, FakeStream
 from on_request import examples
 from put_pipeline import SHAPE, PutPipeline
+from random_orders import random_order
 from taking_turns import HangError
 
 from envpipe_megatron.core.channel_model import completes, slots_of
-from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, parse_unit, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel import puts
@@ -34,8 +35,11 @@ FORWARD = (
 BACKWARD = (torch.randn(7).to(torch.bfloat16), torch.randn(3, 2).t())
 
 
-def random_order(rng: random.Random) -> Schedule:
-    """EnvPipe's order of 2 to 4 stages with random extra forwards."""
+def any_order(rng: random.Random) -> Schedule:
+    """EnvPipe's order of 2 to 4 stages with random extra forwards, or units in any sequence."""
+    if rng.random() < 0.5:
+        size = rng.randint(2, 4), rng.randint(1, 6), rng.randint(1, 2)
+        return random_order(rng, *size, split=rng.random() < 0.5)
     stages = rng.randint(2, 4)
     microbatches = rng.randint(stages, 8)
     extra: list[int] = []
@@ -59,7 +63,7 @@ def test_messages_come_as_they_were_sent(pipeline, one_queue):
     def host(stage: int) -> None:
         channel = made.channels[stage]
         goes, comes = list(WHOLE) if stage == 0 else list(WHOLE)[::-1]
-        channel.expect({comes: 3}, specs)
+        channel.expect([unit(comes, number) for number in range(3)], specs)
         got = []
         for number in range(3):
             channel.send(unit(goes, number), sent(goes, number))
@@ -82,9 +86,10 @@ def test_messages_come_as_they_were_sent(pipeline, one_queue):
 def test_random_orders_finish_whoever_is_slow(pipeline, seed, one_queue):
     """Also where units wait for the whole device, and with a single hardware queue."""
     rng = random.Random(seed)
-    order = random_order(rng)
+    order = any_order(rng)
     for syncs in (0.0, 0.3, 1.0):
-        made = pipeline(order.num_stages, seed=rng.random(), one_queue=one_queue)
+        wraps = order.num_chunks > 1
+        made = pipeline(order.num_stages, seed=rng.random(), one_queue=one_queue, wraps=wraps)
         steps = rng.randint(1, 3)
         assert made.train([order] * steps, syncs=syncs) == [None] * order.num_stages
         assert all(len(ran) == steps * order.units_per_stage for ran in made.ran)
@@ -103,9 +108,10 @@ def test_the_last_stage_sends_to_the_first(pipeline, seed):
 def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeypatch):
     """With fewer slots than are needed the device hangs: `channel_model` is no more than true."""
     rng = random.Random(seed)
-    order = random_order(rng)
+    order = any_order(rng)
     for slots in (1, 2, 3):
-        made = pipeline(order.num_stages, seed=seed, one_queue=True)
+        wraps = order.num_chunks > 1
+        made = pipeline(order.num_stages, seed=seed, one_queue=True, wraps=wraps)
         made.turns.watchers.clear()  # they would call the hang a silent neighbour
         for side in made.sides:
             monkeypatch.setattr(side, "slots", lambda schedule, size, slots=slots: slots)
@@ -127,17 +133,25 @@ def test_slots_grow_with_the_order_and_the_messages_between_steps(pipeline):
 
     assert made.train([small]) == [None, None]
     assert slots() == [(slots_of(small, 8), 256)] * 2
-    told.append(side.more_bytes(deep))
+    told.append(side.more_bytes(deep, made.specs))
     before = slots_of(small, 8)
     assert made.train([deep, small]) == [None, None]
     assert slots() == [(slots_of(deep, 8), 256)] * 2
     assert told == [(slots_of(deep, 1) - before) * 256]  # what it needs
-    assert told[0] > side.more_bytes(small) == side.more_bytes(deep) == 0
+    assert told[0] > side.more_bytes(small, made.specs) == side.more_bytes(deep, made.specs) == 0
     made.specs = StageSpecs.alike(DeviceSpec.on(made.devices, torch.empty(100), torch.empty(1)))
     assert made.train([deep, deep]) == [None, None]
     # Less than the order would like, by the budget, and never less than it has had.
     assert slots() == [(slots_of(deep, 8), 768)] * 2
     assert slots_of(deep, 8 * 256 // 768) < slots_of(deep, 8)
+
+
+def test_messages_that_are_kept_take_memory_too(pipeline):
+    made = pipeline(2)
+    lines = "F0 F1 F2 F3 B0 B1 B2 B3", "F2 B2 F0 F1 B0 F3 B1 B3"
+    order = Schedule("late", 4, 1, tuple(tuple(map(parse_unit, line.split())) for line in lines))
+    assert made.train([order] * 2, syncs=0.5) == [None, None]
+    assert [channel.more_bytes(order, made.specs) for channel in made.channels] == [24, 2 * 24]
 
 
 def test_messages_are_counted_beyond_32_bits(pipeline):

@@ -22,6 +22,7 @@ from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 SECOND = timedelta(seconds=1)
+FORWARDS, BACKWARDS = ([Unit(kind, number) for number in range(3)] for kind in WHOLE)
 
 
 def channel_of(
@@ -75,7 +76,7 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
     specs = StageSpecs.alike(TensorSpec.of_one_type(((1,),), torch.float32, torch.device("cpu")))
 
     def step() -> None:
-        made.expect({Kind.BACKWARD: 2}, specs)
+        made.expect(BACKWARDS[:2], specs)
         for microbatch in range(2):
             made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)])
             made.receive(Unit(Kind.BACKWARD, microbatch))
@@ -109,7 +110,7 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
     made = channel_of(2, timeout=patience)
 
     def step() -> None:
-        made.expect({Kind.BACKWARD: 1}, SPECS)
+        made.expect(BACKWARDS[:1], SPECS)
         made.send(Unit(Kind.FORWARD, 0), [torch.zeros(1)])
         made.receive(Unit(Kind.BACKWARD, 0))
         made.end_step()
@@ -158,7 +159,7 @@ def test_over_the_frameworks_own_communicator_a_message_is_a_batch(monkeypatch):
     peers = Peers(0, 1, 11, Kind.BACKWARD)
     carrier = TransferCarrier(peers, (group, group), hosts, timeout=None, ahead=False, batched=True)
     made = P2PChannel([10, 11], 0, {Kind.BACKWARD: carrier})
-    made.expect({Kind.BACKWARD: 1}, StageSpecs.alike(spec))
+    made.expect(BACKWARDS[:1], StageSpecs.alike(spec))
     payload = [torch.zeros(1), torch.zeros(2)]
     made.send(Unit(Kind.FORWARD, 0), payload)
     received = made.receive(Unit(Kind.BACKWARD, 0))
@@ -244,9 +245,6 @@ class Loopback:
         return work
 
 
-FORWARDS = [Unit(Kind.FORWARD, number) for number in range(3)]
-
-
 @pytest.mark.parametrize(
     ("fails", "what"),
     [
@@ -265,7 +263,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
     made = loopback.channel()
 
     def step() -> None:
-        made.expect({Kind.BACKWARD: 1}, SPECS, vary=fails in ("send", "receive"))
+        made.expect(BACKWARDS[:1], SPECS, vary=fails in ("send", "receive"))
         if fails in ("isend", "send"):
             made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))
@@ -279,7 +277,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
     """Else a step would hold the outputs of all its units."""
     loopback = Loopback(monkeypatch)
     made = loopback.channel()
-    made.expect({}, SPECS)
+    made.expect([], SPECS)
 
     def kept() -> list[bool]:
         return [work() is not None for work in loopback.works]
@@ -305,8 +303,25 @@ def test_what_has_left_is_not_kept(monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_messages_not_taken_are_named(monkeypatch, count, vary, ahead):
     made = Loopback(monkeypatch).channel(ahead=ahead)
-    made.expect({Kind.BACKWARD: count}, SPECS, vary=vary)
+    made.expect(BACKWARDS[:count], SPECS, vary=vary)
     with pytest.raises(ChannelError, match=rf"\(got backward: {count}\)"):
+        made.end_step()
+
+
+def test_messages_kept_for_units_that_never_came_are_named(monkeypatch):
+    loopback = Loopback(monkeypatch)
+    sender = loopback.channel()
+    sender.expect([], SPECS)
+    loopback.rank = 1
+    made = loopback.channel()
+    made.expect(FORWARDS, SPECS)
+    loopback.rank = 0
+    for number, unit in enumerate(FORWARDS):
+        sender.send(unit, [torch.full(SHAPE, float(number))])
+    loopback.rank = 1
+    for number in (2, 1):
+        assert made.receive(FORWARDS[number])[0].unique().tolist() == [number]
+    with pytest.raises(ChannelError, match=r"\(got forward: 1\)"):
         made.end_step()
 
 
@@ -322,7 +337,7 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
 
     for loopback.rank in range(2):
         made = loopback.channel()
-        made.expect({Kind.FORWARD: 2, Kind.BACKWARD: 2}, SPECS, vary=vary)
+        made.expect([*FORWARDS[:2], *BACKWARDS[:2]], SPECS, vary=vary)
         ends.append(made)
     for loopback.rank in range(2):
         for number in range(2):
@@ -370,7 +385,7 @@ def test_one_receive_is_posted_at_a_time(monkeypatch):
     made.begin_step(one_f_one_b(2, 3), SPECS)
     posted = [len(receiver.works)]
     monkeypatch.setattr(dist, "isend", loopback.isend)
-    sender.expect({}, SPECS)
+    sender.expect([], SPECS)
     for unit in FORWARDS:
         sender.send(unit, [torch.zeros(SHAPE)])
         made.receive(unit)

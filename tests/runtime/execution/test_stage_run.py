@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from plain_stages import SPECS
+from random_orders import random_order
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -296,6 +300,29 @@ def test_the_wall_clock_follows_emulated_time(world):
     assert record.receive_wait_s.tolist() == [0.0, 0.0, 1.5, 1.5]
     assert (record.begin_s, record.iteration_time_s) == (50.25, 9.25)
     assert record.wall_time_s == world.wall_s - 1000.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed):
+    rng, mail = random.Random(seed), dict[tuple[int, int], float]()
+    order = random_order(rng, 3, 4, 2, split=seed > 1)
+    whole_s, executors = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}, []
+    for stage in range(3):
+        world = World()
+        world.send = lambda end_s, to, tag: mail.update({(to, tag): end_s}) or []  # type: ignore
+        world.receive = lambda _, tag, stage=stage: mail.pop((stage, tag))  # type: ignore
+        executors.append(EmulatedExecutor(world, whole_s, world, world.settle))  # type: ignore
+        monkeypatch.setattr(emulated_executor, "time", world)
+        executors[-1].begin_iteration(order, stage)
+    for node in order.topological_order:
+        executor = executors[order.stage_of(node)]
+        executor.begin_unit()
+        executor.end_unit()
+    assert not mail
+    prices_s = np.array([times_by_kind_s(whole_s)[kind] for kind in Kind])
+    expected = Timeline(order, prices_s[order.priced_kinds])
+    for stage, executor in enumerate(executors):
+        assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
 
 
 def test_outside_iterations_idling_alone_takes_emulated_time(world):

@@ -642,3 +642,19 @@ def test_the_shortest_warm_up(reconfigure, least):
     SessionConfig(request, warmup_iterations=least)
     with pytest.raises(SessionError, match=f"at least {least} iteration"):
         SessionConfig(request, warmup_iterations=least - 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "schedule", "by_file", "may"),
+    [
+        (True, "auto", False, True),
+        (True, "zb-h1", False, True),
+        (True, "1f1b", False, False),
+        (True, "1f1b", True, True),
+        (False, "auto", True, False),
+    ],
+)
+def test_orders_may_come_that_split_backwards(tmp_path, splits, schedule, by_file, may):
+    plan = {"plan_file": tmp_path / "plan.json", "profile_file": tmp_path / "profile.csv"}
+    request = PlanRequest(4, schedule, "optimal")
+    assert SessionConfig(request, splits=splits, **plan if by_file else {}).may_split is may

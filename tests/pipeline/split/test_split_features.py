@@ -25,6 +25,12 @@ EXPERTS = (
     ("add_bias_linear", False),
 )
 
+DEFERRED = (("defer_embedding_wgrad_compute", True),)
+LATENT = (
+    *(("q_lora_rank", 16), ("kv_lora_rank", 16), ("qk_head_dim", 8), ("qk_pos_emb_head_dim", 8)),
+    *(("v_head_dim", 8), ("rope_type", "rope"), ("normalization", "RMSNorm")),
+)
+
 JOBS = {
     "fused": Job(2, 8, fused=True, reducer=PLAIN),
     "fused, overlapped": Job(2, 8, fused=True, reducer=OVERLAP),
@@ -61,6 +67,14 @@ JOBS = {
     "experts, shared": Job(
         2, 8, reducer=PLAIN, options=(*EXPERTS, ("moe_shared_expert_intermediate_size", 16))
     ),
+    "fp16, skipped steps": Job(2, 8, half="fp16", reducer=OVERLAP, loss_scale=24, steps=6),
+    "deferred embedding": Job(2, 8, fused=True, reducer=PLAIN, options=DEFERRED),
+    "deferred embedding, some, tied": Job(
+        2, 8, fused=True, tied=True, reducer=PLAIN, options=(*DEFERRED, ("wgrad_deferral_limit", 3))
+    ),
+    "partial checkpoints": Job(4, 8, recompute=True, partial_checkpoints=1, dropout=0.1),
+    "latent attention": Job(2, 8, reducer=OVERLAP, latent=True, options=LATENT),
+    "latent attention, fused": Job(2, 8, reducer=ALL, fused=True, latent=True, options=LATENT),
     "multi-token prediction": Job(2, 8, reducer=PLAIN, options=(("mtp_num_layers", 1),)),
     "multi-token prediction, tied": Job(
         2, 8, reducer=PLAIN, tied=True, options=(("mtp_num_layers", 1),)
@@ -86,3 +100,6 @@ def test_features(stock, ours, tmp_path, name):
     assert_executed(job, results, schedule)
     assert_same_bits(results, references)
     assert all(result.put_off and min(result.put_off) >= 4 for result in results)
+    if "skipped" in name:
+        assert all(0 < result.skipped < job.steps for result in references)
+        assert [r.skipped for r in results] == [r.skipped for r in references]
