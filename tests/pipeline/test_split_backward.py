@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import Job, Ours
+from on_request import on_request
 from test_bit_equality import (
     CLOCKS_MHZ,
     assert_executed,
@@ -41,7 +43,8 @@ def by_plan(folder, schedule: Schedule) -> Ours:
     conditions = Conditions((80.0,) * schedule.num_stages)
     plan = Plan("custom", schedule, frequency, profile.for_chunks(schedule.num_chunks), conditions)
     plan.write(folder / "plan_in.json")
-    return Ours(profile_file=folder / "profile_in.csv", plan_file=folder / "plan_in.json")
+    files = {"profile_file": folder / "profile_in.csv", "plan_file": folder / "plan_in.json"}
+    return Ours(splits=True, **files)
 
 
 def all_in_place(order: Schedule) -> Schedule:
@@ -85,8 +88,24 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ORDERS)
+def each_of(values: Iterable, always: Container) -> list:
+    """As parameters of a test, all but some on request."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    mark = on_request("PIPELINE")
+    return [pytest.param(*row, marks=() if value in always else mark) for value, row in rows]
+
+
+def label(value: object) -> str:
+    """Of a test's parameter."""
+    return "+".join(map(str, value)) or "plain" if isinstance(value, tuple) else str(value)
+
+
+ALWAYS = [("zb-h1 p4", True), ("zb-h2 p2", False), ("the last four of EnvPipe's p4", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), each_of(itertools.product(ORDERS, (False, True)), ALWAYS)
+)
 def test_orders(stock, ours, tmp_path, name, tied):
     schedule = ORDERS[name]
     job = Job(schedule.num_stages, schedule.num_microbatches, tied=tied)
@@ -118,9 +137,14 @@ DDP = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("reducer", DDP, ids="+".join)
-@pytest.mark.parametrize("name", ["zb-h1 p2", "searched p2"])
+@pytest.mark.parametrize(
+    ("name", "reducer", "tied"),
+    each_of(
+        itertools.product(["zb-h1 p2", "searched p2"], DDP, (False, True)),
+        [("searched p2", DDP[4], True)],
+    ),
+    ids=label,
+)
 def test_reducers_of_two_replicas(stock, ours, tmp_path, name, reducer, tied):
     schedule = ORDERS[name]
     job = Job(2, 8, reducer=reducer, tied=tied)
@@ -134,11 +158,16 @@ def test_reducers_of_two_replicas(stock, ours, tmp_path, name, reducer, tied):
 
 
 @pytest.mark.parametrize(
-    "reducer", [None, DDP[1], DDP[2], DDP[5]], ids=lambda r: "+".join(r or ("none",))
-)
-@pytest.mark.parametrize("what", ["in place", "the last", "searched", "more in flight"])
-@pytest.mark.parametrize(
-    "size", [(2, 8, 2), (4, 8, 2), (2, 6, 3)], ids="p{0[0]}-M{0[1]}-V{0[2]}".format
+    ("size", "what", "reducer"),
+    each_of(
+        itertools.product(
+            [(2, 8, 2), (4, 8, 2), (2, 6, 3)],
+            ["in place", "the last", "searched", "more in flight"],
+            [None, DDP[1], DDP[2], DDP[5]],
+        ),
+        [((2, 8, 2), "searched", DDP[5])],
+    ),
+    ids=label,
 )
 def test_chunks(stock, ours, tmp_path, size, what, reducer):
     stages, microbatches, chunks = size
@@ -166,7 +195,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", each_of(FEATURES, ["recomputation and dropout"]))
 def test_features(stock, ours, tmp_path, name):
     job = FEATURES[name]
     schedule = zero_bubble(job.stages, 8, 2 * job.stages - 1)
@@ -175,32 +204,12 @@ def test_features(stock, ours, tmp_path, name):
     assert_same_bits(results, stock(job))
 
 
-def test_self_check_of_a_split_order(stock, ours, tmp_path):
-    job = Job(4, 8, steps=4, dropout=0.1, tied=True)
-    order = zero_bubble(4, 8)
-    results = ours(job, replace(by_plan(tmp_path, order), checked=order))
-    assert_same_bits(results, stock(job))
-    said = [line for result in results for line in result.said]
-    assert said[0] == "self-check: losses and gradients are equal to the last bit"
-    assert not any(result.failed for result in results)
+PLANNED = {"p4": Job(4, 12, tied=True), "V2": Job(2, 8, chunks=2, reducer=ALIGNED)}
 
 
-def test_weight_gradients_in_another_order_are_noticed(stock, ours, tmp_path):
-    forwards = [unit(Kind.FORWARD, m) for m in range(6)]
-    inputs = [unit(Kind.INPUT_GRADIENT, m) for m in range(6)]
-    weights = [unit(Kind.WEIGHT_GRADIENT, m) for m in reversed(range(6))]
-    schedule = Schedule("late", 6, 1, ((*forwards, *inputs, *weights),) * 2)
-    job = Job(2, 6, steps=2)
-    results, references = ours(job, by_plan(tmp_path, schedule)), stock(job)
-    assert any(mine.grads != theirs.grads for mine, theirs in zip(results, references, strict=True))
-    with pytest.raises(AssertionError):
-        assert_same_bits(results, references)
-
-
-@pytest.mark.parametrize(
-    "job", [Job(4, 12, tied=True), Job(2, 8, chunks=2, reducer=ALIGNED)], ids=["p4", "V2"]
-)
-def test_an_order_of_the_planner(stock, ours, tmp_path, job):
+@pytest.mark.parametrize("name", each_of(PLANNED, ["V2"]))
+def test_an_order_of_the_planner(stock, ours, tmp_path, name):
+    job = PLANNED[name]
     profile = synthetic_profile(job.stages).with_split_backwards(SplitBackward(0.5, 0.0))
     replace(profile, assumed=None).write(tmp_path / "profile_in.csv")  # as if it were measured
     how = Ours("auto", "optimal", profile_file=tmp_path / "profile_in.csv", splits=True)

@@ -91,7 +91,8 @@ def second_part(waiting: list[PutOff]) -> None:
     node: Any = _Node
     ends = [node.apply(each.compute, *each.parameters) for each in reversed(waiting)]
     waiting.clear()
-    torch.autograd.backward(ends, [end.detach() for end in ends])
+    if ends:  # a stage may have no layer that puts any off
+        torch.autograd.backward(ends, [end.detach() for end in ends])
 
 
 class _Node(torch.autograd.Function):
@@ -140,15 +141,13 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
     for module in _modules(chunks):
         names = _known_weights(module)
         for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() < 2 or not weight.requires_grad or "Embedding" in _kind(module):
-                continue
             if name in names:
                 known += weight.numel()
-            else:
+            elif weight.dim() > 1 and weight.requires_grad and "Embedding" not in _kind(module):
                 unknown[_kind(module)] += weight.numel()
-    if known > unknown.total():
+    if known >= unknown.total():
         return None
-    large = ", ".join(kind for kind, _ in unknown.most_common(3)) or "there are none"
+    large = ", ".join(kind for kind, _ in unknown.most_common(3))
     return f"most weights are of layers that cannot put theirs off ({large})"
 
 

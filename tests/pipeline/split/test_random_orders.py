@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from jobs import Job
 from memory_folder import memory_folder
-from on_request import asked_for
+from on_request import asked_for, on_request
 from rehearsed import differences, random_order
+from test_split_features import JOBS as FEATURES
 
-from envpipe_megatron.core.kinds import SPLIT, Kind, unit
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, unit
 from envpipe_megatron.core.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -23,18 +25,27 @@ JOBS = {
     "two chunks": Job(2, 4, chunks=2, reducer=ALL, fused=True, deallocate=False),
     "sequence parallel": Job(2, 5, tensor=2, half="bf16", fused=True, reducer=OVERLAP),
 }
-ORDERS = 334 if asked_for("PIPELINE") else 4
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_random_orders_with_delays(pool, name):
-    job = JOBS[name]
+def assert_equal_in_random_orders(pool, name: str, job: Job, count: int) -> None:
     rng = random.Random(name)
-    orders = [random_order(rng, job.stages, job.microbatches, job.chunks) for _ in range(ORDERS)]
+    orders = [random_order(rng, job.stages, job.microbatches, job.chunks) for _ in range(count)]
     assert not any(order.out_of_turn for order in orders)
     with memory_folder() as folder:
         for found in pool.run(differences, job, orders, folder, True):
             assert found in ([], None)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_random_orders_with_delays(pool, name):
+    count = 334 if asked_for("PIPELINE") else 4
+    assert_equal_in_random_orders(pool, name, JOBS[name], count)
+
+
+@on_request("PIPELINE")
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_in_random_orders(pool, name):
+    assert_equal_in_random_orders(pool, name, FEATURES[name], 4)
 
 
 def test_random_orders_differ_and_mix_whole_backwards_with_split_ones():
@@ -46,14 +57,24 @@ def test_random_orders_differ_and_mix_whole_backwards_with_split_ones():
     assert len({order.peak_in_flight for order in orders}) > 20
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
-def test_units_out_of_turn_come_to_other_bits(pool, kind):
-    """So those orders are refused, and what these tests compare shows other sums."""
-    units = [[unit(kind, m) for m in range(5)] for kind in SPLIT]
-    row = units[SPLIT.index(kind)]
-    row[2], row[4] = row[4], row[2]
+def turned(kinds: Sequence[Kind], kind: Kind) -> Schedule:
+    """Five of each kind, those of one in descending order."""
+    units = [[unit(each, m) for m in range(5)] for each in kinds]
+    units[kinds.index(kind)].reverse()
     order = Schedule("turned", 5, 1, (tuple(itertools.chain(*units)),) * 2)
     assert order.out_of_turn
+    return order
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"), [*zip([SPLIT] * 3, SPLIT, strict=True), (WHOLE, Kind.BACKWARD)]
+)
+def test_units_out_of_turn_come_to_other_bits(pool, kinds, kind):
+    """So those orders are refused, and what these tests compare shows other sums."""
     with memory_folder() as folder:
-        found = pool.run(differences, Job(2, 5, reducer=()), [order], folder)
-    assert any(found)
+        by_rank = pool.run(differences, Job(2, 5, reducer=OVERLAP), [turned(kinds, kind)], folder)
+    assert any(by_rank)
+    if kind is not Kind.FORWARD:
+        # Whichever microbatch comes last: replicas would drift apart silently otherwise.
+        for one, other in zip(by_rank[::2], by_rank[1::2], strict=True):
+            assert one == other

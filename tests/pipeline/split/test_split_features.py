@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs import Job
 from test_bit_equality import assert_executed, assert_same_bits, ours, stock
-from test_split_backward import by_plan, searched
+from test_split_backward import by_plan, each_of, searched
 
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 
@@ -88,7 +88,17 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+#: Run each time; the others on request.
+ALWAYS = [
+    "fp16, skipped steps",
+    "sequence parallel, recomputed",
+    "experts, shared",
+    "multi-token prediction, fused, tied",
+    "deferred embedding, some, tied",
+]
+
+
+@pytest.mark.parametrize("name", each_of(JOBS, ALWAYS))
 def test_features(stock, ours, tmp_path, name):
     job = JOBS[name]
     if job.chunks == 1:
