@@ -141,12 +141,14 @@ def plan_online(
     By default as the job's own request has it. Called on the planner only.
     """
     asked, kept = job.config.request, job.kept_order
-    schedule, order, capacity = asked.schedule, kept or order or asked.order, _capacity(job)
-    if asked.num_chunks > 1 and capacity is not None:
+    schedule, order, most_waiting = asked.schedule, kept or order or asked.order, capacity(job)
+    if asked.num_chunks > 1 and most_waiting is not None:
         # Only of the framework's order is it known that one hardware queue can run it.
         schedule = "interleaved"
         if order is None:
             _check_finishes(job, megatron_order(job))
+    if SCHEDULES[schedule].splits and not splits(job):  # which showed in training
+        schedule = "1f1b"
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
     conditions, own_s, own = known_conditions(profile), None, job.own_order
@@ -171,7 +173,7 @@ def plan_online(
         order=order,
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
-        channel_capacity=capacity if "channel_capacity" in takes else None,
+        channel_capacity=most_waiting if "channel_capacity" in takes else None,
         deadline_factor=asked.deadline_factor if deadline_factor is None else deadline_factor,
         conditions=conditions,
         runnable=True,
@@ -248,14 +250,14 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             )
 
 
-def _capacity(job: PhaseParts) -> int | None:
+def capacity(job: PhaseParts) -> int | None:
     """Messages that may wait between neighbours; None for any number."""
     return None if job.config.reorders else job.channel.capacity
 
 
 def _check_finishes(job: PhaseParts, order: Schedule) -> None:
     """Refuse an order that does not reach its end on the job's channel."""
-    if stuck := find_stall(order, _capacity(job)):
+    if stuck := find_stall(order, capacity(job)):
         stall = "; ".join(map(str, stuck))
         remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
         if order.num_chunks == 1:

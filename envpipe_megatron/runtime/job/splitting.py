@@ -13,11 +13,10 @@ from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import make_room_for_messages, splits
+from envpipe_megatron.runtime.job.planning import capacity, make_room_for_messages, splits
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
@@ -33,9 +32,9 @@ def known_and_measured(
     calls it, as `known_profile`.
     """
     profile, measured = known_profile(job, schedule, records), schedule
-    names_whole = SCHEDULES[job.config.request.schedule].splits is False
+    may_split = job.config.may_split and splits(job) and capacity(job) is None
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
-    if splits(job) and not names_whole and whole and schedule.num_microbatches > 1:
+    if may_split and whole and schedule.num_microbatches > 1:
         measured = half_split(schedule)
     if profile is None or measured is schedule or Kind.INPUT_GRADIENT in profile.kinds:
         return profile, measured

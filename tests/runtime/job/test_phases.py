@@ -76,7 +76,7 @@ class Memory:
         self.stages = "compared"
 
 
-CHANNEL = SimpleNamespace(make_room=lambda order, specs: True)
+CHANNEL = SimpleNamespace(make_room=lambda order, specs: True, capacity=None)
 
 
 class Record(str):
