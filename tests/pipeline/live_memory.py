@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +16,11 @@ from jobs import Job, Ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.runtime.execution.stage_run import execute
+from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import Reading, StageMemory
 
 #: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
@@ -60,11 +69,12 @@ class LiveStorages(TorchDispatchMode):
         return count <= self.capacity_bytes()
 
 
-def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageMemory, ...] | None:
-    """Train as `training.train`; what the session came to know of memory."""
+@contextmanager
+def _watched_sessions() -> Iterator[list[Any]]:
+    """Sessions that training makes count live tensors."""
     import training
 
-    sessions = []
+    sessions: list[Any] = []
     make_session = training._session
 
     def session(*args: Any) -> Any:
@@ -77,6 +87,44 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
         patch.object(training, "_session", session),
         live,
     ):
+        yield sessions
+
+
+def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageMemory, ...] | None:
+    """Train as `training.train`; what the session came to know of memory."""
+    import training
+
+    with _watched_sessions() as sessions:
         training.train(rank, job, ours, root)
     found: tuple[StageMemory, ...] | None = sessions[0].memory.stages if sessions else None
     return found
+
+
+def peaks_of_orders(
+    rank: int, job: Job, ran: Schedule, orders: list[Schedule], root: Path
+) -> tuple[tuple[StageMemory, ...], list[int]] | None:
+    """Learn from an iteration of `ran`, then run others; this rank's peak in each of them."""
+    import training
+
+    order_of, peaks = iter([job_order(job), job_order(job), ran, *orders]), []
+
+    def run_iteration(session: Any, count: int, specs: Any, make_work: Any, **_: Any) -> None:
+        order, memory = next(order_of), session.memory
+        memory.watch = Watch.UNITS if order is ran else Watch.PEAK
+        watched = partial(execute, unit_ended=memory.begin_units())
+        with patch("envpipe_megatron.runtime.job.session.execute", watched):
+            session.rehearse(order, specs, make_work)
+        memory.units_ended()
+        if order is ran:
+            memory.learn(job_order(job), specs, ran)
+        elif memory.stages is not None:
+            peaks.append(memory.peak_bytes())
+
+    with _watched_sessions() as sessions, patch.object(Session, "run_iteration", run_iteration):
+        training.train(rank, replace(job, steps=3 + len(orders)), Ours(), root)
+    return (sessions[0].memory.stages, peaks) if sessions else None
+
+
+def job_order(job: Job) -> Schedule:
+    """The framework's own."""
+    return framework_order(job.stages, job.microbatches, job.chunks)

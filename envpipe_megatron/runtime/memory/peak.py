@@ -233,13 +233,17 @@ class JobMemory:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, spare = self._peak_bytes(self._source), 0
+        peak, spare = self._peak_bytes(self._source), None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, after = ran.priced_kinds[self._stage], np.array(allocated[1:])
             peaks, is_whole = np.array(self._peaks_bytes), np.isin(kinds, WHOLE_KINDS)
             peak = int(peaks[is_whole].max())
-            needed = peak - after[is_whole].max(), (peaks - after)[kinds == FIRST_PART].max()
-            spare = max(0, int(needed[0] - needed[1]))
+            needed, in_parts = peak - after[is_whole].max(), kinds == FIRST_PART
+            beside = np.maximum(peaks, np.roll(peaks, -1)) - after  # a second part follows each
+            spare = tuple(
+                float(needed - beside[in_parts & (ran.chunks[self._stage] == chunk)].max())
+                for chunk in range(ran.num_chunks)
+            )
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         least = _input_bytes(specs)
         held, pending = bytes_by_chunk(self._units, allocated)
@@ -279,6 +283,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
     if len(known) < len(replicas):
         return None
     pending = [own.pending_bytes for own in known if own.pending_bytes is not None]
+    spare = [own.spare_bytes for own in known if own.spare_bytes is not None]
     return StageMemory(
         max(own.activation_bytes for own in known),
         known[0].baseline_in_flight,
@@ -287,7 +292,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         max(own.step_peak_bytes for own in known),
         tuple(map(max, zip(*(own.chunk_bytes for own in known), strict=True))),
         tuple(map(max, zip(*pending, strict=True))) or None,
-        min(own.spare_bytes for own in known),
+        tuple(map(min, zip(*spare, strict=True))) or None,
     )
 
 

@@ -127,8 +127,8 @@ class StageMemory:
         chunk_bytes: what one more holds in each chunk.
         pending_bytes: what is held in each chunk from the first part of a backward to its second;
             None until it is measured.
-        spare_bytes: what the end of a first part leaves of what a whole backward needs while it
-            runs.
+        spare_bytes: how much less a first part needs at its peak, beside what it leaves, than a
+            whole backward beside what is held before it; in each chunk.
         in_flight: at the peak of the order that is run, whose peak was to be
             `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
@@ -140,7 +140,7 @@ class StageMemory:
     step_peak_bytes: int
     chunk_bytes: tuple[float, ...]
     pending_bytes: tuple[float, ...] | None = None
-    spare_bytes: int = 0
+    spare_bytes: tuple[float, ...] | None = None
     in_flight: int | None = None
     predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
@@ -168,10 +168,15 @@ def peaks_bytes(
     """
     one = [stage.chunk_bytes for stage in stages]
     pending = [stage.pending_bytes or stage.chunk_bytes for stage in stages]
-    spare = np.array([[stage.spare_bytes] for stage in stages])
+    spare = np.array([stage.spare_bytes or (0.0,) * schedule.num_chunks for stage in stages])
     most, most_of_own = (
-        (order.held(one, pending) - spare * (order.priced_kinds == FIRST_PART)).max(axis=1)
+        np.where(
+            order.priced_kinds == FIRST_PART,
+            held - np.take_along_axis(spare, order.chunks, axis=1),
+            held,
+        ).max(axis=1)
         for order in (schedule, own)
+        for held in [order.held(one, pending)]
     )
     known = np.array([stage.baseline_peak_bytes for stage in stages])
     return tuple((known + most - most_of_own).tolist())
