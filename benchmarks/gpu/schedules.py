@@ -39,6 +39,7 @@ from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -144,6 +145,7 @@ class Bench:
                     PlanRequest(self.options["num_microbatches"], policy="envelope"),
                     warmup_iterations=1,
                     profile_file=profile_file,
+                    splits=True,
                     splits=True,
                     plan_file=plan_file,
                 ),

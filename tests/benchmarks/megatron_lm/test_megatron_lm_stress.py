@@ -84,7 +84,7 @@ def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch
     history = []
     monkeypatch.setattr(stress.stage_run, "execute", lambda *run: history.append(run[2]))
     try:
-        stress.install({"seed": 1, "delay_s": 0.0}, 0, print, lambda: 1, print)
+        stress.install({"seed": 1, "delay_s": 0.0, "splits": True}, 0, print, lambda: 1, print)
         # Where the batches of a job look both up.
         assert iterations.run_phases is not run_phases
         session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
@@ -99,6 +99,9 @@ def test_random_orders_of_chunks_can_run_and_are_many(job):
     source = random.Random(4)
     orders = [random_interleaved(source, *job)[0] for _ in range(40)]
     assert len({order.stages for order in orders}) > 5
-    for order in orders:
+    split = [stress.randomly_split(source, order) for order in orders]
+    assert all(order.split and order.out_of_turn is None for order in split)
+    assert {order.combined.any() for order in split} == {True}
+    for order in (*orders, *split):
         assert (order.num_stages, order.num_microbatches, order.num_chunks) == job
         assert completes(order, None)
