@@ -136,6 +136,8 @@ def rows(state: State) -> list[dict[str, Any]]:
 _CYCLES_PER_S = 1.98e9
 #: Units that wait for the whole device.
 _WAITS = 0.3
+#: Exchanges of neighbouring units that are tried in an order.
+_EXCHANGES = 60
 
 
 def random_extra_forwards(
@@ -169,6 +171,24 @@ def random_interleaved(
         job = num_stages, num_microbatches, num_chunks, group
         with contextlib.suppress(EnvPipeError):  # stages would wait in circles
             return builders.interleaved(*job, extra_warmup=extra), (group, *extra)
+
+
+def stirred(source: random.Random, schedule: Schedule) -> Schedule:
+    """Exchange neighbouring units of other kinds or chunks where the order can still run.
+
+    Messages are then taken in another order than they are sent, and sums stay the same.
+    """
+    for _ in range(_EXCHANGES):
+        stage = source.randrange(schedule.num_stages)
+        order = [*schedule.stages[stage]]
+        at = source.randrange(len(order) - 1)
+        one, two = order[at : at + 2]
+        if (one.kind, one.chunk) != (two.kind, two.chunk):
+            order[at : at + 2] = two, one
+            stages = (*schedule.stages[:stage], tuple(order), *schedule.stages[stage + 1 :])
+            with contextlib.suppress(EnvPipeError):  # one needs the other, or stages would wait
+                schedule = replace(schedule, stages=stages)
+    return schedule
 
 
 def randomly_split(source: random.Random, schedule: Schedule) -> Schedule:
@@ -222,6 +242,7 @@ def random_orders(
                 schedule, extra = random_interleaved(
                     source, job.num_stages, job.num_microbatches, job.config.request.num_chunks
                 )
+                schedule = stirred(source, schedule)
             else:
                 extra = random_extra_forwards(
                     source, job.num_stages, job.num_microbatches, job.channel.capacity

@@ -140,10 +140,12 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize("needed", [True, False])
+FULL = on_request("PIPELINE")
+
+
+@pytest.mark.parametrize("needed", [pytest.param(True, marks=FULL), False])
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(n, marks=() if n == "missing" else on_request("PIPELINE")) for n in FAULTY],
+    "fault", [pytest.param(n, marks=() if n == "missing" else FULL) for n in FAULTY]
 )
 def test_where_splitting_goes_wrong_backwards_stay_whole(stock, ours, tmp_path, fault, needed):
     job = replace(FAULTY[fault], steps=4)
@@ -166,7 +168,7 @@ def test_where_splitting_goes_wrong_backwards_stay_whole(stock, ours, tmp_path, 
         assert not any(unit.startswith("W") for units in result.executed for unit in units)
 
 
-@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("needed", [pytest.param(True, marks=FULL), False])
 def test_where_any_order_goes_wrong_the_level_falls(stock, ours, tmp_path, needed):
     job = Job(2, 6, steps=2, tied=True)
     how = split_plan(tmp_path, job, fault="wrong in any order", check_needed=needed)

@@ -9,7 +9,6 @@ schedule says which comes when.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -109,6 +108,8 @@ class ForwardBackward:
             self._is_looked_at = True
             found = self._first(self._why_not(arguments, groups))
             self._against = found and found[1]
+            if self._session.may_split and not self._against:
+                self._session.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
         if alone or forward_only or arguments["collect_non_loss_data"] or self._against or left:
@@ -149,7 +150,6 @@ class ForwardBackward:
         if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
-        self._session.memory.pending_messages = _pending_messages(config)
         if rehearsal is None:
             count = arguments["num_microbatches"]
             full = self._full_microbatches in (None, count)
@@ -244,21 +244,6 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
     )
     return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)
-
-
-def _pending_messages(config: Any) -> int:
-    """By how many messages a weight gradient that waits is larger than a microbatch in flight.
-
-    At most: it holds of each linear layer the input, which Transformer Engine has gathered, and the
-    gradient of the output, all of which is not held before where layers are recomputed as a whole.
-    """
-    if config.recompute_granularity != "full":
-        return 0
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    layers: int = math.ceil(config.num_layers / config.pipeline_model_parallel_size / chunks)
-    gathered = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    experts = config.moe_router_topk if config.num_moe_experts else 1
-    return layers * (12 + 4 * gathered) * experts
 
 
 def unsupported(config: Any) -> list[str]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
@@ -29,6 +28,7 @@ from envpipe_megatron.core.orders.zero_bubble import split_late
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
+from envpipe_megatron.integrations.megatron.split_backward import waiting_bytes
 from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -278,7 +278,7 @@ class _Memory:
 
     def __init__(self, arguments: Arguments, stage: int) -> None:
         self._stage = stage
-        self._waiting_bytes = _waiting_bytes(arguments)
+        self._waiting_bytes = max(waiting_bytes(arguments))
         self._known = torch.cuda.is_available()
         if self._known:
             self._before_bytes = torch.cuda.memory_allocated()
@@ -294,28 +294,6 @@ class _Memory:
         waiting_bytes = max(each_bytes, self._waiting_bytes)
         most_bytes = other.held(each_bytes, waiting_bytes)[self._stage].max()
         return bool(free_bytes > _ROOM * max(each_bytes, most_bytes - held_bytes))
-
-
-def _waiting_bytes(arguments: Arguments) -> float:
-    """Bytes of what waits between the parts of a backward, at most, in the largest chunk.
-
-    That is input and output gradient of each linear layer, by the shapes of weights.
-    """
-    chunks = listed(arguments["model"])
-    config = get_model_config(chunks[0])
-    tokens = arguments["seq_length"] * arguments["micro_batch_size"] / config.context_parallel_size
-    # Tokens of all experts' ranks come to those of this one.
-    experts = config.num_moe_experts or 1
-    share = config.moe_router_topk * config.expert_model_parallel_size / experts
-    of_a_token: list[float] = [
-        sum(
-            sum(each.shape) * each.element_size() * (share if ".experts." in name else 1)
-            for name, each in chunk.named_parameters()
-            if each.dim() == 2 and "embedding" not in name
-        )
-        for chunk in chunks
-    ]
-    return float(tokens * max(of_a_token))
 
 
 def _forwards(order: Schedule) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
+from megatron.core.utils import get_model_config
 
 from envpipe_megatron.integrations.megatron.limits import keeps_whole
 
@@ -149,6 +150,30 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
         return None
     large = ", ".join(kind for kind, _ in unknown.most_common(3))
     return f"most weights are of layers that cannot put theirs off ({large})"
+
+
+def waiting_bytes(arguments: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return what waits between both parts of a backward, at most, by chunk, in bytes.
+
+    That is input and output gradient of each linear layer, by the shapes of weights. The arguments
+    are those of megatron-core's forward-backward function.
+    """
+    model = arguments["model"]
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    tokens = arguments["seq_length"] * arguments["micro_batch_size"] / config.context_parallel_size
+    # Tokens of all experts' ranks come to those of this one.
+    experts = config.num_moe_experts or 1
+    share = config.moe_router_topk * config.expert_model_parallel_size / experts
+    return tuple(
+        tokens
+        * sum(
+            sum(each.shape) * each.element_size() * (share if ".experts." in name else 1)
+            for name, each in chunk.named_parameters()
+            if each.dim() == 2 and "embedding" not in name
+        )
+        for chunk in chunks
+    )
 
 
 def _kind(module: torch.nn.Module) -> str:

@@ -77,9 +77,9 @@ class JobMemory:
         self._stage = stage
         self._collectives = collectives
         self._say = say
-        #: As many messages more than a microbatch in flight a weight gradient is taken to hold that
-        #: waits, until it is measured.
-        self.pending_messages = 0
+        #: [num_chunks] what a weight gradient that waits is taken to hold until it is measured;
+        #: None if that is no more than a microbatch in flight.
+        self.waiting_bytes: tuple[float, ...] | None = None
         #: What is looked at in the iterations that follow.
         self.watch = Watch.PEAK
         #: One for each stage; None until `learn`, or if memory is not known on every rank.
@@ -248,8 +248,8 @@ class JobMemory:
         least = _input_bytes(specs)
         held, pending = bytes_by_chunk(self._units, allocated)
         by_chunk = tuple(max(each, least) for each in held)
-        if pending is None and self.pending_messages:
-            pending = tuple(each + self.pending_messages * least for each in by_chunk)
+        if pending is None and self.waiting_bytes:
+            pending = tuple(map(max, by_chunk, self.waiting_bytes))
         return StageMemory(
             max(by_chunk),
             schedule.peak_in_flight[self._stage],

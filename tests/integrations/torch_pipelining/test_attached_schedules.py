@@ -65,15 +65,21 @@ def test_orders_that_are_kept_train_as_by_torch_alone(trained, name):
         pytest.param("Schedule1F1B", 1, (0.03,), marks=on_request("PIPELINE")),
         pytest.param("ScheduleGPipe", 1, (0.03,), marks=on_request("PIPELINE")),
         ("ScheduleInterleaved1F1B", 2, (0.02, 0.03, 0.02, 0.03)),
+        *(
+            pytest.param(name, 2, (0.02, 0.03, 0.02, 0.03), marks=on_request("PIPELINE"))
+            for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
+        ),
     ],
 )
 def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s):
-    evaluated = (3, PLANNED - 2)  # the last one between steps of a plan
+    # The last one between steps of a plan. Torch's own hangs where stages lie in a V.
+    evaluated = () if name in attached_ranks.V_SHAPED else (3, PLANNED - 2)
     settings = {"baseline_steps": 4}
     named = ("run", "runs", "error")  # as functions of EnvPipe's have, too
     case = Case(name, 8, chunks, 0, PLANNED, settings, forward_s, evaluated, named=named)
     _, ours = trained(case)
     plan = ours[0]["plan"]
+    assert plan.split
     for stage, rank in enumerate(ours):
         assert rank["level"] == ORDER
         assert set(rank["phases"][-3:]) <= {"reconfigure", "steady"}
@@ -83,13 +89,13 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s
 
 
 @pytest.mark.parametrize(
-    ("how", "name", "chunks"),
+    ("how", "name", "chunks", "why"),
     [
-        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, marks=on_request("PIPELINE")),
-        pytest.param("ddp", "Schedule1F1B", 1, marks=on_request("PIPELINE")),
+        pytest.param("fsdp", "ScheduleInterleaved1F1B", 2, "FSDP", marks=on_request("PIPELINE")),
+        pytest.param("ddp", "Schedule1F1B", 1, "Distributed", marks=on_request("PIPELINE")),
     ],
 )
-def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks):
+def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, chunks, why):
     """Two stages, and two replicas of each that see other data: sharded weights, or copies."""
     settings = {"baseline_steps": 4}
     case = Case(name, 8, chunks, steps=PLANNED, settings=settings, replicated=how)
@@ -97,6 +103,8 @@ def test_stages_that_replicas_share_train_as_by_torch_alone(trained, how, name, 
     assert alone[0]["losses"] == alone[1]["losses"] == []
     assert alone[2]["losses"] != alone[3]["losses"]
     plan = ours[0]["plan"]
+    assert not plan.split
+    assert f"Backwards stay whole: {why}" in " ".join(ours[0]["said"])
     for rank, found in enumerate(ours):
         assert found["level"] == ORDER
         assert found["executed"] == plan.labels()[rank // 2]
@@ -151,7 +159,8 @@ def test_a_job_saves_as_its_plan_says(trained):
     _, ours = trained(case, "a100-sxm")
     compared = ours[0]["summary"]["job"]["comparison"]
     cost, baseline = ours[0]["predicted"]
-    assert cost.saving_percent(baseline) > 8
+    assert ours[0]["plan"].split
+    assert cost.saving_percent(baseline) > 25
     assert abs(compared["saving_percent"] - cost.saving_percent(baseline)) < 1
     assert compared["slowdown_percent"] < 0.5
     assert "steady against baseline: envpipe saved" in " ".join(ours[0]["said"])

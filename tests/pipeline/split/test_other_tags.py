@@ -32,9 +32,9 @@ def test_at_tag(tag, tmp_path):
         pytest.skip(f"no checkout of {tag}: see checkouts.py")
     (tmp_path / "sitecustomize.py").write_text(STAND_INS)
     path = os.pathsep.join([str(tmp_path), str(checkout), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(RANDOM_ORDERS)]
-        + ["-k", "features"],
+        [*command, "-k", "features", str(RANDOM_ORDERS)],
         env={**os.environ, "PYTHONPATH": path, "ENVPIPE_PIPELINE_FULL": "1"},
         capture_output=True,
         text=True,

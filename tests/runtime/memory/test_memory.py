@@ -191,11 +191,11 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
             assert predicted <= peak + beside + 10 * sizes.message
 
 
-def test_until_it_is_measured_the_most_is_taken_to_wait_where_layers_are_recomputed():
+def test_until_it_is_measured_the_most_is_taken_to_wait():
     job = FakeJob(2, 4, lambda rank: Sizes(activations=400, message=0))
     assert [stage.pending_bytes for stage in job.learn()] == [None, None]
     for *_, memory in job.ranks:
-        memory.pending_messages = 64  # of 10 bytes
+        memory.waiting_bytes = (1040.0,)
     learned = job.learn()
     assert [stage.pending_bytes for stage in learned] == [(1040.0,), (1040.0,)]
     in_place = halves_in_place(job.own)

@@ -1,0 +1,124 @@
+"""What is found out of a stage's backward before it is split."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attached_ranks import OwnLinear
+from torch.distributed.pipelining import _backward
+from torch.utils.checkpoint import checkpoint
+
+from envpipe_megatron.integrations.torch_pipelining.parts import (
+    calls_of_modules,
+    known_reason,
+    seen_reason,
+)
+
+WIDTH = 4
+
+
+class Model(torch.nn.Module):
+    """Computes what a test says of a few layers."""
+
+    def __init__(self, compute: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.compute = compute
+        self.weight, self.apart = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.linear, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(self, x)
+
+
+def stage_of(compute: Any) -> SimpleNamespace:
+    """One that has run the forward of microbatch 0, and got its gradients."""
+    model = Model(compute)
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    made = model(x)
+    outputs = made if isinstance(made, tuple) else (made,)
+    return SimpleNamespace(
+        submod=model,
+        dw_builder=None,
+        is_first=False,
+        is_last=False,
+        fwd_cache={0: (outputs, [x])},
+        _retrieve_recv_grads=lambda at: [torch.randn(WIDTH, WIDTH) for _ in outputs],
+    )
+
+
+@pytest.mark.parametrize(
+    ("compute", "why"),
+    [
+        (lambda of, x: of.norm(of.linear(x) @ of.weight).tanh(), ""),
+        (lambda of, x: of.layer(x[None])[0], ""),
+        (lambda of, x: x @ of.weight + of.apart, ""),
+        (lambda of, x: (x @ of.weight).tanh() @ of.weight, "a weight is used more than once"),
+        (lambda of, x: x @ of.weight + x.tanh() @ of.weight, "a weight is used more than once"),
+        (lambda of, x: OwnLinear.apply(x, of.weight), "weights are used by OwnLinearBackward"),
+        (lambda of, x: (x @ of.weight, of.apart.tanh()), "other bits than the whole"),
+        (
+            lambda of, x: checkpoint(of.linear, x, use_reentrant=True),
+            "torch does not run it in two parts: RuntimeError",
+        ),
+    ],
+    ids=["linear", "transformer", "added", "twice", "beside", "function", "past", "reentrant"],
+)
+def test_backwards_that_stay_whole_are_known_by_one_of_them(compute: Any, why: str) -> None:
+    """And gradients are as they were, with the graph for the job's own backward."""
+    stage = stage_of(compute)
+    model, (outputs, (x,)) = stage.submod, stage.fwd_cache[0]
+    given = torch.ones(WIDTH, WIDTH)
+    model.weight.grad = given
+    found = seen_reason(stage, 0, None)
+    assert why in found
+    assert bool(found) == bool(why)
+    assert model.weight.grad is given
+    assert given.unique().tolist() == [1.0]
+    assert [x.grad, model.linear.weight.grad, model.apart.grad] == [None] * 3
+    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+
+
+def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torch 2.12 and before are, which counts some gradients twice."""
+    stage = stage_of(lambda of, x: of.linear(x))
+    own = _backward.stage_backward_weight
+
+    def twice(weights: Any, groups: Any, retain_graph: bool = False) -> Any:
+        given = list(weights)
+        own(iter(given), groups, retain_graph)
+        given[2].grad[0, 0] = torch.nextafter(given[2].grad[0, 0], torch.tensor(9.0))
+
+    monkeypatch.setattr(_backward, "stage_backward_weight", twice)
+    assert "other bits than the whole" in seen_reason(stage, 0, None)
+
+
+def test_what_is_computed_again_is_seen() -> None:
+    for again in (False, True):
+        stage = stage_of(
+            lambda of, x, again=again: (
+                checkpoint(of.linear, x, use_reentrant=False) if again else of.linear(x)
+            )
+        )
+        outputs, _ = stage.fwd_cache[0]
+        with calls_of_modules() as called:
+            outputs[0].sum().backward()
+        assert called == ["Linear"] * again
+
+
+def test_what_is_known_before_a_step() -> None:
+    stage = stage_of(lambda of, x: of.linear(x))
+    assert known_reason([stage]) == ""
+    hook = stage.submod.weight.register_hook(lambda gradient: None)
+    assert "hooks" in known_reason([stage])
+    hook.remove()
+    assert known_reason([stage]) == ""
+    stage.submod.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    assert "hooks" in known_reason([stage])
+    stage = stage_of(lambda of, x: of.linear(x))
+    stage.dw_builder = lambda: None
+    assert "dw_builder" in known_reason([stage])
