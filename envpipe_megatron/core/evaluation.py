@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import LongestPath, Timeline
 from envpipe_megatron.errors import EnvPipeError
@@ -56,10 +56,10 @@ def evaluate(
     old clock alone if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and `d/t_old e_old
     + (1 - d/t_old) e_new`. The old clock is the last one whose change has arrived; a request that
     has not arrived when the next one is made is dropped. Where the old clock was not profiled for
-    the unit, its time and energy are linear in the clock between those that were, and constant
-    beyond. The first unit's clock was requested at the end of the last iteration and is never late.
-    A late unit is thus always a convex mixture of profiled points of its part and kind, so a lower
-    bound over their convex hull holds for it too.
+    the unit, `profile.at_any_clock` says what it takes. The first unit's clock was requested at the
+    end of the last iteration and is never late. A late unit is thus always a convex mixture of
+    profiled points of its part and kind, or takes more, so a lower bound over their convex hull
+    holds for it too.
 
     *Waiting* is billed at the clock that was requested for the unit that follows, from the moment
     of the request; the wait after the last unit, tail included, at the clock of the first unit.
@@ -185,7 +185,12 @@ def _durations_with_late_clocks(
     running = [wanted[stage * width] for stage in range(schedule.num_stages)]
     requested = running.copy()
     arrival_s = [0.0] * schedule.num_stages  # of the clock requested last
-    at_clock = cache(partial(_at_any_clock, profile))
+
+    @cache
+    def at_clock(key: int, frequency_mhz: int) -> tuple[float, float]:
+        unit_s, unit_j = at_any_clock(profile.curves[key], frequency_mhz)
+        return float(unit_s), float(unit_j)
+
     for node in path.order:
         stage = node // width
         start_s = path.start_s(node)
@@ -202,12 +207,3 @@ def _durations_with_late_clocks(
             energy_j[node] = old_share * old_j + (1 - old_share) * energy_j[node]
         end_s[node] = start_s + time_s[node]
     return np.array(time_s).reshape(shape), np.array(energy_j).reshape(shape)
-
-
-def _at_any_clock(profile: Profile, key: int, frequency_mhz: int) -> tuple[float, float]:
-    """Time and energy of a key's units at a clock that need not be profiled."""
-    clocks, times_s, energies_j = profile.curves[key]
-    return (
-        float(np.interp(frequency_mhz, clocks, times_s)),
-        float(np.interp(frequency_mhz, clocks, energies_j)),
-    )

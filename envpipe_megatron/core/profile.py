@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import Fields, Number, read_table
@@ -293,6 +293,18 @@ class Profile:
                 remedy="Call it .csv.",
             )
         replace_files({path: [self.to_csv()], sidecar_path(path): [self.sidecar.to_json_text()]})
+
+
+def at_any_clock(curve: FloatArray, frequency_mhz: ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """Return times (s) and energies (J) at clocks that need not be profiled.
+
+    They are linear in the clock between those that were, constant above, and below grow as a unit's
+    whose time all follows the clock: it takes no more. `curve` is one of `Profile.curves`.
+    """
+    clocks, *known = curve
+    more = np.maximum(1.0, clocks[0] / frequency_mhz)
+    time_s, energy_j = (more * np.interp(frequency_mhz, clocks, values) for values in known)
+    return time_s, energy_j
 
 
 def make_profile(

@@ -140,16 +140,23 @@ class TestLateClock:
         late = evaluated(frequency, change_time_s=2.5)
         assert late.unit_energy_j[0].tolist() == [10, 10, 0.25 * 24 + 0.75 * 15, 15]
 
-    def test_an_old_clock_that_was_not_profiled_for_the_unit_is_interpolated(self):
-        # F1 at 1000 MHz would take 1.4 s and 8 J; half of that passes before 900 MHz comes.
+    def test_an_old_clock_that_was_not_profiled_for_the_unit_is_worked_out(self):
+        # F1 at 1000 MHz would take 1.4 s and 8 J; half of that passes before 900 MHz comes. A
+        # backward at 900 MHz, below all that is known, would take 1 / 0.9 of that at 1000.
         profile = profile_of(
             {(0, F): {1200: (1.0, 10.0), 900: (1.6, 7.0)}, (0, B): {1000: (2.0, 20.0)}}
         )
         frequency = np.array([[900, 1000, 900, 1000]])
         conditions = Conditions((40.0,), change_time_s=0.7)
         result = evaluate(builders.one_f_one_b(1, 2), frequency, profile, conditions)
-        assert result.timeline.duration_s[0] == pytest.approx([1.6, 2, 0.7 + 0.5 * 1.6, 2])
-        assert result.unit_energy_j[0] == pytest.approx([7, 20, 0.5 * 8 + 0.5 * 7, 20])
+        late = 0.7 / (2 / 0.9)
+        backward_s, backward_j = 0.7 + (1 - late) * 2, late * (20 / 0.9) + (1 - late) * 20
+        assert result.timeline.duration_s[0] == pytest.approx(
+            [1.6, backward_s, 0.7 + 0.5 * 1.6, backward_s]
+        )
+        assert result.unit_energy_j[0] == pytest.approx(
+            [7, backward_j, 0.5 * 8 + 0.5 * 7, backward_j]
+        )
 
 
 class TestParking:
@@ -283,7 +290,8 @@ def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
 
     def duration(stage, unit, clock):
         rows = sorted(rows_of(profile, stage, unit), key=lambda row: row.frequency_mhz)
-        return np.interp(clock, [r.frequency_mhz for r in rows], [r.time_s for r in rows])
+        slower = max(1.0, rows[0].frequency_mhz / clock)
+        return slower * np.interp(clock, [r.frequency_mhz for r in rows], [r.time_s for r in rows])
 
     for node in schedule.topological_order:
         stage, position = divmod(node, schedule.units_per_stage)

@@ -20,10 +20,13 @@ from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
     Job,
     JobError,
+    _check_split_order,
     _fingerprint,
+    _why_whole,
     check_in_flight,
     check_same_everywhere,
 )
+from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reporting import end_of_job
 
 
@@ -102,6 +105,34 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
         assert "started differently" in text
         assert "(got policy: (baseline, envelope), CUDA_DEVICE" in text
         assert "microbatches" not in text
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "placed", "why"),
+    [
+        (Level.ORDER, {}, {}, ""),
+        (Level.ORDER, {}, {"splits": False}, "its framework runs no part of one"),
+        (Level.UNITS, {}, {}, "its level is units"),
+        (Level.ORDER, {"split": "off"}, {}, "--envpipe-split off"),
+        (Level.ORDER, {}, {"why_whole": "of a test"}, "of a test"),
+    ],
+)
+def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it(
+    level: Level, given: dict[str, Any], placed: dict[str, Any], why: str
+) -> None:
+    options: Any = SimpleNamespace(
+        scheduling="zb-h1", **{"split": "auto", "self_check": "auto"} | given
+    )
+    placement: Any = SimpleNamespace(**{"splits": True, "why_whole": None} | placed)
+    assert _why_whole(options, placement, level) == why
+    for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
+        if why or chunks == 2:
+            with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):
+                _check_split_order(options, chunks, why)
+        else:
+            _check_split_order(options, chunks, why)
+        options_of_any = SimpleNamespace(scheduling="auto")
+        _check_split_order(options_of_any, chunks, why)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])

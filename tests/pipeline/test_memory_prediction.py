@@ -11,9 +11,8 @@ from on_request import on_request
 from rank_pool import RankPool
 from test_bit_equality import by_plan
 
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place, zero_bubble
 from envpipe_megatron.runtime.memory.stage import peaks_bytes
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -50,19 +49,6 @@ def test_peaks_are_as_predicted(pool: RankPool, tmp_path, stages, extra, options
             )
 
 
-def in_halves(own):
-    """The framework's order, every other backward of which is in two parts, in place."""
-    stages = []
-    for units in own.stages:
-        order = []
-        for unit in units:
-            first = replace(unit, kind=Kind.INPUT_GRADIENT, combined=unit.microbatch % 2 == 0)
-            whole = unit.kind is Kind.FORWARD
-            order += [unit] if whole else [first, replace(unit, kind=Kind.WEIGHT_GRADIENT)]
-        stages.append(tuple(order))
-    return replace(own, stages=tuple(stages))
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -77,7 +63,7 @@ def test_peaks_of_split_orders_are_as_predicted(pool: RankPool, tmp_path, how):
     own = job_order(job)
     orders = [split_in_place(own, 8)]
     orders += [zero_bubble(2, 8, most) for most in (2, 3) if job.chunks == 1]
-    told = pool.run(peaks_of_orders, job, in_halves(own), orders, tmp_path)[::2]  # of one replica
+    told = pool.run(peaks_of_orders, job, half_split(own), orders, tmp_path)[::2]  # of one replica
     for stage in told[0][0]:
         assert (stage.pending_bytes[0] > 1.5 * stage.chunk_bytes[0]) is job.recompute
     for number, order in enumerate(orders):

@@ -11,6 +11,7 @@ from core_cases import uniform_profile
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble_v
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import make_plan
@@ -65,7 +66,7 @@ ORDERS = {
     "split": lambda: split(builders.envpipe(RANKS, MICROBATCHES, [2, 1, 1, 0]), 2),
     "interleaved and split": lambda: split(builders.interleaved(RANKS, MICROBATCHES, 2), 3),
     "in a V": v_shaped,
-    "in a V and split": lambda: split(v_shaped(), 3),
+    "zb-v": partial(zero_bubble_v, RANKS, MICROBATCHES),
 }
 
 

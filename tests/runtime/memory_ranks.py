@@ -20,6 +20,7 @@ from envpipe_megatron.runtime.job.session import SessionConfig
 from envpipe_megatron.runtime.memory.stage import StageMemory
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
+SIZES = Sizes(message=0)
 QUICK = ProfilerSettings(1, 1, min_window_s=0.3)
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.
 TIMES = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.012}
@@ -39,6 +40,10 @@ class HoldingWork(PlainWork):
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         self._holds.backward(unit)
         return super().backward(unit, gradients)
+
+    def weight_gradient(self, unit: Unit) -> None:
+        self._holds.weight_gradient(unit)
+        super().weight_gradient(unit)
 
     def sent(self, unit: Unit) -> None:
         self._holds.sent(unit)
@@ -68,6 +73,8 @@ def train(
     request: dict[str, Any],
     profile_file: Path | None = None,
     fingerprint: dict[str, Any] | None = None,
+    splits: bool = False,
+    sizes: Sizes = SIZES,
 ) -> Told:
     """Train past the compared iterations of the steady phase.
 
@@ -75,6 +82,8 @@ def train(
         capacities: of each rank's device; None where there is no memory to watch.
         request: options of `PlanRequest`.
         fingerprint: of a job that can be started again.
+        splits: whether orders may split backwards.
+        sizes: what each stage holds.
     """
     told = Told()
     config = SessionConfig(
@@ -83,9 +92,10 @@ def train(
         output_dir=root,
         profile_file=profile_file,
         fingerprint=fingerprint,
+        splits=splits,
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
-    stage = FakeStage(device, Sizes(message=0), random.Random(rank))
+    stage = FakeStage(device, sizes, random.Random(rank))
     session, gpu = plain_stages.session(
         rank,
         config,

@@ -106,7 +106,7 @@ def split_late(schedule: Schedule) -> Schedule:
     held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
     """
     most = schedule.num_microbatches * schedule.num_chunks
-    return _with_split(schedule, "late", lambda own, seen: most > 2 and seen == 0, lag=1)
+    return _with_split(schedule, "late", lambda own, seen: most > 2 and seen == most // 2, lag=1)
 
 
 def _with_split(

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -29,10 +30,12 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 def known_reason(stages: Sequence[Any]) -> str:
     """Return why the backwards of these stages stay whole, before any has run; or nothing."""
     for stage in stages:
-        if any(isinstance(each, FSDPModule) for each in stage.submod.modules()):
-            return "FSDP would add the gradients of weights up otherwise"
-        if isinstance(stage.submod, DistributedDataParallel):
-            return "DistributedDataParallel reduces gradients by hooks, which the second part skips"
+        for module in stage.submod.modules():
+            wrappers = list(_get_registry(module) or ())  # such as fully_shard
+            if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+                wrappers.append(type(module).__name__)
+            if wrappers:
+                return f"with {wrappers[0]} their parts are not shown to give the same gradients"
         if stage.dw_builder is not None:
             return "a stage has a dw_builder of its own"
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import random
 from collections import Counter
@@ -124,14 +125,14 @@ class Units:
         """Run a unit, and look at what it changes beside its outputs and gradients."""
         assert self.seen is not None
         before, versions = _random_states(stage.device), _versions(stage)
-        with parts.calls_of_modules() as called:
+        with contextlib.nullcontext([]) if forward else parts.calls_of_modules() as called:
             result = run()
         if before != _random_states(stage.device):
             drawn = SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
             self.seen.add(drawn)
         if not forward and versions != _versions(stage):
             self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
-        if not forward and called and self.why_whole is not None and not stage.is_first:
+        if called and self.why_whole is not None and not stage.is_first:
             self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
         return result
 
@@ -256,8 +257,6 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
 
 def _against_others(order: Schedule) -> Iterator[str]:
     """Yield why no other order may take the place of this one, with the same bits."""
-    if any(own.combined and own.kind is Kind.FORWARD for units in order.stages for own in units):
-        yield "its units run in pairs"
     if order.placement is Placement.V and order.num_chunks > 2:
         yield "more than two stages of a rank lie in a V"
     if order.out_of_turn:

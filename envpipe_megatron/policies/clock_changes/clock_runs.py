@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.choices import make_choices
 
@@ -108,10 +108,9 @@ def make_clock_table(
     shape = (len(choices.units), width)
     frequency = np.array([row + row[-1:] * (width - len(row)) for row in clocks], dtype=np.int64)
     time_s, cost_j, profiled = np.empty(shape), np.empty(shape), np.empty(shape, dtype=bool)
-    for key, (known_mhz, times, energies) in enumerate(profile.curves):
-        stage = key // per_stage
-        time_s[key] = np.interp(frequency[stage], known_mhz, times)
-        energy_j = np.interp(frequency[stage], known_mhz, energies)
+    for key, curve in enumerate(profile.curves):
+        stage, known_mhz = key // per_stage, curve[0]
+        time_s[key], energy_j = at_any_clock(curve, frequency[stage])
         cost_j[key] = gpus[stage] * (energy_j - waiting_power_w[stage] * time_s[key])
         profiled[key] = np.isin(frequency[stage], known_mhz)
         profiled[key, len(clocks[stage]) :] = False  # the last clock, repeated

@@ -67,10 +67,10 @@ def try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseR
 def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[None]:
     """Learn what units hold, by an iteration of the order whose units are looked at."""
     top = max(job.gpu.supported_frequencies_mhz)
-    job.memory.watch = Watch.UNITS
+    before, job.memory.watch = job.memory.watch, Watch.UNITS
     yield constant_order(Phase.PROFILE, measured, top, top)
     job.memory.learn(schedule, job.specs, measured)
-    job.memory.watch = Watch.NOTHING
+    job.memory.watch = before
 
 
 def note(job: PhaseParts, *notes: str) -> None:

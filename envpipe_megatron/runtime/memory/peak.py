@@ -123,7 +123,7 @@ class JobMemory:
         Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
         microbatch holds less than a message of `specs`. Or they were one iteration of `ran`, that
         schedule with some backwards of each chunk split in place, but not the first: it also tells
-        what waits for weight gradients. What was known before is forgotten.
+        what waits for weight gradients. What was known before is forgotten, but where that fails.
         """
         own, self._own_order = None, schedule
         try:
@@ -133,7 +133,7 @@ class JobMemory:
         found = self._collectives.by_stage(own, _least_room)
         stages = tuple(stage for stage in found if stage is not None)
         if len(stages) < len(found):
-            self.stages = None
+            self.stages = None if ran is None else self.stages
             return
         self.stages = stages
         waits = [max(stage.pending_bytes) for stage in stages if stage.pending_bytes]

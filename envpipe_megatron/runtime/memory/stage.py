@@ -235,7 +235,10 @@ def knows_memory(sidecar: Sidecar) -> bool:
 
 
 def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profile:
-    """The profile whose sidecar says what was measured, if anything was."""
+    """The profile whose sidecar says what was measured, if anything was.
+
+    What waits for weight gradients may be a bound: what an earlier start measured is kept.
+    """
     if stages is None:
         return profile
     sidecar = replace(
@@ -244,7 +247,8 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
         free_bytes=tuple(stage.free_bytes for stage in stages),
     )
     pending = tuple(max(stage.pending_bytes) for stage in stages if stage.pending_bytes)
-    if pending:
+    is_bound = sidecar.pending_bytes is not None and any(s.spare_bytes is None for s in stages)
+    if pending and not is_bound:
         sidecar = replace(sidecar, pending_bytes=pending)
     return replace(profile, sidecar=sidecar)
 

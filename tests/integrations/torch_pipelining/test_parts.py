@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attached_ranks import OwnLinear
+from torch.distributed._composable import checkpoint as composed
 from torch.distributed.pipelining import _backward
 from torch.utils.checkpoint import checkpoint
 
@@ -122,3 +123,5 @@ def test_what_is_known_before_a_step() -> None:
     stage = stage_of(lambda of, x: of.linear(x))
     stage.dw_builder = lambda: None
     assert "dw_builder" in known_reason([stage])
+    composed(stage.submod.linear)
+    assert "with checkpoint their parts" in known_reason([stage])

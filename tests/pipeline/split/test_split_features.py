@@ -25,6 +25,7 @@ EXPERTS = (
     ("add_bias_linear", False),
 )
 
+SHARED = (*EXPERTS, ("moe_shared_expert_intermediate_size", 16))
 DEFERRED = (("defer_embedding_wgrad_compute", True),)
 LATENT = (
     *(("q_lora_rank", 16), ("kv_lora_rank", 16), ("qk_head_dim", 8), ("qk_pos_emb_head_dim", 8)),
@@ -64,10 +65,13 @@ JOBS = {
     "gated": Job(2, 8, options=(("gated_linear_unit", True), ("normalization", "RMSNorm"))),
     "experts": Job(2, 8, reducer=PLAIN, options=EXPERTS),
     "experts, overlapped": Job(2, 8, reducer=OVERLAP, options=EXPERTS),
-    "experts, shared": Job(
-        2, 8, reducer=PLAIN, options=(*EXPERTS, ("moe_shared_expert_intermediate_size", 16))
+    "experts, shared": Job(2, 8, reducer=PLAIN, options=SHARED),
+    "fp16, skipped steps, selective recomputation": Job(
+        2, 8, half="fp16", reducer=OVERLAP, loss_scale=24, steps=6, options=SELECTIVE
     ),
-    "fp16, skipped steps": Job(2, 8, half="fp16", reducer=OVERLAP, loss_scale=24, steps=6),
+    "experts, shared, multi-token prediction, fused, tied": Job(
+        2, 8, reducer=PLAIN, fused=True, tied=True, options=(*SHARED, ("mtp_num_layers", 1))
+    ),
     "deferred embedding": Job(2, 8, fused=True, reducer=PLAIN, options=DEFERRED),
     "deferred embedding, some, tied": Job(
         2, 8, fused=True, tied=True, reducer=PLAIN, options=(*DEFERRED, ("wgrad_deferral_limit", 3))
@@ -90,10 +94,9 @@ JOBS = {
 
 #: Run each time; the others on request.
 ALWAYS = [
-    "fp16, skipped steps",
+    "fp16, skipped steps, selective recomputation",
     "sequence parallel, recomputed",
-    "experts, shared",
-    "multi-token prediction, fused, tied",
+    "experts, shared, multi-token prediction, fused, tied",
     "deferred embedding, some, tied",
 ]
 

@@ -19,7 +19,7 @@ from envpipe_megatron.runtime.memory.stage import SAFETY_MARGIN
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-SIZES = Sizes(message=0)
+SIZES = memory_ranks.SIZES
 #: Of a stage with one microbatch in flight, in its backward.
 ALONE = SIZES.weights + SIZES.gradients + SIZES.optimizer + SIZES.backward + SIZES.activations
 STAGES, MICROBATCHES = 3, 6
@@ -71,6 +71,29 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
         [4 * SIZES.activations + half, 2 * SIZES.activations + half, half], abs=2
     )
     assert json.loads((tmp_path / "plan.json").read_text())["peak_in_flight"] == [5, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("last", "splits"), [(7_000, True), pytest.param(4_000, False, marks=on_request("PIPELINE"))]
+)
+def test_split_orders_hold_what_was_measured_in_parts(three_ranks, tmp_path, last, splits):
+    """Recomputing stages have room for few weight gradients that wait, or one of them for none."""
+    sizes = Sizes(message=0, activations=400, pending=6_400, backward=2_000, layers=4)
+    alone = sizes.weights + sizes.gradients + sizes.optimizer + sizes.backward
+    devices = tuple(int((alone + more) / (1 - SAFETY_MARGIN)) for more in (13_000, 9_000, last))
+    request = {"schedule": "auto", "policy": "optimal", "max_in_flight": "memory"}
+    run = functools.partial(memory_ranks.train, splits=True, sizes=sizes)
+    told = three_ranks.run(run, tmp_path, devices, MICROBATCHES, request)
+    for one, stage in zip(told, told[0].memory, strict=True):
+        assert one.phase == "steady"
+        assert stage.pending_bytes == (sizes.pending,)
+        assert stage.measured_peak_bytes <= stage.predicted_peak_bytes
+        assert stage.predicted_peak_bytes <= 1.01 * stage.measured_peak_bytes
+    profile = read_profile(tmp_path / "profile.csv")
+    assert profile.sidecar.pending_bytes == (sizes.pending,) * STAGES
+    assert profile.weight_shares.ravel().tolist() == [16.0] * STAGES
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert any("I" in unit for order in plan["schedule"] for unit in order) is splits
 
 
 @on_request("PIPELINE")

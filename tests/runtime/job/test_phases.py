@@ -366,6 +366,8 @@ class Known:
 
     activation_bytes: float
     free_bytes: float
+    pending_bytes: tuple[float, ...] | None = None
+    spare_bytes: tuple[float, ...] | None = None
 
 
 class Measured(Memory):

@@ -20,7 +20,7 @@ from presets import preset_profile
 from benchmarks.online.emulated_job import Immediate
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
-from envpipe_megatron.core.kinds import WHOLE, Kind, all_units
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.plan import Plan, read_plan
@@ -43,6 +43,7 @@ from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import check_files, plan_online, predicted
 from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -261,7 +262,7 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
         ),
         (
             Schedule("gpipe-v", 4, 2, (THROUGH_A_V,) * 2, Placement.V),
-            "in a V, which no job runs",
+            "lays chunks out as v, and this job's model is looped",
             "--runnable",
         ),
     ],
@@ -311,6 +312,37 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
     plan = job.adopt(profile)
     assert not plan.schedule.split
     assert plan.profile.kinds == WHOLE
+
+
+@pytest.mark.parametrize(("overhead", "splits"), [(0.0, 16), (0.1, 8), (0.6, 0)])
+def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhead, splits):
+    """As where tensor parallel messages hide under the weight's product of a whole backward."""
+    request = PlanRequest(8, "auto", "optimal")
+    profile = profile_of_two().with_split_backwards(SplitBackward(0.5, overhead))
+    job: Any = Starting(tmp_path / "none", request=request, num_microbatches=8, splits=True)
+    order = planner.planned(*plan_online(job, profile))[0].schedule
+    parts = sum(
+        own.kind is Kind.INPUT_GRADIENT and not own.combined for of in order.stages for own in of
+    )
+    assert parts <= splits
+    assert (parts > 0) is (splits > 0)
+
+
+def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
+    request = PlanRequest(4, "zb-h1", "optimal")
+    job: Any = Starting(tmp_path / "none", request=request, splits=True)
+    profile = replace(profile_of_two().with_split_backwards(ASSUMED), assumed=None)
+    assert planner.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
+    job.state.whole = "its self-check failed"
+    plan, _ = planner.planned(*plan_online(job, profile))
+    assert (plan.schedule.name, plan.policy) == ("1f1b", "optimal")
+
+
+def test_a_plan_that_adds_gradients_up_in_another_sequence_is_refused(tmp_path):
+    forwards, inputs, weights = ([unit(kind, m) for m in range(4)] for kind in SPLIT)
+    order = Schedule("late", 4, 1, ((*forwards, *inputs, *weights[::-1]),) * 2)
+    with pytest.raises(SessionError, match=r"another sequence than the framework: .* W3 before W0"):
+        Starting(write_plan(tmp_path / "plan.json", order), splits=True).check()
 
 
 def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
@@ -506,19 +538,21 @@ def test_many_jobs_in_chunks_get_another_order_than_megatrons():
 
 @pytest.mark.parametrize("limit", [None, (2, 1)])
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
+    known: Any = (SimpleNamespace(activation_bytes=1.0, free_bytes=9.0, pending_bytes=None),) * 2
+
     def limited(asked, own, profile, memory):
-        assert (asked, own, memory) == (3, builders.one_f_one_b(2, 7), "memory")
+        assert (asked, own, memory) == (3, builders.one_f_one_b(2, 7), known)
         return limit
 
     monkeypatch.setattr(planning, "in_flight_limit", limited)
     request = PlanRequest(1, "ours", "envelope", "balanced", max_in_flight=3)
     job: Any = Starting(
-        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory="memory"
+        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory=known
     )
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
-        profile,
+        with_memory(profile, known),
         num_microbatches=7,
         conditions=known_conditions(profile),
         order="envpipe",

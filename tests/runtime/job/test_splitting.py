@@ -85,6 +85,7 @@ class Roomy(Full):
 
 def test_what_parts_hold_is_watched_before_they_are_measured():
     rank: Any = Rank(SessionConfig(AUTO, splits=True), memory=Roomy())
+    rank.memory.watch = Watch.PEAK
     trying = try_parts(rank, OWN, half_split(OWN))
     order = next(trying)
     assert (order.phase, order.schedule.name) == (Phase.PROFILE, "1f1b-split")
@@ -94,7 +95,7 @@ def test_what_parts_hold_is_watched_before_they_are_measured():
         next(trying)
     assert ended.value.value.name == "1f1b-split"
     assert rank.memory.calls == [("learn", "1f1b", "1f1b-split", Watch.UNITS)]
-    assert (rank.memory.predicted, rank.memory.watch) == (["1f1b-split"], Watch.NOTHING)
+    assert (rank.memory.predicted, rank.memory.watch) == (["1f1b-split"], Watch.PEAK)
     assert not rank.state.whole
 
 

@@ -17,6 +17,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -135,21 +136,6 @@ def split_order(rng, stages, microbatches, chunks):
     return replace(order, stages=tuple(orders))
 
 
-def halves_in_place(own):
-    """Every other backward of each chunk in two parts, one behind the other, but not the first."""
-    orders = []
-    for units in own.stages:
-        order = []
-        for unit in units:
-            if unit.kind is Kind.FORWARD:
-                order.append(unit)
-                continue
-            first = replace(unit, kind=Kind.INPUT_GRADIENT, combined=unit.microbatch % 2 == 0)
-            order += [first, replace(unit, kind=Kind.WEIGHT_GRADIENT)]
-        orders.append(tuple(order))
-    return replace(own, stages=tuple(orders))
-
-
 RECOMPUTED = Sizes(activations=400, pending=6_400, backward=2_000, layers=4, message=0)
 SPLIT_REGIMES = {
     "as much": Sizes(message=0, activations=2_800),
@@ -177,7 +163,7 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
     stages = rng.randint(2, 4)
     microbatches = 4 * stages
     job = FakeJob(stages, microbatches, lambda rank: sizes, seed=seed, chunks=chunks)
-    learned = job.learn_parts(halves_in_place(job.own))
+    learned = job.learn_parts(half_split(job.own))
     for stage in learned:
         assert stage.pending_bytes == pytest.approx(
             [sizes.pending * factor for factor in sizes.chunk_factors], abs=2 * sizes.message
@@ -198,7 +184,7 @@ def test_until_it_is_measured_the_most_is_taken_to_wait():
         memory.waiting_bytes = (1040.0,)
     learned = job.learn()
     assert [stage.pending_bytes for stage in learned] == [(1040.0,), (1040.0,)]
-    in_place = halves_in_place(job.own)
+    in_place = half_split(job.own)
     more = peaks_bytes(learned, in_place, in_place)[0] - peaks_bytes(learned, job.own, in_place)[0]
     assert more == 1040 - 400  # it waits beside another in flight
     assert job.learn_parts(in_place)[0].pending_bytes == (2_800.0,)
@@ -248,6 +234,16 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
 
     assert job.everywhere(run) == [None] * 3
     assert caplog.text.count("This rank's memory is not known") == lacks.startswith("readings")
+
+
+def test_what_was_known_stays_where_parts_tell_nothing(caplog):
+    job = FakeJob(2, 4, lambda rank: Sizes())
+    learned, in_place = job.learn(), half_split(job.own)
+    job.iterate(in_place, Watch.UNITS)
+    del job.ranks[1][2]._readings[0]
+    job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS, in_place))
+    assert [memory.stages for *_, memory in job.ranks] == [learned] * 2
+    assert caplog.text.count("This rank's memory is not known") == 1
 
 
 def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
@@ -470,6 +466,17 @@ def test_free_beside_one_microbatch_is_the_room_and_the_others():
     )
     assert knows_memory(sidecar)
     assert not knows_memory(replace(sidecar, free_bytes=None))
+
+
+def test_what_an_earlier_start_measured_between_parts_is_not_given_up_for_a_bound():
+    bound = tuple(replace(stage, pending_bytes=(700.0,)) for stage in MEMORY)
+    measured = tuple(replace(stage, pending_bytes=(90.0,), spare_bytes=(0.0,)) for stage in MEMORY)
+    known = with_memory(profile(2), bound)
+    assert known.sidecar.pending_bytes == (700.0, 700.0)
+    known = with_memory(known, measured)
+    assert known.sidecar.pending_bytes == (90.0, 90.0)
+    assert with_memory(known, bound).sidecar.pending_bytes == (90.0, 90.0)
+    assert with_memory(known, MEMORY).sidecar.pending_bytes == (90.0, 90.0)
 
 
 def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):

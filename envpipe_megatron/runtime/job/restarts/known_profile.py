@@ -55,6 +55,9 @@ def known_profile(
         return None
     if apart:
         job.say(f"the profile {given} is used, but may not be one of this job: {apart}")
+    pending = profile.sidecar.pending_bytes
+    if given is None and pending is not None:
+        job.memory.waiting_bytes = (pending[job.stage],) * schedule.num_chunks
     job.memory.learn(schedule, job.specs)
     if given is not None and knows_memory(profile.sidecar):
         return profile

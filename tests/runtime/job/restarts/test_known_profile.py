@@ -43,6 +43,8 @@ def profile_of(stages: int = STAGES) -> Profile:
 class Room:
     activation_bytes: float
     free_bytes: float
+    pending_bytes: tuple[float, ...] | None = None
+    spare_bytes: tuple[float, ...] | None = None
 
 
 @dataclass
@@ -139,6 +141,14 @@ def test_memory_is_this_starts_but_for_what_the_user_says(job, knows):
     users = knows and job.path.name == "mine.csv"
     assert sidecar.activation_bytes == ((1.0, 2.0) if users else (10.0, 20.0))
     assert sidecar.free_bytes == ((3.0, 4.0) if users else (100.0, 200.0))
+
+
+def test_what_waits_between_parts_is_known_from_an_earlier_start(job):
+    job.has(replace(profile_of(), sidecar=Sidecar(pending_bytes=(50.0, 60.0))))
+    job.memory.waiting_bytes = (70.0,)
+    assert job.known().sidecar.pending_bytes == (50.0, 60.0)
+    earlier = job.path.name == "profile.csv"
+    assert job.memory.waiting_bytes == ((50.0,) if earlier else (70.0,))
 
 
 def test_a_profile_of_another_pipeline_is_refused(tmp_path):
