@@ -31,7 +31,7 @@ import click
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Pipelines
 from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted, slower
-from benchmarks.outputs import leave, make_console, make_table, output_option
+from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -239,20 +239,13 @@ def footprints(iterations: int, every: int) -> Iterator[dict[str, Any]]:
             yield {
                 "iterations": pipelines.begun,
                 "changes that were answered": answered,
-                "memory (MiB)": _memory_mib(),
+                "memory (MiB)": memory_mib("VmRSS"),
                 "objects": len(gc.get_objects()),
                 "open files": len(list(Path("/proc/self/fd").iterdir())),
                 "threads": threading.active_count(),
                 "files in the folder": len(kept),
                 "their size (KiB)": sum(file.stat().st_size for file in kept) / 1024,
             }
-
-
-def _memory_mib() -> float:
-    resident = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
-    )
-    return int(resident.split()[1]) / 1024
 
 
 @click.command()

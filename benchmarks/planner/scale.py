@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import resource
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,21 +21,19 @@ from unittest.mock import patch
 
 import click
 
-from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
+from benchmarks import outputs
+from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.policies.optimal import optimizer as optimal
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
-from envpipe_megatron.policies.optimal.rounding import round_durations
 from envpipe_megatron.policies.planner import build_schedule
 from envpipe_megatron.policies.request import PlanRequest
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
-ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
-_PROFILE = PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
+ORDERS = ("1f1b", "envpipe")
+_PROFILE = outputs.PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
 _BLOCKING_POWER_W = 83.64
-_PARTS = ("build", "solve", "rounding")
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,9 @@ class Job:
     order: str
 
 
-#: What is measured of a size and order; None where the limit stopped the process. Times are s:
-#: choices and arrays of the linear program (build), the program and the bound that checks it
-#: (solve), frequencies that exist (rounding), the plan in all (total).
-_MEASURED = (
-    "build_s", "solve_s", "rounding_s", "total_s", "peak_mib", "saving_percent", "gap_percent",
-)  # fmt: skip
+#: What is measured of a size and order; None where the limit stopped the process. Times are s: the
+#: linear program and the bound that checks it (solve), the plan in all (total).
+_MEASURED = ("solve_s", "total_s", "peak_mib", "saving_percent", "gap_percent")
 
 
 def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
@@ -67,51 +59,33 @@ def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
 
 
 def measure_plan(job: Job) -> dict[str, float]:
-    """Plan as `envpipe plan` does, with a clock on each part."""
+    """Plan as `envpipe plan` does."""
     profile, request, conditions = _pipeline(job)
     schedule, _ = build_schedule(profile, request)
     deadline_s = optimal.all_maximum_s(schedule, profile, conditions)
-    spent_s = dict.fromkeys(_PARTS, 0.0)
+    solve, solve_s = DurationProgram.solve, 0.0
 
-    def timed(part: str, function: Callable[..., object]) -> Callable[..., object]:
-        def measured(*arguments: object, **options: object) -> object:
-            start_s = time.process_time()
-            result = function(*arguments, **options)
-            spent_s[part] += time.process_time() - start_s
-            return result
-
-        return measured
-
-    with (
-        patch.object(DurationProgram, "solve", timed("solve", DurationProgram.solve)),
-        patch.object(optimal, "round_durations", timed("rounding", round_durations)),
-    ):
+    def timed(*arguments: Any, **options: Any) -> Any:
+        nonlocal solve_s
         start_s = time.process_time()
-        optimizer = optimal.Optimizer(schedule, profile, conditions)
-        spent_s["build"] = time.process_time() - start_s
-        plan: Plan = optimizer.plan(deadline_s)
+        result = solve(*arguments, **options)
+        solve_s += time.process_time() - start_s
+        return result
+
+    with patch.object(DurationProgram, "solve", timed):
+        start_s = time.process_time()
+        plan = optimal.Optimizer(schedule, profile, conditions).plan(deadline_s)
         total_s = time.process_time() - start_s
     gap = plan.gap_percent
     assert gap is not None
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     return {
-        **{f"{part}_s": seconds for part, seconds in spent_s.items()},
+        "solve_s": solve_s,
         "total_s": total_s,
-        "peak_mib": _peak_mib(),
+        "peak_mib": memory_mib("VmHWM"),
         "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
         "gap_percent": gap,
     }
-
-
-def _peak_mib() -> float:
-    """The most memory that this process has held so far, MiB; it never falls."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux passes ru_maxrss on through fork and exec: it is the parent's
-        peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if peak_kib:
-            return int(peak_kib[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB elsewhere
 
 
 def _send(job: Job, pipe: Connection) -> None:
@@ -179,7 +153,7 @@ def main(sizes: tuple[str, ...], plan_limit: float, output: Path) -> None:
             rows.append(measure(job, plan_limit))
             total_s = rows[-1]["total_s"]
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
-            console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
+            console.print(f"{stages} x {microbatches} on {order}: {done}")
     console.print(make_table("Optimal plans at the all-maximum time", rows))
     leave(output, {"scale": rows})
 

@@ -7,7 +7,6 @@ its arguments, and what it found with the most memory of the process, in MiB.
 from __future__ import annotations
 
 import pickle
-import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from benchmarks.outputs import memory_mib
 from benchmarks.search.aceso_runs import Setting, profiles, read_setting, spend
 from benchmarks.search.aceso_space.aceso_files import fold_blocks, read_switches
 from benchmarks.search.aceso_space.divide import Division, divide
@@ -105,8 +105,7 @@ def search_at_scale(folder: Path, setting: Setting, job: Job, goal: Goal) -> dic
 def _main(call: str, result: str) -> None:
     function, arguments = pickle.loads(Path(call).read_bytes())
     found = function(*arguments)
-    memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    Path(result).write_bytes(pickle.dumps((found, memory_mib)))
+    Path(result).write_bytes(pickle.dumps((found, memory_mib("VmHWM"))))
 
 
 if __name__ == "__main__":

@@ -539,6 +539,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
     monkeypatch.setattr(training, "num_microbatches_of", lambda args: 5)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
     monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
+    monkeypatch.setattr(training, "of_all_ranks", lambda own: [own])
     monkeypatch.setattr(training, "timeout_of", lambda group: None)
     monkeypatch.setattr(training, "facts_of", lambda args: None)
     group: Any = None

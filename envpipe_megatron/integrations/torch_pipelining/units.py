@@ -125,7 +125,8 @@ class Units:
         """Run a unit, and look at what it changes beside its outputs and gradients."""
         assert self.seen is not None
         before, versions = _random_states(stage.device), _versions(stage)
-        with contextlib.nullcontext([]) if forward else parts.calls_of_modules() as called:
+        with contextlib.ExitStack() as watching:
+            called = [] if forward else watching.enter_context(parts.calls_of_modules())
             result = run()
         if before != _random_states(stage.device):
             drawn = SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS

@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.job.planning import capacity, make_room_for_messag
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
-_NO_PARTS = "has no rows of input-gradient and weight-gradient: measure it again"
+_NO_PARTS = "has no rows of input-gradient and weight-gradient"
 
 
 def known_and_measured(
@@ -39,9 +39,10 @@ def known_and_measured(
     if profile is None or measured is schedule or Kind.INPUT_GRADIENT in profile.kinds:
         return profile, measured
     if job.config.profile_file is not None:
-        note(job, f"Backwards stay whole: {job.config.profile_file} {_NO_PARTS}")
+        given = job.config.profile_file
+        note(job, f"Backwards stay whole: {given} {_NO_PARTS}; measure it again (envpipe profile)")
         return profile, schedule
-    job.say(f"the profile of an earlier start is not used: it {_NO_PARTS}")
+    job.say(f"the profile that is known is not used: it {_NO_PARTS}")
     job.folder.forget_profile()
     return None, measured
 

@@ -6,9 +6,11 @@ Runs inside the ranks of a pool; there is no plan, no clock and no step of an op
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,73 +18,49 @@ from unittest.mock import patch
 
 from jobs import Job, Ours, Result
 
-from envpipe_megatron.core.kinds import Kind, unit
+from envpipe_megatron.core.kinds import SPLIT, Kind, Unit, unit
 from envpipe_megatron.core.schedule import Schedule
 
 
 def random_order(rng: random.Random, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """An order of split backwards, some of them whole, that a job can run.
+    """An order of split backwards, some of them whole: each unit at random one that can run."""
+    orders: list[list[Unit]] = [[] for _ in range(stages)]
+    #: By stage, kind and chunk, how many have run: microbatches come in their order.
+    done: Counter[tuple[int, Kind, int]] = Counter()
+    eager, share_whole = rng.choice((0.2, 1, 5)), rng.choice((0, 0.3))
+    ahead = [rng.randint(1, microbatches * chunks) for _ in range(stages)]
 
-    All stages take turns between chunks alike, as messages between them do.
-    """
-    forwards, backwards = (_turns(rng, microbatches, chunks) for _ in range(2))
-    backwards = [(m, chunks - 1 - c) for m, c in backwards]
-    orders: list[list[Any]] = [[] for _ in range(stages)]
-    made: set[tuple[Kind, int, int, int]] = set()
-    waiting: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-    share_whole, eager = rng.choice((0, 0.3)), rng.choice((0.2, 1, 5))
-    ahead = [rng.randint(stages - s, microbatches * chunks) for s in range(stages)]
-
-    def source(kind: Kind, stage: int, m: int, c: int) -> tuple[Kind, int, int, int] | None:
-        if kind is Kind.FORWARD:
-            return None if stage + c == 0 else (kind, (stage - 1) % stages, m, c - (stage == 0))
-        if stage == stages - 1 and c == chunks - 1:
-            return Kind.FORWARD, stage, m, c
-        return kind, (stage + 1) % stages, m, c + (stage == stages - 1)
-
-    done = [[0, 0] for _ in range(stages)]
-    while sum(map(len, orders)) < 3 * stages * microbatches * chunks:
-        choices = []
-        for stage, (f, b) in enumerate(done):
-            for kind, at, turns in (
-                (Kind.FORWARD, f, forwards),
-                (Kind.INPUT_GRADIENT, b, backwards),
-            ):
-                if at < len(turns):
-                    m, c = turns[at]
-                    needs = source(kind, stage, m, c)
-                    if needs is None or needs in made:
-                        held = kind is Kind.FORWARD and f - b >= ahead[stage]
-                        choices.append((0.01 if held else 1, stage, kind, m, c))
-            firsts = {c: m for m, c in reversed(waiting[stage])}
-            choices += [(eager, stage, Kind.WEIGHT_GRADIENT, m, c) for c, m in firsts.items()]
-        _, stage, kind, m, c = rng.choices(choices, [weight for weight, *_ in choices])[0]
-        own = orders[stage]
+    def needed(stage: int, kind: Kind, chunk: int) -> int:
+        """How many microbatches the unit of the same chunk or its neighbour has done."""
+        last = stages * chunks - 1
+        place = chunk * stages + stage
         if kind is Kind.WEIGHT_GRADIENT:
-            waiting[stage].remove((m, c))
-            own.append(unit(kind, m, c))
-            continue
-        made.add((kind, stage, m, c))
-        done[stage][kind is not Kind.FORWARD] += 1
-        if kind is Kind.FORWARD:
-            own.append(unit(kind, m, c))
-        elif all(c != other for _, other in waiting[stage]) and rng.random() < share_whole:
-            own += [unit(kind, m, c, combined=True), unit(Kind.WEIGHT_GRADIENT, m, c)]
-        else:
-            own.append(unit(kind, m, c))
-            waiting[stage].append((m, c))
+            return done[stage, Kind.INPUT_GRADIENT, chunk]
+        if place == (0 if kind is Kind.FORWARD else last):
+            return microbatches if kind is Kind.FORWARD else done[stage, Kind.FORWARD, chunk]
+        source, neighbour = divmod(place + (-1 if kind is Kind.FORWARD else 1), stages)
+        return done[neighbour, kind, source]
+
+    while done.total() < 3 * stages * microbatches * chunks:
+        can: dict[tuple[int, Kind, int], float] = {}
+        for each in itertools.product(range(stages), SPLIT, range(chunks)):
+            stage, kind, chunk = each
+            if done[each] < needed(*each):
+                held = sum(
+                    done[stage, Kind.FORWARD, c] - done[stage, Kind.WEIGHT_GRADIENT, c]
+                    for c in range(chunks)
+                )
+                slow = kind is Kind.FORWARD and held >= ahead[stage]
+                can[each] = 0.01 if slow else eager if kind is Kind.WEIGHT_GRADIENT else 1
+        stage, kind, chunk = each = rng.choices([*can], [*can.values()])[0]
+        m, late = done[each], (stage, Kind.WEIGHT_GRADIENT, chunk)
+        whole = kind is Kind.INPUT_GRADIENT and done[late] == m and rng.random() < share_whole
+        orders[stage].append(unit(kind, m, chunk, combined=whole))
+        done[each] += 1
+        if whole:
+            orders[stage].append(unit(Kind.WEIGHT_GRADIENT, m, chunk))
+            done[late] += 1
     return Schedule("random", microbatches, chunks, tuple(map(tuple, orders)))
-
-
-def _turns(rng: random.Random, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """Microbatches and chunks, each microbatch's in turn."""
-    counts, turns = [0] * chunks, []
-    while len(turns) < microbatches * chunks:
-        can = [c for c in range(chunks) if counts[c] < (microbatches if c == 0 else counts[c - 1])]
-        c = rng.choice(can)
-        turns.append((counts[c], c))
-        counts[c] += 1
-    return turns
 
 
 class _Rehearsing:

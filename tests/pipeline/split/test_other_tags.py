@@ -34,7 +34,8 @@ def test_at_tag(tag, tmp_path):
     path = os.pathsep.join([str(tmp_path), str(checkout), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-k", "features", str(RANDOM_ORDERS)],
+        # From 0.18 on, stock itself hangs on CPUs where activations are recomputed selectively.
+        [*command, "-k", "features and not activations", str(RANDOM_ORDERS)],
         env={**os.environ, "PYTHONPATH": path, "ENVPIPE_PIPELINE_FULL": "1"},
         capture_output=True,
         text=True,

@@ -64,7 +64,7 @@ def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch
             assert note.startswith("Backwards stay whole: named.csv has no rows of input-gradient")
         else:
             assert (profile, measured.stages) == (None, half_split(OWN).stages)
-            assert "an earlier start is not used" in rank.said[0]
+            assert "that is known is not used" in rank.said[0]
             assert not rank.state.notes
 
 
