@@ -302,8 +302,9 @@ def at_any_clock(curve: FloatArray, frequency_mhz: ArrayLike) -> tuple[FloatArra
     whose time all follows the clock: it takes no more. `curve` is one of `Profile.curves`.
     """
     clocks, *known = curve
-    more = np.maximum(1.0, clocks[0] / frequency_mhz)
-    time_s, energy_j = (more * np.interp(frequency_mhz, clocks, values) for values in known)
+    asked = np.asarray(frequency_mhz, dtype=np.float64)
+    more = np.maximum(1.0, clocks[0] / asked)
+    time_s, energy_j = (more * np.interp(asked, clocks, values) for values in known)
     return time_s, energy_j
 
 

@@ -108,7 +108,7 @@ def _zero_bubble(
         raise PlannerError(
             f"Schedule {problem.order} splits backwards, and {problem.profile.source} does not say "
             "what the parts take",
-            remedy="Add --split-overhead 0.05 to assume halves that take 5 % more together, or "
+            remedy="Add --split-overhead 0.01 to assume halves that take 1 % more together, or "
             "give rows of input-gradient and weight-gradient.",
         )
     stages = problem.num_stages
