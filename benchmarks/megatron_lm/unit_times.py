@@ -108,7 +108,7 @@ def kind_times_s(schedule: Schedule, times: dict[str, Any]) -> FloatArray:
 
 def _kinds(schedule: Schedule) -> IntArray:
     """[num_stages, units_per_stage] the place of each unit's kind among the schedule's."""
-    return schedule.places // (schedule.num_microbatches * schedule.num_chunks)
+    return schedule.places.astype(np.int64) // (schedule.num_microbatches * schedule.num_chunks)
 
 
 def latencies_s(schedule: Schedule, times: dict[str, Any]) -> list[float]:
