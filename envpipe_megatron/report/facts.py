@@ -174,7 +174,9 @@ def _at_full_clock(
     def at_full(read: RankIteration) -> bool:
         if read.frequency_mhz is None:
             return True
-        known = top_mhz is not None or split_phase(read.phase)[0] in _FULL
+        phase = split_phase(read.phase)[0]
+        # A profile may be of the framework's order with some backwards in two parts.
+        known = phase in _FULL or (top_mhz is not None and phase != Phase.PROFILE)
         return known and int(read.frequency_mhz.min()) >= highest_mhz
 
     return [reads for reads in by_iteration(recorded).values() if all(map(at_full, reads))]

@@ -96,6 +96,21 @@ def test_a_lower_clock_is_not_taken_for_the_highest():
     assert find_bubbles(lower, STAGES, top_mhz=1200).iterations == 1
 
 
+def test_an_order_that_only_measures_is_not_taken_for_the_jobs():
+    """Half of its backwards are in two parts, and it comes after the warm-up."""
+    warm_up, profiled = (
+        iterations(STAGES, count, phases)
+        for count, phases in ((MICROBATCHES, ("warm-up",)), (2 * MICROBATCHES, ("", "profile")))
+    )
+    at_top = [
+        replace(read, frequency_mhz=np.full_like(read.frequency_mhz, 1410))
+        for read in profiled
+        if read.phase == "profile"
+    ]
+    found = find_bubbles([*warm_up, *at_top], STAGES, top_mhz=1410)
+    assert found.schedule.num_microbatches == MICROBATCHES
+
+
 def test_iterations_of_another_order_are_not_counted():
     others = iterations(STAGES, 2 * MICROBATCHES, ("warm-up",) * 3)
     last = [replace(read, iteration=3) for read in iterations(STAGES, MICROBATCHES, ("warm-up",))]
