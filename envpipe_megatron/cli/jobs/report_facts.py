@@ -120,14 +120,16 @@ def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
 
 
 def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
-    """Mean time of each part (a chunk of a stage) and kind."""
+    """Mean time of each part (a chunk of a stage) and kind, of units that run alone if any do."""
     schedule = bubbles.schedule
-    places = {kind: schedule.kinds == list(Kind).index(kind) for kind in schedule.unit_kinds}
+    places = {kind: list(Kind).index(kind) for kind in schedule.unit_kinds}
     for stage in range(schedule.num_stages):
         for chunk in range(schedule.num_chunks):
             of_chunk = schedule.chunks[stage] == chunk
-            for kind, there in places.items():
-                own_s = bubbles.unit_s[stage][of_chunk & there[stage]]
+            for kind, place in places.items():
+                own = of_chunk & (schedule.kinds[stage] == place)
+                alone = own & (schedule.priced_kinds[stage] == place)
+                own_s = bubbles.unit_s[stage][alone if alone.any() else own]
                 if len(own_s):
                     yield stage * schedule.num_chunks + chunk, kind, float(own_s.mean())
 

@@ -3,10 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
-from envpipe_megatron.cli.jobs.report_facts import predict, report_facts
+from envpipe_megatron.cli.jobs.report_facts import _times, predict, report_facts
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.timeline import TimelineLogs
@@ -186,3 +190,13 @@ def test_a_gpu_without_a_model_gets_no_prediction(bubbles, name):
 
 def test_backwards_take_twice_the_time(bubbles):
     assert bubbles.unit_s.sum() == pytest.approx(STAGES * MICROBATCHES * (FORWARD_S + BACKWARD_S))
+
+
+def test_parts_of_a_backward_cost_what_those_do_that_do_not_run_as_one(bubbles):
+    order = half_split(builders.one_f_one_b(STAGES, MICROBATCHES))
+    kinds = tuple(Kind)
+    takes_s = {Kind.NOTHING: 0.0, Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+    unit_s = np.array([[takes_s.get(kinds[of], 1.1) for of in own] for own in order.priced_kinds])
+    times = list(_times(replace(bubbles, schedule=order, unit_s=unit_s)))
+    a_stage = [(Kind.FORWARD, 1.0), (Kind.INPUT_GRADIENT, 1.1), (Kind.WEIGHT_GRADIENT, 1.1)]
+    assert times == [(s, *one) for s in range(STAGES) for one in a_stage]
