@@ -12,6 +12,7 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -116,6 +117,15 @@ def test_whole_backwards_change_as_their_parts_do_where_only_these_run():
     for order, longer in ((split, 1.0), (split, 1.2), (whole, 1.2), (whole, 1.1), (split, 1.1)):
         ran(store, order, TOP_MHZ, longer)
         assert backwards(store) == pytest.approx([2 * longer, longer, longer], rel=0.01)
+
+
+def test_parts_of_an_earlier_start_take_longer_as_whole_backwards_do_today():
+    """Nothing ran before the warm-up: the GPU is slower than when the profile was made."""
+    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
+    store.take_profile(exact_profile(PRESET, [FORWARD_S], {}).with_split_backwards(SplitBackward()))
+    before = store.time_s
+    ran(store, SCHEDULE, TOP_MHZ, 1.2 * before[1, -1] / (2 * FORWARD_S))
+    assert store.time_s[1:] == pytest.approx(1.2 * before[1:], rel=0.01)
 
 
 def test_what_ran_by_itself_just_before_does_not_follow():

@@ -75,7 +75,7 @@ class Store:
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
         self._num_stages, self._num_chunks = num_stages, num_chunks
         self._facts = replace(facts, num_chunks=num_chunks)
-        #: Keys of the units that the last window ran.
+        #: Keys of the units that the last window ran; none before the first.
         self._seen = set[int]()
         keys = num_stages * num_chunks * len(self.kinds)
         #: For each key (part, then kind), what units take.
@@ -231,7 +231,7 @@ class Store:
             changed: those of them that take longer or shorter than before, by more than scatter.
             before_s: as `time_s` was.
         """
-        as_before, self._seen = seen == self._seen, seen
+        as_before, self._seen = self._seen in (set(), seen), seen
         if not as_before or not {Kind.BACKWARD, *SPLIT[1:]} <= {*self.kinds}:
             return
         for first in range(0, len(self._times), len(self.kinds)):
