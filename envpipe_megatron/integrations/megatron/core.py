@@ -158,9 +158,13 @@ class ForwardBackward:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
         (work,) = works
-        work.finish_grads()
+        broken_off = rehearsal is not None and rehearsal.error is not None
+        work.finish_grads(broken_off=broken_off)
         if config.finalize_model_grads_func is not None:
-            finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
+            if broken_off and embedding_module is not None:
+                embedding_module.grad_output_buffer.clear()  # not as many as there are inputs
+            else:
+                finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
             config.finalize_model_grads_func(
                 chunks,
                 work.num_tokens if config.calculate_per_token_loss else None,
