@@ -164,11 +164,8 @@ def plan_online(
         limit = in_flight_limit(most, in_v or megatron_order(job), profile, job.memory.stages)
         profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
-            most, all_of_them = (
-                limit,
-                job.num_microbatches,
-            )  # weight gradients may take as many more
-            held = ", ".join(f"{min(each, all_of_them):g}" for each in limit)
+            most = limit  # more than all microbatches where weight gradients that wait fit, too
+            held = ", ".join(f"{min(each, job.num_microbatches):g}" for each in limit)
             notes = (f"Memory holds at most {held} microbatches in flight.",)
     request = replace(
         asked,
