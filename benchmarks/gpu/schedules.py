@@ -24,13 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-)
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_with_transformer_engine_spec as transformer_engine_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
@@ -268,9 +262,13 @@ class Bench:
             gradient_accumulation_fusion=False,
             deallocate_pipeline_outputs=True,
         )
+        local, engine = (
+            gpt_layer_specs.get_gpt_layer_local_spec,
+            gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        )
         model = GPTModel(
             config,
-            (transformer_engine_spec if options["engine"] else get_gpt_layer_local_spec)(),
+            engine() if options["engine"] else local(),
             self.vocabulary,
             options["sequence"],
             pre_process=parallel_state.is_pipeline_first_stage(),
