@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
@@ -55,8 +56,6 @@ VOCABULARY = 32000
 @click.option("--num-microbatches", default=16, show_default=True)
 @click.option("--blocks", default=12, show_default=True, help="Alternating blocks of each order.")
 @click.option("--block-iterations", default=3, show_default=True)
-@click.option("--transformer-engine", "engine", is_flag=True, help="Its layers.")
-@click.option("--fp8-recipe", help="Of Transformer Engine: delayed, tensorwise, blockwise.")
 @click.option("--steps", default=4, show_default=True, help="Steps of the comparison to the bit.")
 @click.option("--carrier", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
@@ -123,9 +122,8 @@ class Bench:
         p, m = self.num_stages, self.options["num_microbatches"]
         schedules = {"interpreter 1f1b": builders.one_f_one_b(p, m)}
         schedules["split in place"] = split_in_place(schedules["interpreter 1f1b"], m)
-        if p > 1:
-            schedules["zb-h1"] = zero_bubble(p, m)
-        for step in (1, 3) if p > 1 else ():
+        schedules["zb-h1"] = zero_bubble(p, m)
+        for step in (1, 3):
             schedule = stepped_order(p, m, self.channel.capacity, step=step)
             schedules[f"interpreter envpipe {list(schedule.extra_forwards)}"] = schedule
         return schedules
@@ -242,10 +240,7 @@ class Bench:
 
     def _build(self) -> GPTModel:
         options = self.options
-        recipe = options["fp8_recipe"]
-        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}
         config = TransformerConfig(
-            **fp8,
             num_layers=options["layers"],
             hidden_size=options["hidden"],
             num_attention_heads=options["hidden"] // 128,
@@ -262,13 +257,9 @@ class Bench:
             gradient_accumulation_fusion=False,
             deallocate_pipeline_outputs=True,
         )
-        local, engine = (
-            gpt_layer_specs.get_gpt_layer_local_spec,
-            gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
-        )
         model = GPTModel(
             config,
-            engine() if options["engine"] else local(),
+            get_gpt_layer_local_spec(),
             self.vocabulary,
             options["sequence"],
             pre_process=parallel_state.is_pipeline_first_stage(),

@@ -32,6 +32,7 @@ from benchmarks.megatron_lm.models import (
     TINY_ON_CPU,
     TRANSFORMER_ENGINE,
     UNITS,
+    WHOLE_ARMS,
     Mapping,
     Planned,
     Size,
@@ -195,15 +196,16 @@ def _with_transformer_engine(hidden: int) -> list[Setting]:
         "te-graphs-local-pp2": (PP2, "--cuda-graph-impl local"),
         "te-graphs-te-pp2": (PP2, "--cuda-graph-impl transformer_engine"),
     }
+    grouped = f"{EXPERTS} --moe-grouped-gemm"
+    fused = {"te-apex-pp2": "", "te-apex-experts-pp2": grouped, "te-apex-deepseek-pp2": deepseek}
     made += [
-        Setting(name, mapping, (_BF16, features), arms)
-        for arms, of_arms in ((ALL_ARMS, any_order), (KEPT_ARMS, kept))
-        for name, (mapping, features) in of_arms.items()
+        Setting(name, PP2, (_BF16, what), ALL_ARMS, needs=(APEX,)) for name, what in fused.items()
     ]
-    fused = Setting("te-apex-pp2", PP2, arms=ALL_ARMS, needs=(APEX,))
-    return [
-        replace(setting, needs=(TRANSFORMER_ENGINE, *setting.needs)) for setting in [*made, fused]
-    ]
+    for name, (mapping, what) in {**any_order, **kept}.items():
+        # Weight gradients of grouped experts are put off where they are fused.
+        arms = WHOLE_ARMS if "--moe-grouped-gemm" in what else ALL_ARMS
+        made.append(Setting(name, mapping, (_BF16, what), KEPT_ARMS if name in kept else arms))
+    return [replace(setting, needs=(TRANSFORMER_ENGINE, *setting.needs)) for setting in made]
 
 
 def left_out(site: Site) -> list[str]:

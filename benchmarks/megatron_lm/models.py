@@ -239,7 +239,8 @@ SPLIT, IN_PLACE = "split", "in-place"
 UNMODIFIED = (STOCK, SERIAL)
 #: Those of jobs that may run in another order than Megatron's, and of those that may not.
 ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
-ALL_ARMS = (*ORDER_ARMS, UNITS, SPLIT, IN_PLACE)
+WHOLE_ARMS = (*ORDER_ARMS, UNITS)
+ALL_ARMS = (*WHOLE_ARMS, SPLIT, IN_PLACE)
 
 
 @dataclass(frozen=True)

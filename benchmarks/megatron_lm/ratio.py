@@ -28,6 +28,7 @@ from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
+    IN_PLACE,
     LONG,
     NO_EVALUATION,
     OFF,
@@ -35,6 +36,7 @@ from benchmarks.megatron_lm.models import (
     ORDER_ARMS,
     SERIAL,
     SIZES,
+    SPLIT,
     STOCK,
     TINY,
     TINY_ON_CPU,
@@ -55,6 +57,8 @@ from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"
+#: What takes turns only where it is named.
+_ASKED_FOR = (OFF, SERIAL, SPLIT, IN_PLACE)
 #: The framework's order before the plan's; within the first turn, which is not counted. An
 #: iteration comes before it, and the plan is taken up in the one behind it.
 _WARMUP = 3
@@ -166,7 +170,7 @@ def setting(
     if unknown := set(only) - set(offered):
         raise click.UsageError(f"{like} has no arm {', '.join(unknown)}: {', '.join(offered)}")
     compared = only if rests else (STOCK, *only)
-    arms = tuple(a for a in offered if a in compared or not (only or a in (OFF, SERIAL)))
+    arms = tuple(a for a in offered if a in compared or not (only or a in _ASKED_FOR))
     like_it = replace(fitting[like], arms=arms)
     size = wide if sized or TRANSFORMER_ENGINE in like_it.needs else GPT_1_3B
     size = TINY_ON_CPU if site.cpu else _on_gpus(site, like_it, size, sized=sized)

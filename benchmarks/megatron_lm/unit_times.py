@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B
-from envpipe_megatron.core.arrays import FloatArray
+from benchmarks.megatron_lm.models import ENVPIPE, IN_PLACE, ONE_F_ONE_B
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 
@@ -46,14 +46,17 @@ def prediction_rows(
 ) -> list[dict[str, Any]]:
     """Each arm's iteration as the times of 1F1B's units predict it, beside what was measured.
 
-    A unit takes the median of its kind on its stage, and a message what 1F1B's took.
+    A unit takes the median of its kind on its stage, of 1F1B with backwards split in place if the
+    arm splits them, and a message what 1F1B's took.
     """
-    baseline, source = schedules[ONE_F_ONE_B], times[ONE_F_ONE_B]
-    kind_s = kind_times_s(baseline, source)
-    latency_s = latencies_s(baseline, source)
+    latency_s = latencies_s(schedules[ONE_F_ONE_B], times[ONE_F_ONE_B])
     rows = []
     for arm, schedule in schedules.items():
-        unit_s = np.where(schedule.is_backward, kind_s[:, 1:], kind_s[:, :1])
+        source = IN_PLACE if schedule.split else ONE_F_ONE_B
+        if source not in times:
+            continue
+        kind_s = kind_times_s(schedules[source], times[source])
+        unit_s = np.take_along_axis(kind_s, _kinds(schedule), axis=1)
         predicted_s = Timeline(schedule, unit_s, latency_s).iteration_time_s
         measured_s = times[arm]["iteration_s"]
         rows.append(
@@ -93,14 +96,19 @@ def unit_rows(
 
 
 def kind_times_s(schedule: Schedule, times: dict[str, Any]) -> FloatArray:
-    """[num_stages, 2] the median forward and the median backward."""
-    unit_s = np.array(times["unit_s"])
+    """[num_stages, num_kinds] the median unit of each kind."""
+    unit_s, kinds = np.array(times["unit_s"]), range(len(schedule.unit_kinds))
     return np.array(
         [
-            [median(unit_s[stage][backward == kind]) for kind in (False, True)]
-            for stage, backward in enumerate(schedule.is_backward)
+            [median(units_s[of == kind]) for kind in kinds]
+            for units_s, of in zip(unit_s, _kinds(schedule), strict=True)
         ]
     )
+
+
+def _kinds(schedule: Schedule) -> IntArray:
+    """[num_stages, units_per_stage] the place of each unit's kind among the schedule's."""
+    return schedule.places.astype(np.int64) // (schedule.num_microbatches * schedule.num_chunks)
 
 
 def latencies_s(schedule: Schedule, times: dict[str, Any]) -> list[float]:

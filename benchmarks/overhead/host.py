@@ -266,7 +266,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 OPTIONS: dict[str, Any] = {
     "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
     "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
-    "engine": False, "fp8_recipe": None,
 }  # fmt: skip
 
 

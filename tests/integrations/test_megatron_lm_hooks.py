@@ -430,7 +430,7 @@ def called(
     names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
     given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
     given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
-    session: Any = SimpleNamespace(pipeline_ranks=[0, 1])
+    session: Any = SimpleNamespace(pipeline_ranks=[0, 1], may_split=False)
     stand_in = ForwardBackward(session, 1, lambda **given: own.append(given), first=first)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):

@@ -159,7 +159,7 @@ def times_by_kind_s(whole_s: Mapping[Kind, float]) -> dict[Kind, float]:
     Both parts of a backward take what `MEASURED_SPLIT` charges; a forward and a backward that run
     as one take as long as one after the other.
     """
-    backward_s = whole_s[Kind.BACKWARD]
+    backward_s = whole_s.get(Kind.BACKWARD, 0.0)  # a whole iteration is a forward
     return {
         **whole_s,
         **{kind: share * backward_s for kind, share in MEASURED_SPLIT.shares.items()},

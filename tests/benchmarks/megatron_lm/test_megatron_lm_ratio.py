@@ -12,13 +12,23 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 from benchmarks.megatron_lm import prove, ratio, unit_times
 from benchmarks.megatron_lm.equality import settings
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, SERIAL, STOCK, UNITS
+from benchmarks.megatron_lm.models import (
+    ENVPIPE,
+    IN_PLACE,
+    ONE_F_ONE_B,
+    ORDER_ARMS,
+    SERIAL,
+    SPLIT,
+    STOCK,
+    UNITS,
+)
 from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
 from benchmarks.megatron_lm.running.rest import RESTING
@@ -306,11 +316,14 @@ def test_a_ratio_is_of_any_setting_of_equality_in_a_real_size(site, state):
 
 #: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
 UNITS_S, HOPS_S, OFF_S = np.array([[3.0, 6.0], [4.0, 8.0], [2.0, 5.0]]), (0.25, 0.5), (0, 0.1, -0.2)
+#: Forward, and both parts of a backward.
+PARTS_S = UNITS_S[:, [0, 1, 1]] * (1.0, 0.6, 0.45)
 
 
 def _recorded(schedule, factor):
     """What the ranks of a pipeline report of three iterations, each later and slower."""
-    unit_s = np.where(schedule.is_backward, UNITS_S[:, 1:], UNITS_S[:, :1]) * factor
+    kind = schedule.places // schedule.num_microbatches
+    unit_s = np.take_along_axis(PARTS_S if schedule.split else UNITS_S, kind, axis=1) * factor
     made = [Timeline(schedule, slower * unit_s, HOPS_S) for slower in (0.9, 1.0, 1.7)]
     return [
         {
@@ -334,6 +347,8 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
     schedules = {
         ONE_F_ONE_B: builders.one_f_one_b(3, 6),
         ENVPIPE: builders.envpipe(3, 6, (2, 1, 0)),
+        IN_PLACE: split_in_place(builders.one_f_one_b(3, 6), 6),
+        SPLIT: zero_bubble(3, 6),
     }
     times = {
         arm: unit_times.median_times(_recorded(schedule, 1.25 if arm == ENVPIPE else 1.0))
@@ -342,7 +357,9 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
     assert unit_times.latencies_s(schedules[ONE_F_ONE_B], times[ONE_F_ONE_B]) == pytest.approx(
         HOPS_S
     )
-    plain, own = unit_times.prediction_rows(times, schedules)
+    plain, own, *parts = unit_times.prediction_rows(times, schedules)
+    for row in parts:  # by what both parts take in place
+        assert row["error (%)"] == pytest.approx(0, abs=1.0)
     assert plain["error (%)"] == pytest.approx(0, abs=1.0)  # by the clocks' difference alone
     without = own["measured (s)"] / 1.25
     assert without < own["predicted (s)"] < 1.02 * without  # latencies are not longer
@@ -355,7 +372,7 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
     assert unit_times.median_times([{"times": []}]) is None
 
     for number, name in enumerate(("gpt-pp4-m6 start 1", "gpt-pp4-m6 start 2")):
-        for arm in ORDER_ARMS:
+        for arm in (*ORDER_ARMS, SPLIT, IN_PLACE):
             run = {"status": "ok", "times": times.get(arm)}
             state.runs[f"ratio/{name}/{arm}"] = run | ({"status": "hung"} if number else {})
     rows = ratio.rows_of_units(state, lambda found, orders: [{"same": found == times}])

@@ -113,6 +113,9 @@ def test_random_orders_of_chunks_can_run_and_are_many(job):
     source = random.Random(4)
     orders = [random_interleaved(source, *job)[0] for _ in range(40)]
     assert len({order.stages for order in orders}) > 5
-    for order in orders:
+    split = [stress.randomly_split(source, order) for order in orders]
+    assert all(order.split and order.out_of_turn is None for order in split)
+    assert {order.combined.any() for order in split} == {True}
+    for order in (*orders, *split):
         assert (order.num_stages, order.num_microbatches, order.num_chunks) == job
         assert completes(order, None)
