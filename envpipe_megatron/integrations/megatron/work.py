@@ -141,7 +141,7 @@ class MegatronWork:
         if outputs is not None:
             deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
 
-    def finish_grads(self, *, broken_off: bool = False) -> None:
+    def finish_grads(self, *, broken_off: bool) -> None:
         """Launch the gradient reductions that no backward launched."""
         self._reduction.finish(broken_off=broken_off)
 
