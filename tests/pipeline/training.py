@@ -134,6 +134,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
     """
     use_cpu()
     _use_parallel_state(job)
+    getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()  # as long as a model's layers
     collectives = _collectives(job.stages)
     result = Result(_stage(), parallel_state.get_data_parallel_rank())
     if not job.connected:
