@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,8 +230,9 @@ class _Reduction:
             for chunk in sorted(self._not_reduced):
                 self._reduce(chunk)
         if broken_off and self._overlaps:
-            for chunk in self._chunks:
-                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for model in self._chunks:
+                groups: Any = model.bucket_groups, model.expert_parallel_bucket_groups
+                for group in itertools.chain(*groups):
                     if group.grad_reduce_handle is None:
                         group.start_grad_sync()
 
