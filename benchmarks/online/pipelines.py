@@ -23,10 +23,10 @@ class Conditions:
     """What is the matter with one GPU in an iteration, by kind where it says so.
 
     `slower` multiplies times of units, those of both parts of a backward as of whole ones,
-    `hungrier` their power; no clock above `limit_mhz` is
-    reached; a counter that is `silent` does not refresh; a clock that is `stuck` follows no
-    request. Of an iteration that is `partial` only the first unit is reported as it ran, and of
-    one that is `untold`, too, the record does not say so.
+    `hungrier` their power; no clock above `limit_mhz` is reached; a counter that is `silent` does
+    not refresh; a clock that is `stuck` follows no request. Of an iteration that is `partial` only
+    the first unit is reported as it ran, and of one that is `untold`, too, the record does not say
+    so.
     """
 
     slower: dict[Kind, float] = field(default_factory=dict)

@@ -232,7 +232,9 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
     # Where it recomputes, 4 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
     own, longer = builders.one_f_one_b(4, 8), builders.envpipe(4, 8, [1, 0, 0, 0])
     assert memory.has_room(own, own)
-    assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
+    for peak_gib in (14, 18):  # the second is of an order that was tried and is wrong
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak_gib * GIB: peak)
+        assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
 
 
 def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:

@@ -10,7 +10,7 @@ from jobs import Job, Ours
 from on_request import on_request
 from test_bit_equality import assert_same_bits, by_plan, ours, stock
 from test_split_backward import by_plan as by_split_plan
-from test_split_features import EXPERTS
+from test_split_features import DEFERRED, EXPERTS
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
@@ -180,3 +180,30 @@ def test_where_any_order_goes_wrong_the_level_falls(stock, ours, tmp_path, neede
         assert result.failed.startswith("its self-check: gradients of ")
         assert result.failed.endswith(differ)
         assert not result.said
+
+
+@pytest.mark.parametrize(
+    ("fault", "job"),
+    [
+        ("error in a whole backward", Job(2, 6, steps=2, reducer=OVERLAP)),
+        *(
+            pytest.param("error behind the last whole backward", job, marks=FULL)
+            for job in (
+                Job(2, 6, steps=2, reducer=OVERLAP),
+                Job(2, 6, steps=2, reducer=(*OVERLAP, "align_grad_reduce")),
+            )
+        ),
+        pytest.param(
+            "error in a whole backward",
+            Job(2, 6, steps=2, fused=True, reducer=(), options=DEFERRED),
+            marks=FULL,
+        ),
+    ],
+)
+def test_an_error_ends_no_job_whose_replicas_wait(stock, ours, tmp_path, fault, job):
+    """Megatron wants each gradient reduced, and reducers and hooks are its own."""
+    order = longer(job)
+    results = ours(job, replace(by_plan(tmp_path, order), checked=order, fault=fault))
+    assert_same_bits(results, stock(job))
+    for result in results:
+        assert result.failed.endswith("the whole backward of a test, on stage 1")

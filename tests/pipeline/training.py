@@ -134,6 +134,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
     """
     use_cpu()
     _use_parallel_state(job)
+    getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()  # as long as a model's layers
     collectives = _collectives(job.stages)
     result = Result(_stage(), parallel_state.get_data_parallel_rank())
     if not job.connected:
@@ -170,7 +171,11 @@ def _counted(put_off: list[int], fault: str) -> Iterator[None]:
     def run_backward(work: Any, unit: Any, gradients: Any) -> Any:
         if fault == IN_FIRST_PART and unit.kind is Kind.INPUT_GRADIENT:
             raise RuntimeError("the first part of a test")
+        if fault == IN_WHOLE and unit.kind is Kind.BACKWARD and unit.microbatch == 1:
+            raise RuntimeError("the whole backward of a test")
         sent = backward(work, unit, gradients)
+        if fault == BEHIND_WHOLE and unit.kind is Kind.BACKWARD and not work._inputs:
+            raise RuntimeError("the whole backward of a test")
         return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
 
     with (
@@ -197,6 +202,7 @@ FAULTS: dict[str, Callable[[list[split_backward.PutOff]], None]] = {
     "error": _fail,
 }
 IN_FIRST_PART, IN_INTERPRETER = "error in a first part", "wrong in any order"
+IN_WHOLE, BEHIND_WHOLE = "error in a whole backward", "error behind the last whole backward"
 
 
 COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
@@ -47,6 +47,10 @@ _DEFAULTS = {
 _NEEDED = (
     *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"),
     "micro_batch_size",
+)
+#: Makes the groups that its schedules run with by default; a function of their own since 0.19.
+_default_groups: Callable[[], ProcessGroupCollection] = getattr(
+    schedules, "_build_default_pg_collection", ProcessGroupCollection.use_mpu_process_groups
 )
 
 
@@ -158,9 +162,13 @@ class ForwardBackward:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))
         (work,) = works
-        work.finish_grads()
+        broken_off = rehearsal is not None and rehearsal.error is not None
+        work.finish_grads(broken_off=broken_off)
         if config.finalize_model_grads_func is not None:
-            finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
+            if broken_off and embedding_module is not None:
+                embedding_module.grad_output_buffer.clear()  # not as many as there are inputs
+            else:
+                finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
             config.finalize_model_grads_func(
                 chunks,
                 work.num_tokens if config.calculate_per_token_loss else None,
@@ -256,21 +264,3 @@ def unsupported(config: Any) -> list[str]:
         f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
     }
     return [feature for feature, used in refused.items() if used]
-
-
-def _default_groups() -> ProcessGroupCollection:
-    """The groups of parallel_state, as megatron-core's own schedules collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    groups.dp = parallel_state.get_data_parallel_group(
-        with_context_parallel=False, partial_data_parallel=False
-    )
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return groups

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -283,13 +283,17 @@ class _Memory:
         if self._known:
             self._before_bytes = torch.cuda.memory_allocated()
 
+    @cached_property
+    def _peak_bytes(self) -> int:
+        """Of Megatron's own runs: it is first asked for before another order is tried."""
+        return torch.cuda.max_memory_allocated()
+
     def has_room(self, own: Schedule, other: Schedule) -> bool:
         """Whether another order would fit where Megatron's own has just run."""
         if not self._known or own.stages == other.stages:
             return True
-        peak_bytes = torch.cuda.max_memory_allocated()
-        free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak_bytes
-        held_bytes = peak_bytes - self._before_bytes
+        free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak_bytes
+        held_bytes = self._peak_bytes - self._before_bytes
         each_bytes = held_bytes / own.peak_in_flight[self._stage]
         waiting_bytes = max(each_bytes, self._waiting_bytes)
         most_bytes = other.held(each_bytes, waiting_bytes)[self._stage].max()

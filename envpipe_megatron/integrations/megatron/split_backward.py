@@ -142,9 +142,11 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
     for module in _modules(chunks):
         names = _known_weights(module)
         for name, weight in module.named_parameters(recurse=False):
+            if not weight.requires_grad:
+                continue
             if name in names:
                 known += weight.numel()
-            elif weight.dim() > 1 and weight.requires_grad and "Embedding" not in _kind(module):
+            elif weight.dim() > 1 and "Embedding" not in _kind(module):
                 unknown[_kind(module)] += weight.numel()
     if known >= unknown.total():
         return None
@@ -198,7 +200,8 @@ def _known_weights(module: Any) -> list[str]:
     if "LayerNormMLP" in kinds and not module.use_bias:  # its bias may not come with its weight
         return ["fc2_weight", "fc1_weight"]
     # Where it does not add to `main_grad` itself, its backward returns what is yet to be computed.
-    if "GroupedLinear" in kinds and module.fuse_wgrad_accumulation and hasattr(module, "weight0"):
+    fused = getattr(module, "fuse_wgrad_accumulation", False)
+    if "GroupedLinear" in kinds and fused and hasattr(module, "weight0"):
         return [f"weight{number}" for number in range(module.num_gemms)]
     return []
 
@@ -300,8 +303,9 @@ class _Store:
 
     def put(self, tensors: list[Any], compute: Callable[..., Any]) -> None:
         """Take what the layer would compute, and the tensors to compute it from."""
-        into, module, weights = _Under.into, self._module, self._weights
+        into, module = _Under.into, self._module
         assert into is not None
+        weights = [name for name in self._weights if getattr(module, name).requires_grad]
         if not _grouped(tensors):  # of a layer with two weights, the second comes right behind
             first = getattr(module, weights[0])
             place = int(len(weights) > 1 and bool(into) and into[-1].parameters[0] is first)

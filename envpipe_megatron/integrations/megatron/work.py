@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,9 +142,9 @@ class MegatronWork:
         if outputs is not None:
             deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
 
-    def finish_grads(self) -> None:
+    def finish_grads(self, *, broken_off: bool) -> None:
         """Launch the gradient reductions that no backward launched."""
-        self._reduction.finish()
+        self._reduction.finish(broken_off=broken_off)
 
     def _gather_parameters(self, chunk: int) -> None:
         """Launch it, where Megatron aligns it over the pipeline."""
@@ -180,8 +181,8 @@ class _Reduction:
         self._no_sync_func = config.no_sync_func
         self._sync_func = config.grad_sync_func
         self._reducer = getattr(chunks[0], "ddp_config", None)
-        overlaps = getattr(self._reducer, "overlap_grad_reduce", False)
-        if self._splits and overlaps and self._sync_func is None:
+        self._overlaps: bool = getattr(self._reducer, "overlap_grad_reduce", False)
+        if self._splits and self._overlaps and self._sync_func is None:
             self._sync_func = [chunk.start_grad_sync for chunk in chunks]
         ends = Kind.WEIGHT_GRADIENT if self._splits else Kind.BACKWARD
         backwards = [unit for unit in schedule.stages[stage] if unit.kind is ends]
@@ -218,13 +219,22 @@ class _Reduction:
             self._reduce(self._reduced_behind[key])
         self._hold()  # another chunk's gradients are not complete yet
 
-    def finish(self) -> None:
-        """Launch the reductions that no backward launched."""
+    def finish(self, *, broken_off: bool) -> None:
+        """Launch the reductions that no backward launched.
+
+        Of an order that was broken off they are any, and replicas wait for each of them.
+        """
         held = self._held
         self._release()
         if held:
             for chunk in sorted(self._not_reduced):
                 self._reduce(chunk)
+        if broken_off and self._overlaps:
+            for model in self._chunks:
+                groups: Any = model.bucket_groups, model.expert_parallel_bucket_groups
+                for group in itertools.chain(*groups):
+                    if group.grad_reduce_handle is None:
+                        group.start_grad_sync()
 
     def _reduce(self, chunk: int) -> None:
         self._not_reduced.discard(chunk)

@@ -59,13 +59,13 @@ class Rehearsal:
         self._run(lambda work: work.sent(unit))
 
     def _run(self, run: Callable[[SplitWork], T]) -> T | None:
-        assert self._work is not None
-        if self.error is None:
+        if self._work is not None:
             try:
                 return run(self._work)
             except Exception as error:
                 logger.warning("Order %s is not tried to its end", self.order.name, exc_info=True)
                 self.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                self._work = None  # it holds activations, and the framework's runs need the memory
         return None
 
     def _zeros(self, kind: Kind) -> list[torch.Tensor]:

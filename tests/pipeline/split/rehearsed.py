@@ -84,11 +84,11 @@ def _nothing_left() -> Iterator[None]:
 
     finish = MegatronWork.finish_grads
 
-    def finish_grads(work: Any) -> None:
+    def finish_grads(work: Any, *, broken_off: bool) -> None:
         assert not work._inputs
         assert not work._outputs
         assert not any(work._put_off.values())
-        finish(work)
+        finish(work, broken_off=broken_off)
 
     with patch.object(MegatronWork, "finish_grads", finish_grads):
         yield

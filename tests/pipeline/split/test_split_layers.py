@@ -262,7 +262,9 @@ class _Function(torch.autograd.Function):
 
         given = [list(x.split(ctx.splits)), parts, out] if grouped else [x, gradient]
         delayed = ctx.store is not None and ctx.store.delay_wgrad_compute()
-        if delayed:
+        if not weights[0].requires_grad:
+            found = []
+        elif delayed:
             ctx.store.put(given, gemm)
             found = [None] * len(biases)
         else:
@@ -369,6 +371,22 @@ def test_layers_with_transformer_engines_store(split, layers, fused, bias):
     assert equal(list(results(whole, fused)), list(results(parts, fused)))
 
 
+@pytest.mark.parametrize("frozen", LayerNormMLP.names)
+def test_of_a_layer_with_two_weights_one_may_be_frozen(split, layers, frozen):
+    model = LayerNormMLP(fused=False, bias=False)
+    getattr(model, frozen).requires_grad_(False)
+    (trained,) = (weight for weight in model.parameters() if weight.requires_grad)
+    x = torch.randn(8, 6)
+    model(x).sum().backward()
+    whole, trained.grad = trained.grad, None
+    split.put_off_in([model])
+    put_off: list[Any] = []
+    with split.first_part(put_off):
+        model(x).sum().backward()
+    split.second_part(put_off)
+    assert equal([whole], [trained.grad])
+
+
 # Why whole --------------------------------------------------------------------------------------
 
 
@@ -392,10 +410,21 @@ def test_a_model_whose_weights_are_mostly_unknown_stays_whole(split, layers):
         said = split.why_whole([model], None)
         assert said.endswith("layers that cannot put theirs off (Linear)")
     assert split.why_whole([embedding], None) is None  # others of the model's stages may split
+    known.weight.requires_grad_(False)  # with small adapters
+    adapted = torch.nn.Sequential(known, torch.nn.Linear(6, 2))
+    assert split.why_whole([adapted], None) is not None
+    known.weight.requires_grad_(True)
     known.ub_bulk_wgrad = True
     assert split.why_whole([known], None) is not None
     known.ub_bulk_wgrad, known.wgrad_store = False, None  # Transformer Engine before 2.3
     assert split.why_whole([known], None) is not None
+
+
+def test_another_layer_of_such_a_name_is_unknown(split, layers):
+    """Transformer Engine has one with a store among its operations to be fused."""
+    layer = GroupedLinear(fused=True, bias=False)
+    del layer.fuse_wgrad_accumulation
+    assert split.why_whole([layer], None) is not None
 
 
 def test_megatrons_function_of_another_version_is_unknown(split, layers, monkeypatch):
