@@ -17,7 +17,7 @@ from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("torch")
 
 RANKS, MICROBATCHES = 4, 8
 #: The virtual stages of each rank, where there are two.

@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.device import DeviceError, check_current
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("torch")
 
 ORDER, UNITS = "order", "units"
 #: Enough for a plan to run, on GPUs of four clocks.

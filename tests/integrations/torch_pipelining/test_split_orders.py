@@ -18,7 +18,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.schedule import Placement, Schedule
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("torch")
 
 #: Of the random orders; the others run on request.
 IN_CI = {("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 2), ("ScheduleInterleaved1F1B", 4)}

@@ -247,6 +247,7 @@ def test_parts_are_measured_online(stock, ours):
     assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
 
 
+@on_request("PIPELINE")
 def test_closed_loop(stock, ours):
     """It measures, plans beside training, and corrects: orders change while training goes on."""
     job = Job(2, 8, steps=160)
