@@ -177,7 +177,7 @@ def max_falling_step(capacity: int | None) -> int | None:
 
 
 def most_under_way(schedule: Schedule) -> int:
-    """The most messages of a channel that are sent and not yet received, whatever units' times are.
+    """The most messages of a channel that are sent and not yet received, for any times of units.
 
     A stage that has a message knows that its neighbour ran all units before the one that sent it,
     and received what they needed. A channel with as many slots never lets a sender wait. With

@@ -93,7 +93,7 @@ class SplitBackward:
 
     @property
     def shares(self) -> dict[Kind, float]:
-        """What each part takes, as a share of the whole backward."""
+        """Share that each part takes of the whole backward."""
         shares = (self.input_share, 1 - self.input_share)
         return {
             kind: (1 + self.overhead) * share for kind, share in zip(SPLIT[1:], shares, strict=True)

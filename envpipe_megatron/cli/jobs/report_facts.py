@@ -120,7 +120,7 @@ def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
 
 
 def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
-    """Mean time of each part (a chunk of a stage) and kind, of units that run alone if any do."""
+    """Mean time of each part (a chunk of a stage) and kind, if any of units that run apart."""
     schedule = bubbles.schedule
     places = {kind: list(Kind).index(kind) for kind in schedule.unit_kinds}
     for stage in range(schedule.num_stages):

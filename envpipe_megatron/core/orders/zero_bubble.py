@@ -114,7 +114,7 @@ def _with_split(
 ) -> Schedule:
     """The order with backwards in two parts but those for which `whole` holds: it, and its number.
 
-    `lag` second parts wait while backwards follow whose first part alone has run.
+    `lag` second parts wait while first parts of backwards that follow run.
     """
     stages = (tuple(_split(order, whole, lag)) for order in schedule.stages)
     return replace(schedule, name=f"{schedule.name}-{how}", stages=tuple(stages))

@@ -274,7 +274,7 @@ class Outcome:
 
 
 class _Memory:
-    """What the device's memory was used for while an iteration of a stage's ran."""
+    """Memory of the device that was used while an iteration of a stage's ran."""
 
     def __init__(self, arguments: Arguments, stage: int) -> None:
         self._stage = stage
@@ -289,7 +289,7 @@ class _Memory:
         return torch.cuda.max_memory_allocated()
 
     def has_room(self, own: Schedule, other: Schedule) -> bool:
-        """Whether another order would fit where Megatron's own has just run."""
+        """Return whether another order would fit where Megatron's own has just run."""
         if not self._known or own.stages == other.stages:
             return True
         free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak_bytes

@@ -174,7 +174,7 @@ class AutoSearch:
         return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
 
     def splitting(self, plan: Plan) -> str:
-        """What splitting backwards wins for a plan, in words; empty if only one way was judged.
+        """Say what splitting backwards wins for a plan; empty if only one way was judged.
 
         The best order that splits some is held against the best that splits none, before rounding.
         """
