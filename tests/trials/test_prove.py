@@ -94,7 +94,8 @@ def test_all_turns_train_the_same_and_it_is_claimed(finished):
     first = finished.turns[0]
     assert len(first["losses"]) == 7
     assert all(len(of_step) == 4 for of_step in first["losses"])
-    assert all(turn["losses"] == first["losses"] for turn in finished.turns)
+    # An arm whose plan is made beside training makes more steps.
+    assert all(turn["losses"][:7] == first["losses"] for turn in finished.turns)
     assert first["losses"][-1] != first["losses"][0]
     for name in ("losses_equal", "weights_equal"):
         assert (finished.claims[name]["holds"], finished.claims[name]["value"]) == (True, 7)
