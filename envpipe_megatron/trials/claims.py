@@ -13,30 +13,33 @@ from typing import Any
 
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.formats.steps import RunningMean
-from envpipe_megatron.trials.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, RELOCK, STOCK
+from envpipe_megatron.trials.settings import CONSTANT, STOCK, Arm
 
 #: An arm that is slower by less is as fast.
 FAST_PERCENT = 1.0
 
 Turns = Sequence[Mapping[str, Any]]
 
-#: Claims on two arms: by name, the arm, the other, and in words. What differs is in the name.
+#: Claims on an arm against stock, or the one that is named, by the arm's name and what differs.
 _COMPARED = {
-    "relock_slowdown": (
-        RELOCK, STOCK,
-        f"calls that lock the same clock at every unit cost less than {FAST_PERCENT:g} % of time",
-    ),
-    "envelope_saving": (ENVELOPE, STOCK, "envelope takes less energy"),
-    "envelope_slowdown": (ENVELOPE, STOCK, f"envelope is less than {FAST_PERCENT:g} % slower"),
-    "optimal_saving": (OPTIMAL, STOCK, "optimal takes less energy"),
-    "optimal_slowdown": (OPTIMAL, STOCK, f"optimal is less than {FAST_PERCENT:g} % slower"),
-    "constant_saving": (CONSTANT, STOCK, "the constant clock takes less energy"),
-    "constant_slowdown": (CONSTANT, STOCK, "the constant clock is slower than stock"),
-    "constant_slower_than_optimal": (
-        CONSTANT, OPTIMAL,
-        "the constant clock, which should take about as much energy, is slower than optimal",
-    ),
-}  # fmt: skip
+    "relock_slowdown": f"calls that lock the same clock at every unit cost less than "
+    f"{FAST_PERCENT:g} % of time",
+    "constant_saving": "the constant clock takes less energy",
+    "constant_slowdown": "the constant clock is slower than stock",
+    "constant_slower_than_optimal": "the constant clock, which should take about as much energy, "
+    "is slower than optimal",
+    "envelope_saving": "envelope takes less energy",
+    "envelope_slowdown": f"envelope is less than {FAST_PERCENT:g} % slower",
+    "optimal_saving": "optimal takes less energy",
+    "optimal_slowdown": f"optimal is less than {FAST_PERCENT:g} % slower",
+    "1f1b_slowdown": f"1F1B by EnvPipe's interpreter costs less than {FAST_PERCENT:g} % of time",
+    "whole_saving": "the best order of whole backwards takes less energy",
+    "whole_speedup": "the best order of whole backwards takes less time",
+    "split_saving": "the best order, with split backwards, takes less energy",
+    "split_speedup": "the best order, with split backwards, takes less time",
+}
+#: Which figure differs, and with which sign that is meant.
+_SIGNS = {"saving": (-1, "energy_j"), "speedup": (-1, "time_s"), "slowdown": (1, "time_s")}
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ class Claim:
 def difference(
     turns: Turns, arm: str, other: str, which: str
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return mean `saving` or `slowdown` of an arm against another, in percent, and its interval.
+    """Return the mean of one of `_SIGNS`, of an arm against another, in percent, and its interval.
 
     Nothing is known of arms without a common round, and no interval of a single one.
     """
-    sign, key = (-1, "energy_j") if which == "saving" else (1, "time_s")
+    sign, key = _SIGNS[which]
     known = {
         (turn["arm"], turn["round"]): turn["step"][key]
         for turn in turns
@@ -91,31 +94,39 @@ def difference(
 
 
 def claims_of(
-    turns: Turns, latency: Sequence[Mapping[str, Any]] | None, *, missing: str, emulated: bool
+    turns: Turns,
+    arms: Sequence[Arm],
+    latency: Sequence[Mapping[str, Any]] | None,
+    *,
+    emulated: bool,
 ) -> list[Claim]:
-    """Return all claims, from the turns so far.
+    """Return all claims on arms, from the turns so far.
 
     Args:
         turns: as ranks report them.
+        arms: of each round.
         latency: of each GPU, as `measure_latency` gives it; None if it was not measured.
-        missing: why no clock was changed; empty if clocks were.
         emulated: whether GPUs follow a model.
     """
-    mark = "emulated: " if emulated else ""
-    unchanged = "not shown: clocks were not changed" if missing else ""
-    claims = [_latency_claim(latency, unchanged, mark), *_equal_claims(turns, mark)]
-    compared = () if missing else turns  # what differs at equal clocks is chance
-    for name, (arm, other, says) in _COMPARED.items():
-        which = "saving" if name.endswith("saving") else "slowdown"
-        value, interval = difference(compared, arm.name, other.name, which)
-        failed = _failure(turns, arm.name) or _failure(turns, other.name)
-        why, holds = unchanged, None
+    mark, names = "emulated: " if emulated else "", {arm.name for arm in arms}
+    claims = [_latency_claim(latency, mark)] if any(arm.changes_clock for arm in arms) else []
+    claims += _equal_claims(turns, len(arms), mark)
+    for name, says in _COMPARED.items():
+        arm, _, which = name.partition("_")
+        if arm not in names:
+            continue
+        other = STOCK.name
+        if which not in _SIGNS:
+            which, other = "slowdown", which.removeprefix("slower_than_")
+        value, interval = difference(turns, arm, other, which)
+        failed = _failure(turns, arm) or _failure(turns, other)
+        why, holds = "", None
         if failed:
-            why = why or f"not shown: a turn did not run as planned: {failed}"
+            why = f"not shown: a turn did not run as planned: {failed}"
         elif interval is None:
-            why = why or f"not shown: it takes two metered rounds of {arm.name} and {other.name}"
-        elif not why:
-            fast = which == "slowdown" and arm is not CONSTANT
+            why = f"not shown: it takes two metered rounds of {arm} and {other}"
+        else:
+            fast = which == "slowdown" and arm != CONSTANT.name
             holds = interval[1] < FAST_PERCENT if fast else interval[0] > 0
         claims.append(Claim(name, value, interval, "%", holds, why or mark + says))
     return claims
@@ -128,10 +139,10 @@ def _failure(turns: Turns, arm: str) -> str:
     return next(filter(None, [*(turn["failure"] for turn in of_arm), *errors]), "")
 
 
-def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, unchanged: str, mark: str) -> Claim:
+def _latency_claim(latency: Sequence[Mapping[str, Any]] | None, mark: str) -> Claim:
     name, unit = "clock_change", "s"
-    if unchanged or latency is None:
-        return Claim(name, None, None, unit, None, unchanged or "not shown: it was not measured")
+    if latency is None:
+        return Claim(name, None, None, unit, None, "not shown: it was not measured")
     settled_s = [gpu["frequency_change_s"] for gpu in latency]
     if None in settled_s:
         text = "a change of clock shows in the time of kernels on every GPU"
@@ -149,13 +160,13 @@ def equality(turns: Turns) -> tuple[int, bool, bool]:
     return steps, same_losses, all(one == weights[0] for one in weights)
 
 
-def _equal_claims(turns: Turns, mark: str) -> list[Claim]:
+def _equal_claims(turns: Turns, num_arms: int, mark: str) -> list[Claim]:
     """Claim that all turns trained alike: losses of the same step, and weights at the end."""
     compared = {
         "losses_equal": "losses of every microbatch",
         "weights_equal": "weights behind the last step",
     }
-    if len({turn["arm"] for turn in turns}) < len(ARMS):
+    if len({turn["arm"] for turn in turns}) < num_arms:
         says = "not shown: some arms have not trained"
         return [Claim(name, None, None, "steps", None, says) for name in compared]
     steps, *equal = equality(turns)

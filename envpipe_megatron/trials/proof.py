@@ -21,8 +21,10 @@ from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, claims_of, difference
 from envpipe_megatron.trials.machine import Machine, newcomers
 from envpipe_megatron.trials.run import Event, Results
-from envpipe_megatron.trials.settings import ARMS, CONSTANT, ENVELOPE, OPTIMAL, STOCK, Settings
+from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
+#: How the line to paste says what claims are about.
+_TAKES = {"saving": "fewer joules", "speedup": "less time", "slowdown": "more time"}
 CLAIMS_FORMAT = "envpipe-claims/1"
 
 
@@ -45,10 +47,11 @@ class Proof(Results):
         self, settings: Settings, machine: Machine, checks: Sequence[Mapping[str, Any]]
     ) -> None:
         gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
-        unchanged = f"\nNo clock is changed: {machine.missing}" if machine.missing else ""
+        rounds = f"{settings.rounds} rounds of {len(settings.arms)} arms"
+        only = f"\nOrders only, no clock is changed: {machine.missing}" if machine.missing else ""
         super().__init__(
             settings,
-            f"Training a GPT on {gpus}: {settings.rounds} rounds of {len(ARMS)} arms{unchanged}",
+            f"Training a GPT on {gpus}: {rounds}{only}",
             {"turns": len(settings.turns)},
         )
         self._machine, self._checks = machine, checks
@@ -79,7 +82,7 @@ class Proof(Results):
         """Write claims and page, as far as they are known."""
         machine, output = self._machine, self.settings.output
         self._claims = claims_of(
-            self.turns, self._latency, missing=machine.missing, emulated=machine.emulated
+            self.turns, self.settings.arms, self._latency, emulated=machine.emulated
         )
         line = line_to_paste(self._claims, machine, self.turns)
         title = "EnvPipe: a proof" + (" (emulated)" if machine.emulated else "")
@@ -123,7 +126,7 @@ class Proof(Results):
         known = [
             Section("To paste", lines=(line,)),
             _claims(self._claims),
-            _arms(() if machine.missing else self.turns, self._plans()),
+            _arms(self.turns, self.settings.arms, self._plans()),
             _turns(self.turns, len(machine.gpu_names)),
             _latency(self._latency or ()),
             Section("Machine", ("", ""), facts),
@@ -134,7 +137,7 @@ class Proof(Results):
     def _plans(self) -> dict[str, Plan]:
         """Return the arms' plans, as far as they are there."""
         output = self.settings.output
-        files = {arm.name: output / "plans" / f"{arm.name}.json" for arm in ARMS}
+        files = {arm.name: output / "plans" / f"{arm.name}.json" for arm in self.settings.arms}
         try:
             profile = read_profile(output / "profile" / PROFILE_FILE)
             there = {name: path for name, path in files.items() if path.exists()}
@@ -147,16 +150,16 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
     """Return the proof in one line."""
     marks = ["emulated"] if machine.emulated else []
     if machine.missing:
-        marks.append("clocks were not changed")
-    shown = {claim.name: claim for claim in claims}
-    parts = []
-    if not machine.missing:
-        for arm in (OPTIMAL, ENVELOPE, CONSTANT):
-            saving, slowdown = (shown[f"{arm.name}_{of}"].shown for of in ("saving", "slowdown"))
-            parts.append(f"{arm.name} saves {saving} at {slowdown} more time")
-        parts.append(f"relock costs {shown['relock_slowdown'].shown} time")
+        marks.append("no clock was changed")
+    holds, told = None, dict[str, list[str]]()
+    for claim in claims:
+        arm, _, which = claim.name.partition("_")
+        if claim.name == "losses_equal":
+            holds = claim.holds
+        elif which in _TAKES:
+            told.setdefault(arm, []).append(f"{claim.shown} {_TAKES[which]}")
+    parts = [f"{arm} takes {' and '.join(takes)}" for arm, takes in reversed(told.items())]
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
-    holds = shown["losses_equal"].holds
     parts.append("losses not compared" if holds is None else equal[holds])
     rounds = len({turn["round"] for turn in turns})
     mark = f"[{', '.join(marks)}] " if marks else ""
@@ -171,9 +174,9 @@ def _claims(claims: Sequence[Claim]) -> Section:
     return Section("Claims", ("", "value, 95 % interval", "holds", "what is claimed"), tuple(rows))
 
 
-def _arms(turns: Turns, plans: Mapping[str, Plan]) -> Section:
+def _arms(turns: Turns, arms: Sequence[Arm], plans: Mapping[str, Plan]) -> Section:
     rows = []
-    for arm in ARMS:
+    for arm in arms:
         cells, told, clocks, order = [arm.name], dict[str, str](), "", arm.schedule
         if plan := plans.get(arm.name):
             base, order = plan.baseline.cost, plan.schedule.name

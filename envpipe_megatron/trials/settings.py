@@ -22,6 +22,7 @@ class Arm:
         policy: as `PlanRequest` takes it, with `schedule`.
         relock: as `SessionConfig` takes it.
         changes_clock: without, the GPU is opened for reading only.
+        by_framework: whether megatron-core's own function runs its units.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Arm:
     schedule: str = "1f1b"
     relock: bool = False
     changes_clock: bool = True
+    by_framework: bool = False
 
 
 BASELINE = Arm("baseline", "1F1B at the highest clock")
@@ -60,6 +62,18 @@ ENVELOPE = Arm(
 OPTIMAL = Arm("optimal", "order and clocks planned together", policy="optimal", schedule="auto")
 #: Of a proof, in the order of a round. No power profile of the vendor: EnvPipe never changes one.
 ARMS = (STOCK, RELOCK, CONSTANT, ENVELOPE, OPTIMAL)
+
+WHOLE = replace(
+    OPTIMAL, name="whole", says="the shortest order of whole backwards", changes_clock=False
+)
+SPLIT = replace(WHOLE, name="split", says="the shortest order, backwards split where that pays")
+#: Of a proof that leaves clocks as they are. Only the interpreter makes time of emulated GPUs.
+ORDER_ARMS = (
+    replace(STOCK, says="megatron-core's own 1F1B; on emulated GPUs as 1f1b", by_framework=True),
+    replace(STOCK, name="1f1b", says="the same order by EnvPipe's interpreter"),
+    WHOLE,
+    SPLIT,
+)
 
 
 def constant_plan(optimal: Plan) -> Plan:
@@ -100,7 +114,7 @@ class Settings:
         steady_iterations: measured ones of each turn; None for as many as last `worker.TURN_S`.
         proof: whether it is one: its arms start from a profile, which is measured first.
         rounds: of all arms.
-        dry_run: whether no clock is changed.
+        changes_clocks: whether a proof does; its arms are those of orders otherwise.
     """
 
     output_dir: str
@@ -120,7 +134,7 @@ class Settings:
     steady_iterations: int | None = 20
     proof: bool = False
     rounds: int = 1
-    dry_run: bool = False
+    changes_clocks: bool = True
 
     @property
     def output(self) -> Path:
@@ -133,9 +147,16 @@ class Settings:
         return self.output / "text.bin"
 
     @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms of a round, in their order."""
+        if not self.proof:
+            return RUNS
+        return ARMS if self.changes_clocks else ORDER_ARMS
+
+    @property
     def turns(self) -> list[tuple[int, Arm]]:
         """Round, from 0, and arm: every other round goes backwards, so that a drift cancels."""
-        arms = ARMS if self.proof else RUNS
+        arms = self.arms
         return [(n, arm) for n in range(self.rounds) for arm in (arms, arms[::-1])[n % 2]]
 
     @property
@@ -152,11 +173,13 @@ class Settings:
         work = [stage] * (self.num_stages - 1) + [stage + output_layer]
         return [self.forward_time_s * operations / stage for operations in work]
 
-    def as_proof(self, rounds: int, iterations: int | None, *, dry_run: bool) -> Settings:
+    def as_proof(self, rounds: int, iterations: int | None, *, changes_clocks: bool) -> Settings:
         """Return a proof with this model, of so many measured iterations a turn."""
+        unmeasured = 2 if changes_clocks else 1
         return replace(
-            self, proof=True, rounds=rounds, dry_run=dry_run, warmup_iterations=2,
-            settle_iterations=2, steady_iterations=iterations,
+            self, proof=True, rounds=rounds, changes_clocks=changes_clocks,
+            warmup_iterations=unmeasured, settle_iterations=unmeasured,
+            steady_iterations=iterations,
         )  # fmt: skip
 
     def write(self, path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
-from envpipe_megatron.gpu.base import DryRunGpu, Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import read_temperature_c
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
+from envpipe_megatron.integrations.megatron.kept import WholeSteps
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -38,10 +41,19 @@ from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE, plan_fi
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.trials import model as gpt
 from envpipe_megatron.trials.ranks import emit, report_to_command
-from envpipe_megatron.trials.settings import CONSTANT, OPTIMAL, Arm, Settings, constant_plan
+from envpipe_megatron.trials.settings import (
+    CONSTANT,
+    OPTIMAL,
+    SPLIT,
+    WHOLE,
+    Arm,
+    Settings,
+    constant_plan,
+)
 
-#: How long the measured part of a turn lasts, at least, unless its iterations are given, s.
-TURN_S = 15.0
+#: How long the measured part of a turn lasts, at least, unless its iterations are given, s: where
+#: clocks change, which heats and cools GPUs, and where they are left alone.
+TURN_S, ORDER_TURN_S = 15.0, 10.0
 #: The profile's own warm-up: what it loads and compiles is not measured.
 _PROFILE_WARMUP = 5
 #: A rank may measure the latency of its clock while others have done so.
@@ -57,17 +69,13 @@ class Rank:
         self._settings, self._emulated = settings, settings.preset is not None
         self._profile_folder = settings.output / "profile"
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
-        changes = not settings.dry_run
-        device = open_device(
+        self._device = open_device(
             self._collectives,
             settings.num_stages,
-            "auto" if changes or self._emulated else "dry_run",
+            "auto" if settings.changes_clocks else "none",
             settings.preset,
-            require=changes,
+            require=settings.changes_clocks,
         )
-        if self._emulated and not changes:
-            device = replace(device, gpu=DryRunGpu(device.gpu))
-        self._device = device
         self._text = settings.text_copy.read_bytes()
         self._channel = make_channel(
             parallel_state.get_pipeline_model_parallel_group(), self._collectives, timeout=_TIMEOUT
@@ -80,11 +88,12 @@ class Rank:
         settings, iterations = self._settings, self._settings.steady_iterations
         if settings.proof:
             self._report("versions", torch=torch.__version__, cuda=torch.version.cuda or "none")
-            if not settings.dry_run:
+            if settings.changes_clocks:
                 self._measure_latency()
             iteration_s = self._profile()
+            turn_s = TURN_S if settings.changes_clocks else ORDER_TURN_S
             iterations = iterations or self._collectives.from_planner(
-                max(3, math.ceil(TURN_S / iteration_s))
+                max(3, math.ceil(turn_s / iteration_s))
             )
         assert iterations is not None
         for number, arm in settings.turns:
@@ -112,13 +121,15 @@ class Rank:
         Writes the plans of the arms that have one by file. Returns how long an iteration lasts in
         the framework's order at the highest clock, s. Raises EnvPipeError if there is no plan.
         """
+        orders = not self._settings.changes_clocks
         session, step = self._begin(
-            OPTIMAL,
+            SPLIT if orders else OPTIMAL,
             "profile",
             self._device.gpu,
             framework_iterations=None,
             warmup_iterations=_PROFILE_WARMUP,
             output_dir=self._profile_folder,
+            closed_loop=orders,
         )
         try:
             while session.state.phase is not Phase.STEADY:
@@ -161,17 +172,18 @@ class Rank:
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
         # A closed loop measures between warm-up and steady iterations: its run is longer.
-        compared = settings.warmup_iterations + settings.settle_iterations + iterations
+        wanted = settings.settle_iterations + iterations
+        compared = settings.warmup_iterations + wanted
         losses: list[list[torch.Tensor]] = []
         steady, weights_sha256 = 0, ""
         try:
-            while steady < settings.settle_iterations + iterations:
+            while steady < wanted:
                 if settings.proof and steady == settings.settle_iterations:
                     session.pause()
                     _lap(session)
                 if len(losses) == compared:
                     weights_sha256 = gpt.digest_of_weights(self._model)
-                losses.append(step())
+                losses.append(step(last=steady == wanted - 1))
                 steady += session.state.phase is Phase.STEADY
             sampled = gpu.clock_state()  # before the last unit has ended
             told = [
@@ -213,10 +225,10 @@ class Rank:
 
     def _begin(
         self, arm: Arm, run: str, gpu: Gpu, framework_iterations: int | None, **options: Any
-    ) -> tuple[Session, Callable[[], list[torch.Tensor]]]:
+    ) -> tuple[Session, Callable[..., list[torch.Tensor]]]:
         """Return a session that starts from the first state, and what trains an iteration of it.
 
-        `options` are those of `SessionConfig`.
+        That waits for the GPU's end of the `last` one. `options` are those of `SessionConfig`.
         """
         settings = self._settings
         with torch.no_grad():
@@ -236,12 +248,18 @@ class Rank:
             self._collectives,
             say=lambda text: emit("say", arm=arm.name, text=text),
         )
-        forward_backward = ForwardBackward(session, framework_iterations)
+        forward_backward: ForwardBackward | WholeSteps
+        if arm.by_framework and not self._emulated:
+            whole = builders.whole_iteration(settings.num_stages)
+            forward_backward = WholeSteps(session, get_forward_backward_func(), whole, lambda: True)
+        else:
+            forward_backward = ForwardBackward(session, framework_iterations)
         numbers = itertools.count()
 
-        def step() -> list[torch.Tensor]:
+        def step(*, last: bool = False) -> list[torch.Tensor]:
             if settings.proof:  # laps are of whole steps
                 session.begin_step()
+                forward_backward.begin_step()
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,
@@ -253,6 +271,9 @@ class Rank:
             )
             optimizer.step()
             if settings.proof:
+                forward_backward.end_step(skipped=False)
+                if last and torch.cuda.is_available():
+                    torch.cuda.synchronize()
                 session.end_step()
             losses = [entry["loss"] for entry in reduced]  # of each microbatch, on the last stage
             if losses:  # a command that is gone ends this rank

@@ -20,7 +20,7 @@ from envpipe_megatron.trials.machine import emulated_machine
 from envpipe_megatron.trials.proof import Proof
 from envpipe_megatron.trials.quickstart import Quickstart
 from envpipe_megatron.trials.run import run_trial
-from envpipe_megatron.trials.settings import ARMS, RUNS, Settings, load_text
+from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, RUNS, Settings, load_text
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def contents(folder):
 
 
 def proof(settings):
-    machine = emulated_machine(settings.preset, settings.num_stages, dry_run=False)
-    return Proof(settings.as_proof(1, 3, dry_run=False), machine, [])
+    machine = emulated_machine(settings.preset, settings.num_stages, None)
+    return Proof(settings.as_proof(1, 3, changes_clocks=True), machine, [])
 
 
 def refused(settings, kind=Quickstart):
@@ -201,15 +201,15 @@ def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, diffe
     assert "changed the result of training" in refused(short_settings(tmp_path), kind)
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_ranks_of_a_dry_run_may_change_no_gpu(tmp_path, monkeypatch, dry_run):
+@pytest.mark.parametrize("changes", [True, False])
+def test_ranks_that_leave_clocks_alone_may_change_no_gpu(tmp_path, monkeypatch, changes):
     def run_ranks(num_ranks, program, environment, log_path, emulated, take):
-        assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == ("1" if dry_run else None)
+        assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == (None if changes else "1")
         raise EnvPipeError("stop here")
 
     monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
     monkeypatch.setattr(trial_run, "run_ranks", run_ranks)
-    settings = replace(short_settings(tmp_path), dry_run=dry_run)
+    settings = replace(short_settings(tmp_path), changes_clocks=changes)
     assert refused(settings) == "stop here"
 
 
@@ -267,5 +267,6 @@ def test_settings_survive_their_file(tmp_path):
 def test_every_other_round_of_a_proof_goes_backwards():
     settings = Settings("out", "text")
     assert settings.turns == [(0, arm) for arm in RUNS]
-    two_rounds = settings.as_proof(2, 3, dry_run=False).turns
-    assert two_rounds == [(0, arm) for arm in ARMS] + [(1, arm) for arm in ARMS[::-1]]
+    for arms in (ARMS, ORDER_ARMS):
+        two_rounds = settings.as_proof(2, 3, changes_clocks=arms is ARMS).turns
+        assert two_rounds == [(0, arm) for arm in arms] + [(1, arm) for arm in arms[::-1]]

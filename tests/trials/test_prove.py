@@ -16,7 +16,7 @@ from on_request import asked_for
 from presets import write_changed_preset
 from rich.console import Console
 from rich.progress import Progress
-from trials_helpers import locks_mhz, processes_of, short_settings
+from trials_helpers import locks_mhz, processes_of, short_settings, write_text
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
@@ -30,7 +30,7 @@ from envpipe_megatron.trials import run as trial_run
 from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
 from envpipe_megatron.trials.proof import Proof
 from envpipe_megatron.trials.run import run_trial
-from envpipe_megatron.trials.settings import ARMS
+from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, Settings
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -51,7 +51,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished():
     if not asked_for("QUICKSTART"):
-        # A dry run on the fake NVML library is trained in full each time.
+        # A proof without clocks on the fake NVML library is trained in full each time.
         pytest.skip("takes long: set ENVPIPE_QUICKSTART_FULL=1")
     with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
@@ -64,8 +64,8 @@ def finished():
         preset = str(write_changed_preset(folder / "three.toml", changes))
         job = short_settings(folder, num_stages=2, preset=preset, **small)
         screen = io.StringIO()
-        machine = emulated_machine(job.preset, 2, dry_run=False)
-        settings = job.as_proof(ROUNDS, 3, dry_run=False)
+        machine = emulated_machine(job.preset, 2, None)
+        settings = job.as_proof(ROUNDS, 3, changes_clocks=True)
         run_trial(Proof(settings, machine, CHECKS), Console(file=screen, width=400))
         yield Finished(folder / "out", screen.getvalue())
 
@@ -199,7 +199,7 @@ def refused(*arguments):
 def test_a_quiet_machine_is_taken(node):
     node.set_fault(node.uuids[0], "throttle_reasons", 1)  # idle
     node.set_fault(node.uuids[0], "busy_percent", 1)
-    machine = real_machine(dry_run=False)
+    machine = real_machine(None)
     assert machine.gpu_names == ("NVIDIA A100-SXM4-80GB",) * 4
     assert machine.missing == ""
     assert machine.versions["driver"] == "580.00.00-fake"
@@ -220,7 +220,7 @@ def test_a_gpu_that_is_not_quiet_is_refused(node, tmp_path, fault, value, said):
     assert "not quiet" in message
     assert "End what runs there" in message
     assert not (tmp_path / "out").exists()
-    assert said in refused("--dry-run", "--output", tmp_path / "out")
+    assert said in refused("--without-clocks", "--output", tmp_path / "out")
 
 
 def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
@@ -229,21 +229,33 @@ def test_a_busy_host_is_refused(node, monkeypatch, tmp_path):
     assert f"load is {cores + 0.5:.1f}, on {cores} cores" in refused("--output", tmp_path / "out")
 
 
-def test_forbidden_clocks_are_refused_or_left_alone(node, monkeypatch, tmp_path):
-    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
-    message = refused("--output", tmp_path / "out")
-    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in message
-    assert "--dry-run" in message
+@pytest.mark.parametrize("what", ["ENVPIPE_FORBID_CLOCK_CONTROL is set", "no CAP_SYS_ADMIN"])
+def test_without_rights_it_says_what_is_missing_and_proves_orders(
+    node, monkeypatch, tmp_path, what
+):
+    if "FORBID" in what:
+        monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    else:
+        monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    message = refused("--with-clocks", "--output", tmp_path / "out")
+    assert what in message
+    assert "leave --with-clocks out" in message
     assert not (tmp_path / "out").exists()
-    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in real_machine(dry_run=True).missing
+    missing = real_machine(None).missing
+    assert what in missing
+    refused("--text", write_text(tmp_path / "text.txt", 110_000), "--output", tmp_path / "out")
+    settings = Settings.read(tmp_path / "out" / "prove.json")
+    assert settings.changes_clocks is False
+    assert (settings.num_stages, settings.arms) == (4, ORDER_ARMS)
 
 
-def test_without_rights_it_says_which_are_missing(node, monkeypatch, tmp_path):
-    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
-    message = refused("--output", tmp_path / "out")
-    assert "CAP_SYS_ADMIN" in message
-    assert "--dry-run" in message
-    assert "CAP_SYS_ADMIN" in real_machine(dry_run=True).missing
+@pytest.mark.parametrize("option", ["--with-clocks", "--without-clocks", None])
+def test_a_right_to_clocks_is_used_unless_they_are_to_be_left_alone(node, tmp_path, option):
+    refused(*filter(None, [option]), "--text", write_text(tmp_path / "text.txt", 110_000),
+            "--output", tmp_path / "out")  # fmt: skip
+    settings = Settings.read(tmp_path / "out" / "prove.json")
+    assert settings.changes_clocks is (option != "--without-clocks")
+    assert real_machine(False).missing == "--without-clocks was given"
 
 
 def test_one_gpu_is_no_pipeline(node, monkeypatch, tmp_path):
@@ -275,10 +287,10 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     # The rank, and another one that came later.
     monkeypatch.setattr(trial_machine, "read_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
-    machine = replace(emulated_machine(job.preset, 2, dry_run=True), activity=(quiet,))
+    machine = replace(emulated_machine(job.preset, 2, False), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
         run_trial(
-            Proof(job.as_proof(1, 3, dry_run=True), machine, CHECKS),
+            Proof(job.as_proof(1, 3, changes_clocks=False), machine, CHECKS),
             Console(file=screen, width=400),
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()
@@ -293,6 +305,6 @@ def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch)
     def fails(*_):
         raise NvmlError("The GPU is lost")
 
-    machine = real_machine(dry_run=True)
+    machine = real_machine(False)
     monkeypatch.setattr(devices, "call_gpu", fails)
     assert newcomers(machine) == []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from presets import preset_profile
 
+from envpipe_megatron import __version__
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.planner import make_plan
@@ -15,7 +16,7 @@ from envpipe_megatron.report.summary import Section
 from envpipe_megatron.trials.claims import claims_of, difference
 from envpipe_megatron.trials.machine import Machine
 from envpipe_megatron.trials.proof import line_to_paste
-from envpipe_megatron.trials.settings import constant_plan
+from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, constant_plan
 
 #: Time and energy of each arm over those of stock in the same round.
 RATIOS = {
@@ -25,6 +26,9 @@ RATIOS = {
     "envelope": (1.001, 0.9),
     "optimal": (1.0, 0.85),
 }
+ORDER_RATIOS = {
+    "stock": (1.0, 1.0), "1f1b": (1.004, 1.0), "whole": (0.96, 0.98), "split": (0.92, 0.96),
+}  # fmt: skip
 LATENCY = [{"frequency_change_s": 0.01}, {"frequency_change_s": 0.012}]
 
 
@@ -36,17 +40,17 @@ def turn(arm, number, time_s, energy_j, **changes):
     }  # fmt: skip
 
 
-def rounds(count, jitter=0.0):
+def rounds(count, jitter=0.0, ratios=RATIOS):
     """Rounds of which each is a tenth slower and hungrier than the one before, for all arms."""
     return [
         turn(arm, n, 1.1**n * time, 100 * 1.1**n * (energy + jitter * (-1) ** n * (arm != "stock")))
         for n in range(count)
-        for arm, (time, energy) in RATIOS.items()
+        for arm, (time, energy) in ratios.items()
     ]
 
 
-def claims(turns, latency=LATENCY, missing="", emulated=False):
-    found = claims_of(turns, latency, missing=missing, emulated=emulated)
+def claims(turns, latency=LATENCY, arms=ARMS, emulated=False):
+    found = claims_of(turns, arms, latency, emulated=emulated)
     return {claim.name: claim for claim in found}
 
 
@@ -111,14 +115,28 @@ def test_that_losses_are_equal_names_arms_with_split_backwards():
     assert says.endswith("equal to the last bit; backwards are split in optimal")
 
 
-def test_a_dry_run_shows_no_claim_on_clocks_and_says_what_is_missing():
-    found = claims(rounds(3), latency=None, missing="user 7 has no CAP_SYS_ADMIN")
-    assert found["losses_equal"].holds is True
-    for name, claim in found.items():
-        if not name.endswith("_equal"):
-            assert claim.holds is None, name
-            assert claim.says == "not shown: clocks were not changed"
-            assert claim.shown == "not known"  # what differs at equal clocks is chance
+def test_orders_are_held_against_stock_where_no_clock_was_changed():
+    found = claims(rounds(3, ratios=ORDER_RATIOS), latency=None, arms=ORDER_ARMS)
+    assert all(claim.holds for claim in found.values())
+    values = {name: claim.value for name, claim in found.items() if claim.unit == "%"}
+    assert values == pytest.approx({
+        "1f1b_slowdown": 0.4, "whole_saving": 2, "whole_speedup": 4, "split_saving": 4,
+        "split_speedup": 8,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arm", "time", "energy", "broken"),
+    [
+        ("1f1b", 1.02, 1.0, {"1f1b_slowdown"}),
+        ("whole", 1.001, 0.98, {"whole_speedup"}),
+        ("split", 0.92, 1.01, {"split_saving"}),
+    ],
+)
+def test_each_claim_on_orders_can_fail(arm, time, energy, broken):
+    turns = rounds(3, ratios={**ORDER_RATIOS, arm: (time, energy)})
+    found = claims(turns, latency=None, arms=ORDER_ARMS)
+    assert {name for name, claim in found.items() if not claim.holds} == broken
 
 
 @pytest.mark.parametrize(("count", "says"), [(0, "two metered rounds"), (1, "two metered rounds")])
@@ -148,21 +166,31 @@ def test_a_change_that_no_kernel_shows_is_said():
     assert claims(rounds(2), [{"frequency_change_s": None}])["clock_change"].holds is False
 
 
-def test_the_line_says_what_is_emulated_and_what_a_dry_run():
-    turns = rounds(3)
-    for emulated, missing, mark in (
-        (False, "", "envpipe prove"),
-        (True, "", "[emulated] "),
-        (True, "no rights", "[emulated, clocks were not changed] "),
-    ):
-        machine = Machine(emulated, ("A100", "A100"), (), None, missing, {})
-        found = claims_of(turns, LATENCY, missing=missing, emulated=emulated)
-        line = line_to_paste(found, machine, turns)
-        assert line.startswith(mark)
-        assert "2 x A100, 3 rounds" in line
-        assert ("optimal saves 15.00 +- 0.00 %" in line) is not bool(missing)
-        assert ("relock costs" in line) is not bool(missing)
-        assert "losses equal to the last bit" in line
+@pytest.mark.parametrize("emulated", [False, True])
+def test_the_line_says_what_each_arm_takes_and_what_is_emulated(emulated):
+    mark = "[emulated] " if emulated else ""
+    machine = Machine(emulated, ("A100", "A100"), (), None, "", {})
+    line = line_to_paste(claims_of(rounds(3), ARMS, LATENCY, emulated=emulated), machine, rounds(3))
+    assert line == (
+        f"{mark}envpipe prove {__version__}, 2 x A100, 3 rounds: optimal takes 15.00 +- 0.00 % "
+        "fewer joules and 0.00 +- 0.00 % more time; envelope takes 10.00 +- 0.00 % fewer joules "
+        "and 0.10 +- 0.00 % more time; constant takes 14.00 +- 0.00 % fewer joules and 12.00 +- "
+        "0.00 % more time; relock takes 0.20 +- 0.00 % more time; losses equal to the last bit"
+    )
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_the_line_of_orders_says_that_no_clock_was_changed(emulated):
+    mark = "emulated, " if emulated else ""
+    turns = rounds(3, ratios=ORDER_RATIOS)
+    machine = Machine(emulated, ("A100", "A100"), (), None, "no rights", {})
+    line = line_to_paste(claims_of(turns, ORDER_ARMS, None, emulated=emulated), machine, turns)
+    assert line == (
+        f"[{mark}no clock was changed] envpipe prove {__version__}, 2 x A100, 3 rounds: split "
+        "takes 4.00 +- 0.00 % fewer joules and 8.00 +- 0.00 % less time; whole takes 2.00 +- 0.00 "
+        "% fewer joules and 4.00 +- 0.00 % less time; 1f1b takes 0.40 +- 0.00 % more time; losses "
+        "equal to the last bit"
+    )
 
 
 def test_sentences_of_a_table_are_broken_into_lines_and_figures_are_not():

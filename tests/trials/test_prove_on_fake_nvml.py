@@ -76,7 +76,7 @@ class Proofs:
         self._server.wait()
         self._log.close()
 
-    def start(self, *, dry_run=False):
+    def start(self, *, changes_clocks=True):
         """Start a proof; its output folder."""
         output = self.folder / "out"
         job = Settings(
@@ -84,7 +84,7 @@ class Proofs:
             num_layers=2, hidden_size=32, sequence_length=16, num_microbatches=4,
         )  # fmt: skip
         settings = self.folder / "settings.json"
-        job.as_proof(1, 2, dry_run=dry_run).write(settings)
+        job.as_proof(1, 2, changes_clocks=changes_clocks).write(settings)
         self.pid_file.write_text("")
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.folder / "socket"))
