@@ -175,11 +175,9 @@ class Settings:
 
     def as_proof(self, rounds: int, iterations: int | None, *, changes_clocks: bool) -> Settings:
         """Return a proof with this model, of so many measured iterations a turn."""
-        unmeasured = 2 if changes_clocks else 1
         return replace(
-            self, proof=True, rounds=rounds, changes_clocks=changes_clocks,
-            warmup_iterations=unmeasured, settle_iterations=unmeasured,
-            steady_iterations=iterations,
+            self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=1,
+            settle_iterations=1, steady_iterations=iterations,
         )  # fmt: skip
 
     def write(self, path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
@@ -32,7 +33,9 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks import latency
@@ -51,9 +54,8 @@ from envpipe_megatron.trials.settings import (
     constant_plan,
 )
 
-#: How long the measured part of a turn lasts, at least, unless its iterations are given, s: where
-#: clocks change, which heats and cools GPUs, and where they are left alone.
-TURN_S, ORDER_TURN_S = 15.0, 10.0
+#: How long the measured part of a turn lasts, at least, unless its iterations are given, s.
+TURN_S = 12.0
 #: The profile's own warm-up: what it loads and compiles is not measured.
 _PROFILE_WARMUP = 5
 #: A rank may measure the latency of its clock while others have done so.
@@ -91,9 +93,8 @@ class Rank:
             if settings.changes_clocks:
                 self._measure_latency()
             iteration_s = self._profile()
-            turn_s = TURN_S if settings.changes_clocks else ORDER_TURN_S
             iterations = iterations or self._collectives.from_planner(
-                max(3, math.ceil(turn_s / iteration_s))
+                max(3, math.ceil(TURN_S / iteration_s))
             )
         assert iterations is not None
         for number, arm in settings.turns:
@@ -116,7 +117,7 @@ class Rank:
         self._report("latency", gpus=self._collectives.in_pipeline(found))
 
     def _profile(self) -> float:
-        """Train until the job has its profile and the optimal plan.
+        """Train until the job has its profile and a plan: the optimal one, or the shortest.
 
         Writes the plans of the arms that have one by file. Returns how long an iteration lasts in
         the framework's order at the highest clock, s. Raises EnvPipeError if there is no plan.
@@ -132,7 +133,7 @@ class Rank:
             closed_loop=orders,
         )
         try:
-            while session.state.phase is not Phase.STEADY:
+            while session.state.plan is None and session.state.phase is not Phase.STEADY:
                 step()
             times_s = [
                 time_s for phase, time_s, _ in session.iterations.latest if phase is Phase.WARMUP
@@ -146,10 +147,11 @@ class Rank:
                 remedy="The profile, as far as it came, is in the output folder.",
             )
         if self._collectives.is_planner:
-            target = self._plan_file(OPTIMAL)
+            best, other = (SPLIT, WHOLE) if orders else (OPTIMAL, CONSTANT)
+            target = self._plan_file(best)
             target.parent.mkdir()
             target.write_bytes((self._profile_folder / plan_file("")).read_bytes())
-            constant_plan(plan).write(self._plan_file(CONSTANT))
+            (_whole_plan if orders else constant_plan)(plan).write(self._plan_file(other))
         self._collectives.on_all(True)  # the files are there
         return statistics.median(times_s[1:])
 
@@ -295,6 +297,16 @@ class Rank:
 
     def _temperature_c(self) -> int | None:
         return None if self._emulated else read_temperature_c(self._device.gpu.address.uid)
+
+
+def _whole_plan(plan: Plan) -> Plan:
+    """Return the plan of the shortest order of whole backwards; a shortest plan has the job."""
+    profile, limit = plan.profile.whole(), plan.profile.sidecar.free_bytes and BY_MEMORY
+    request = PlanRequest(
+        plan.schedule.num_microbatches, "auto", "optimal", max_in_flight=limit,
+        conditions=plan.conditions, objective=Objective(Goal.TIME), runnable=True,
+    )  # fmt: skip
+    return make_plan(profile, request).plan
 
 
 def _lap(session: Session) -> IntervalEnergy:

@@ -62,7 +62,7 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 @click.option(
     "--iterations",
     type=click.IntRange(3),
-    help="Measured ones of each turn. Default: as many as last 15 s, without clocks 10 s.",
+    help="Measured ones of each turn. Default: as many as last 12 s.",
 )
 def prove(
     text: Path,
