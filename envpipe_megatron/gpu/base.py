@@ -144,7 +144,7 @@ class Gpu(ABC):
     """
 
     drives_hardware: ClassVar[bool] = True
-    is_emulated: ClassVar[bool] = False
+    is_emulated: bool = False
     read_only: ClassVar[bool] = False
     late_request_s: float = 0.0
     address: GpuAddress
@@ -164,7 +164,7 @@ class Gpu(ABC):
     @property
     def changes_clock(self) -> bool:
         """True if a lock changes a clock, real or emulated."""
-        return self.drives_hardware or self.is_emulated
+        return not self.read_only and (self.drives_hardware or self.is_emulated)
 
     @final
     def lock_frequency(self, frequency_mhz: int) -> None:
@@ -268,6 +268,7 @@ class ReadThroughGpu(Gpu):
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
+        self.is_emulated = reader.is_emulated
         self._reader = reader
 
     @property
