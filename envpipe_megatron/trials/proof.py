@@ -183,7 +183,7 @@ def _arms(turns: Turns, arms: Sequence[Arm], plans: Mapping[str, Plan]) -> Secti
             order += ", backwards split" if plan.schedule.split else ""
             told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
             told["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
-            ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max())
+            ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max()) if arm.changes_clock else ()
             clocks = " to ".join(dict.fromkeys(f"{mhz:.0f}" for mhz in ends))
         for which in ("saving", "slowdown"):
             value, interval = difference(turns, arm.name, STOCK.name, which)

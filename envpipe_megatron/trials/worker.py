@@ -55,7 +55,7 @@ from envpipe_megatron.trials.settings import (
 )
 
 #: How long the measured part of a turn lasts, at least, unless its iterations are given, s.
-TURN_S = 12.0
+TURN_S = 10.0
 #: The profile's own warm-up: what it loads and compiles is not measured.
 _PROFILE_WARMUP = 5
 #: A rank may measure the latency of its clock while others have done so.

@@ -197,8 +197,8 @@ def test_a_whole_proof_on_the_fake_library(proofs):
         turn["arm"]: sum(stage["clocks"]["changes"] for stage in turn["stages"]) for turn in turns
     }
     assert changes["stock"] == 0
-    # Four forwards and four backwards of two ranks in six iterations, but for the first of all.
-    assert changes["relock"] >= 6 * 8 * 2
+    # Four forwards and four backwards of two ranks in four iterations, but for the first of all.
+    assert changes["relock"] >= 4 * 8 * 2
     assert 0 < changes["constant"] < 20
     assert all(stage["temperature_c"] == [40, 40] for turn in turns for stage in turn["stages"])
     assert len(proofs.nvml.changes()) > before
@@ -206,12 +206,11 @@ def test_a_whole_proof_on_the_fake_library(proofs):
     assert list_leases() == []
 
 
-@on_request("GPU")
-def test_a_dry_run_reads_all_and_changes_nothing(proofs):
+def test_a_proof_without_clocks_proves_orders_and_changes_nothing(proofs):
     before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
     for uid in proofs.nvml.uuids:
         proofs.nvml.set_fault(uid, "throttle_reasons", 4)
-    output = proofs.start(dry_run=True)
+    output = proofs.start(changes_clocks=False)
     assert proofs.wait() == 0, (output / "log.txt").read_text()
     proofs.nvml.clear_faults()
     assert len(proofs.nvml.changes()) == before
@@ -219,19 +218,23 @@ def test_a_dry_run_reads_all_and_changes_nothing(proofs):
     assert {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"} <= reads
     document = json.loads((output / "claims.json").read_text())
     assert (document["complete"], document["clocks_changed"]) == (True, False)
-    for claim in document["claims"]:
-        if claim["name"].endswith("_equal"):
-            assert claim["holds"] is True
-        else:
-            assert claim["holds"] is None
-            assert claim["says"] == "not shown: clocks were not changed"
+    claims = {claim["name"]: claim for claim in document["claims"]}
+    assert claims["losses_equal"]["holds"] is True
+    assert claims["weights_equal"]["holds"] is True
+    assert claims["split_speedup"]["value"] is not None
+    assert claims["split_saving"]["value"] is not None
     assert "the right of a test" in (output / "summary.md").read_text()
     turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
-    assert len(turns) == 5
+    executed = {turn["arm"]: turn["stages"][0]["executed"] for turn in turns}
+    # Of stock, each iteration is one unit: megatron-core's own function runs all of it.
+    assert {arm: len(units) > 1 for arm, units in executed.items()} == {
+        "stock": False, "1f1b": True, "whole": True, "split": True,
+    }  # fmt: skip
+    assert [turn["failure"] for turn in turns] == [""] * 4
     stages = [stage for turn in turns for stage in turn["stages"]]
     assert all(stage["sampled"]["observed_mhz"] == 1410 for stage in stages)
     assert all(stage["sampled"]["throttle_reasons"] == ["power cap"] for stage in stages)
-    # Of a GPU at full clock: a dry run's requests change no power.
+    # Of a GPU at full clock.
     top_w = 1e-3 * (
         proofs.nvml._node.gpus[0].static_mw + 1410 * proofs.nvml._node.gpus[0].mw_per_mhz
     )

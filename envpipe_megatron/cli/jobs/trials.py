@@ -62,7 +62,7 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 @click.option(
     "--iterations",
     type=click.IntRange(3),
-    help="Measured ones of each turn. Default: as many as last 12 s.",
+    help="Measured ones of each turn. Default: as many as last 10 s.",
 )
 def prove(
     text: Path,
