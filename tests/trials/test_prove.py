@@ -48,26 +48,36 @@ class Finished:
         self.page = (output / "index.html").read_text()
 
 
-@pytest.fixture(scope="module")
-def finished():
+def proof(*, with_clocks, **changes):
+    """Run a proof on two emulated GPUs of three clocks, each of which is profiled."""
     if not asked_for("QUICKSTART"):
         # A proof without clocks on the fake NVML library is trained in full each time.
         pytest.skip("takes long: set ENVPIPE_QUICKSTART_FULL=1")
     with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
         small = {"num_layers": 2, "hidden_size": 32, "sequence_length": 16, "num_microbatches": 4}
-        # Three clocks: each is profiled.
-        changes = {
+        steps = {
             "frequency_step_mhz": (15, 420), "min_frequency_mhz": (210, 570),
             "refresh_s": (0.1, 0.05),
         }  # fmt: skip
-        preset = str(write_changed_preset(folder / "three.toml", changes))
-        job = short_settings(folder, num_stages=2, preset=preset, **small)
+        preset = str(write_changed_preset(folder / "three.toml", steps))
+        job = short_settings(folder, num_stages=2, preset=preset, **{**small, **changes})
         screen = io.StringIO()
-        machine = emulated_machine(job.preset, 2, None)
-        settings = job.as_proof(ROUNDS, 3, changes_clocks=True)
+        machine = emulated_machine(job.preset, 2, with_clocks)
+        settings = job.as_proof(ROUNDS, 3, changes_clocks=with_clocks)
         run_trial(Proof(settings, machine, CHECKS), Console(file=screen, width=400))
         yield Finished(folder / "out", screen.getvalue())
+
+
+@pytest.fixture(scope="module")
+def finished():
+    yield from proof(with_clocks=True)
+
+
+@pytest.fixture(scope="module")
+def orders():
+    """Units last so long that three iterations are metered well."""
+    yield from proof(with_clocks=False, forward_time_s=0.04, num_microbatches=6)
 
 
 def test_all_promised_files_are_there_and_nothing_else(finished):
@@ -166,6 +176,49 @@ def test_the_line_to_paste_is_printed_and_kept(finished):
 def test_every_clock_is_reset_and_no_rank_is_left(finished):
     assert locks_mhz(finished.output) == [None, None]
     assert not processes_of(finished.output)
+
+
+# --- without clocks -------------------------------------------------------------------------------
+
+
+def test_without_clocks_the_arms_are_of_orders_and_no_clock_is_locked(orders):
+    names = [arm.name for arm in ORDER_ARMS]
+    assert [turn["arm"] for turn in orders.turns] == names + names[::-1]
+    stages = [stage for turn in orders.turns for stage in turn["stages"]]
+    assert sum(stage["clocks"]["changes"] for stage in stages) == 0
+    assert all(stage["sampled"]["observed_mhz"] == 1410 for stage in stages)
+    assert [turn["failure"] for turn in orders.turns] == [""] * 8
+    assert {turn["arm"] for turn in orders.turns if turn["split"]} == {"split"}
+    assert locks_mhz(orders.output) == [None, None]
+    assert not (orders.output / "latency.json").exists()
+
+
+def test_the_best_orders_are_faster_as_planned_and_it_is_claimed(orders):
+    profile = read_profile(orders.output / "profile" / "profile.csv")
+    assert {len(profile.clocks_mhz(stage)) for stage in range(2)} == {1}
+    times_s = {turn["arm"]: turn["step"]["time_s"] for turn in orders.turns}
+    for name in ("whole", "split"):
+        plan = read_plan(orders.output / "plans" / f"{name}.json", profile)
+        assert times_s[name] == pytest.approx(plan.cost.iteration_time_s, rel=0.01)
+    assert times_s["split"] < times_s["whole"] <= times_s["stock"]
+    assert times_s["1f1b"] == pytest.approx(times_s["stock"], rel=1e-6)
+    claims = orders.claims
+    assert orders.document["clocks_changed"] is False
+    assert claims["1f1b_slowdown"]["holds"] is True
+    assert claims["split_speedup"]["holds"] is True
+    assert claims["split_speedup"]["value"] > 3
+    assert claims["split_saving"]["value"] > 0
+    assert claims["losses_equal"]["holds"] is claims["weights_equal"]["holds"] is True
+    assert claims["losses_equal"]["says"].endswith("backwards are split in split")
+
+
+def test_the_page_of_orders_says_that_no_clock_was_changed(orders):
+    headings = re.findall("<h2>(.*?)</h2>", orders.page)
+    assert headings == ["To paste", "Claims", "Arms", "Turns, in their order", "Machine", "Doctor"]
+    assert "No clock was changed: --without-clocks was given" in orders.page
+    line = orders.document["line"]
+    assert line.startswith("[emulated, no clock was changed] envpipe prove ")
+    assert line in orders.screen
 
 
 # --- what is refused ------------------------------------------------------------------------------
