@@ -63,8 +63,10 @@ def run_rank(path: Path) -> None:
     """A rank, with the host's time in place of CUDA's, and short measurements."""
     from functools import partial
 
+    import torch
     from host_executor import HostExecutor, HostKernelTimer
 
+    from envpipe_megatron.core.kinds import Kind
     from envpipe_megatron.gpu import control
     from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
@@ -72,14 +74,22 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
     from envpipe_megatron.trials import worker
+    from envpipe_megatron.trials.settings import Settings
     from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_nvml_gpus()[collectives.stage].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
-        return Device(gpu, chosen, lambda settle: HostExecutor())
+        times_s = zip(Kind, (0.008, 0.016, 0.008, 0.008), strict=False)
+        least_s = {} if Settings.read(path).changes_clocks else dict(times_s)
+        return Device(gpu, chosen, lambda settle: HostExecutor(least_s))
+
+    def zeros(*args, device=None, make=torch.zeros, **options):
+        return make(*args, device="cpu" if device == "cuda" else device, **options)
 
     use_cpu()
+    # What megatron-core's own function needs besides.
+    torch.zeros, torch.cuda.synchronize = zeros, lambda: None
     control.has_sys_admin = lambda: True
     control.in_user_namespace = lambda: False
     worker.open_device = open_device
