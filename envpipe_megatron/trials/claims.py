@@ -67,7 +67,7 @@ class Claim:
             return "not known"
         if self.interval is None:
             return f"{self.value:.4g} {self.unit}"
-        return f"{self.value:.2f} +- {(self.interval[1] - self.interval[0]) / 2:.2f} {self.unit}"
+        return f"{self.value:z.2f} +- {(self.interval[1] - self.interval[0]) / 2:.2f} {self.unit}"
 
 
 def difference(

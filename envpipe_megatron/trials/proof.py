@@ -181,20 +181,21 @@ def _arms(turns: Turns, arms: Sequence[Arm], plans: Mapping[str, Plan]) -> Secti
         if plan := plans.get(arm.name):
             base, order = plan.baseline.cost, plan.schedule.name
             order += ", backwards split" if plan.schedule.split else ""
-            told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
+            if base.energy_j:  # it may not have been metered
+                told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
             told["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
-            ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max()) if arm.changes_clock else ()
+            ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max())
             clocks = " to ".join(dict.fromkeys(f"{mhz:.0f}" for mhz in ends))
         for which in ("saving", "slowdown"):
             value, interval = difference(turns, arm.name, STOCK.name, which)
             cells += [Claim("", value, interval, "%", None, "").shown, told.get(which, "")]
-        rows.append((*cells, order, clocks, arm.says))
+        rows.append((*cells, order, clocks if arm.changes_clock else "as they are", arm.says))
     header = (
         "", "saving", "predicted", "slowdown", "predicted", "order", "planned MHz", "what it does"
     )  # fmt: skip
     lines = (
         f"Against {STOCK.name}, by rounds; +- is the 95 % interval.",
-        "Predicted from units' and waits' joules over clocks: `envpipe report` draws profile/.",
+        "Predicted from what units and waits take: `envpipe report` draws profile/.",
     )
     return Section("Arms", header, tuple(rows), lines)
 
