@@ -176,7 +176,7 @@ class Settings:
     def as_proof(self, rounds: int, iterations: int | None, *, changes_clocks: bool) -> Settings:
         """Return a proof with this model, of so many measured iterations a turn."""
         return replace(
-            self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=1,
+            self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=2,
             settle_iterations=1, steady_iterations=iterations,
         )  # fmt: skip
 

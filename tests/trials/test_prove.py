@@ -102,13 +102,13 @@ def test_arms_train_in_turns_every_other_round_backwards(finished):
 
 def test_all_turns_train_the_same_and_it_is_claimed(finished):
     first = finished.turns[0]
-    assert len(first["losses"]) == 5
+    assert len(first["losses"]) == 6
     assert all(len(of_step) == 4 for of_step in first["losses"])
     # An arm whose plan is made beside training makes more steps.
-    assert all(turn["losses"][:5] == first["losses"] for turn in finished.turns)
+    assert all(turn["losses"][:6] == first["losses"] for turn in finished.turns)
     assert first["losses"][-1] != first["losses"][0]
     for name in ("losses_equal", "weights_equal"):
-        assert (finished.claims[name]["holds"], finished.claims[name]["value"]) == (True, 5)
+        assert (finished.claims[name]["holds"], finished.claims[name]["value"]) == (True, 6)
 
 
 def test_each_arm_is_what_it_says(finished):
@@ -121,8 +121,8 @@ def test_each_arm_is_what_it_says(finished):
         for turn in finished.turns
     }
     assert changes["stock"] == 0
-    # Four forwards and four backwards of two ranks in five iterations, each with a call.
-    assert changes["relock"] >= 5 * 8 * 2
+    # Four forwards and four backwards of two ranks in six iterations, each with a call.
+    assert changes["relock"] >= 6 * 8 * 2
     assert changes["constant"] < changes["optimal"]
     assert times_s["relock"] == pytest.approx(times_s["stock"], rel=1e-6)
     assert times_s["optimal"] == pytest.approx(optimal.cost.iteration_time_s, rel=0.02)
