@@ -11,22 +11,7 @@ from envpipe_megatron.runtime.clocks.latency import KERNELS, LEAD, Trace
 
 
 class HostExecutor(host.HostExecutor):
-    """Units run on the host, one after the other; a wait for a meter lasts.
-
-    Those of a kind last `least_s` at least: a small model's tell nothing of which order is short.
-    """
-
-    def __init__(self, least_s=None):
-        self._least_s = least_s or {}
-
-    def begin_iteration(self, schedule, stage):
-        super().begin_iteration(schedule, stage)
-        self._units = iter(schedule.stages[stage])
-
-    def end_unit(self):
-        end_s = self._begin_s + self._starts[-1] + self._least_s.get(next(self._units).kind, 0)
-        time.sleep(max(0, end_s - time.monotonic()))
-        return super().end_unit()
+    """Units run on the host, one after the other; a wait for a meter lasts."""
 
     def in_wait(self, after_s):
         return Done()

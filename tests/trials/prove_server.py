@@ -66,7 +66,6 @@ def run_rank(path: Path) -> None:
     import torch
     from host_executor import HostExecutor, HostKernelTimer
 
-    from envpipe_megatron.core.kinds import Kind
     from envpipe_megatron.gpu import control
     from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
@@ -74,15 +73,13 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
     from envpipe_megatron.runtime.job.config import SessionConfig
     from envpipe_megatron.trials import worker
-    from envpipe_megatron.trials.settings import Settings
+    from envpipe_megatron.tuning import shortest
     from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_nvml_gpus()[collectives.stage].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
-        times_s = zip(Kind, (0.008, 0.016, 0.008, 0.008), strict=False)
-        least_s = {} if Settings.read(path).changes_clocks else dict(times_s)
-        return Device(gpu, chosen, lambda settle: HostExecutor(least_s))
+        return Device(gpu, chosen, lambda settle: HostExecutor())
 
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)
@@ -95,6 +92,7 @@ def run_rank(path: Path) -> None:
     worker.open_device = open_device
     latency.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1
+    shortest._WORTH = -9  # the best order is tried, however little it gains on this host
     latency.LONGEST_S = 0.05
     short = ProfilerSettings(measured_iterations=2, min_window_s=0.3)
     worker.SessionConfig = partial(SessionConfig, profiler=short)
