@@ -83,6 +83,7 @@ class Ours:
             units: one for each number of microbatches.
         checked: the order of a self-check in the second iteration, and whether whole backwards need
             one; it splits backwards where the job does. None without one.
+        reads_only: whether clocks may not be set.
         fault: what of `training.FAULTS` goes wrong on the last stage, in EnvPipe's units.
     """
 
@@ -101,6 +102,7 @@ class Ours:
     fault: str = ""
     splits: bool = False
     closed_loop: bool = False
+    reads_only: bool = False
 
 
 Bits = dict[str, bytes]
@@ -144,6 +146,7 @@ class Result:
     failed: str | None = None
     #: Why backwards are not split, by a self-check.
     whole: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:

@@ -58,6 +58,7 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron import split_backward
@@ -154,6 +155,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
+            result.notes = session.state.notes
         return result
 
 
@@ -755,7 +757,7 @@ def _session(
             splits=ours.splits,
             closed_loop=ours.closed_loop,
         ),
-        gpu,
+        ReadOnlyGpu(gpu) if ours.reads_only else gpu,
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
         make_channel(pipeline, collectives, timeout=timedelta(seconds=20)),
         collectives,
