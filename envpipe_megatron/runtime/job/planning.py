@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
-from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -52,6 +53,11 @@ def check_files(job: PhaseParts) -> None:
 def splits(job: PhaseParts) -> bool:
     """True if the job runs orders that split backwards."""
     return job.config.splits and not job.state.whole
+
+
+def is_shortest(job: PhaseParts) -> bool:
+    """True if the job looks for the order that takes least time, and changes no clock."""
+    return job.config.closed_loop and job.config.request.objective.goal == Goal.TIME
 
 
 def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
@@ -147,7 +153,8 @@ def plan_online(
         schedule = "interleaved"
         if order is None:
             _check_finishes(job, megatron_order(job))
-    if SCHEDULES[schedule].splits and not splits(job):  # which showed in training
+    may_split = splits(job) and Kind.INPUT_GRADIENT in profile.kinds
+    if SCHEDULES[schedule].splits and not may_split:  # which showed in training
         schedule = "1f1b"
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
@@ -156,8 +163,7 @@ def plan_online(
     if own is not None:
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
     if kept is None and not splits(job):
-        whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
-        profile = replace(profile, rows=whole)
+        profile = profile.whole()
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight
