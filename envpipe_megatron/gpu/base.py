@@ -268,7 +268,6 @@ class ReadThroughGpu(Gpu):
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
-        self.is_emulated = reader.is_emulated
         self._reader = reader
 
     @property
@@ -320,6 +319,10 @@ class ReadOnlyGpu(ReadThroughGpu):
     backend = "none"
     drives_hardware = False
     read_only = True
+
+    def __init__(self, reader: Gpu) -> None:
+        super().__init__(reader)
+        self.is_emulated = reader.is_emulated
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(

@@ -88,6 +88,21 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
     return _with_split(schedule, "split", lambda own, seen: seen < most - last)
 
 
+def split_from(schedule: Schedule, microbatch: int) -> Schedule:
+    """A split order in which the backwards of the microbatches before one are whole."""
+
+    def units(order: tuple[Unit, ...]) -> Iterator[Unit]:
+        for own in order:
+            if own.kind is Kind.FORWARD or own.microbatch >= microbatch:
+                yield own
+            elif own.kind is Kind.INPUT_GRADIENT:
+                yield unit(own.kind, own.microbatch, own.chunk, combined=True)
+                yield unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
+
+    stages = tuple(tuple(units(order)) for order in schedule.stages)
+    return replace(schedule, stages=stages)
+
+
 def half_split(schedule: Schedule) -> Schedule:
     """An order with every other microbatch's backwards in two parts, one behind the other.
 

@@ -2,7 +2,8 @@
 
 Without chunks that is EnvPipe's order with any extra forwards (`extra_forwards`); with chunks, or
 where backwards can be split, `families` has more. All are judged by the relaxed energy of
-their orders at one time; the best are planned in full.
+their orders at one time; the best are planned in full. Where only time counts, they are judged by
+their time at the highest clocks (`shortest`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
-from envpipe_megatron.policies.objective import Goal
+from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
-from envpipe_megatron.policies.orders.families import FamilySearch, families
+from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch, families
 from envpipe_megatron.policies.orders.judged import (
     Judged,
     best_by_family,
@@ -27,6 +28,7 @@ from envpipe_megatron.policies.orders.judged import (
     check_own_within,
     within,
 )
+from envpipe_megatron.policies.orders.shortest import ShortestSearch
 from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
@@ -46,7 +48,7 @@ class AutoSearch:
         self._profile, self._conditions = problem.profile, problem.conditions
         self._own = problem.own_order
         self.planner = problem.planner(self._own)
-        if problem.objective.goal == Goal.ENERGY:
+        if problem.objective.goal == Goal.ENERGY or problem.objective == SHORTEST:
             self._search_at(self.planner.longest_s)
             return
         own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
@@ -62,16 +64,20 @@ class AutoSearch:
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
         profile, problem, self._time_s = self._profile, self.problem, time_s
-        self._searches: list[OrderSearch | FamilySearch] = []
+        self._searches: list[OrderSearch | FamilySearch | ShortestSearch] = []
         self._refused: LinearProgramError | None = None
         at, park = (self._conditions, time_s), problem.park
-        if problem.num_chunks == 1:
-            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
-            self._searches.append(own)
         self._families = families(
             profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
         )
-        for family in self._families if problem.limits.channel_capacity is None else ():
+        others = self._families if problem.limits.channel_capacity is None else ()
+        if problem.objective == SHORTEST:
+            first = (ENVPIPE,) if problem.num_chunks == 1 else ()
+            self._searches, others = [ShortestSearch(problem, (*first, *others))], ()
+        elif problem.num_chunks == 1:
+            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
+            self._searches.append(own)
+        for family in others:
             job = family, self._own, profile
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park))
@@ -93,8 +99,10 @@ class AutoSearch:
             try:
                 if isinstance(search, OrderSearch):
                     judged += search.judge(search.search(self.problem.order_limits(limits)))
-                else:
+                elif isinstance(search, FamilySearch):
                     judged += search.search(most, judged)
+                else:
+                    judged += search.search(limits, most)
             except LinearProgramError as error:
                 refused = refused or error
         if not judged:
@@ -106,7 +114,7 @@ class AutoSearch:
                 value=self._time_s,
                 remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
             )
-        return sorted(judged, key=lambda order: order.worth_j)
+        return sorted(judged, key=lambda order: order.worth)
 
     def _most_in_flight(self, limits: Limits) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
@@ -152,14 +160,14 @@ class AutoSearch:
             if within(order, most, self._profile.weight_shares)
         ]
 
-    def bound_j(self, plan: Plan) -> float:
-        """What no order of any family can go below in a plan's time, J."""
+    def bound(self, plan: Plan) -> float:
+        """What no order of any family can go below, J in a plan's time, or s if that counts."""
         time_s = plan.cost.iteration_time_s
-        bounds_j = []
+        bounds = []
         for search in self._searches:
             with suppress(LinearProgramError):  # of a family of which no order is so fast
-                bounds_j.append(search.any_order_bound_j(time_s))
-        return min(bounds_j)
+                bounds.append(search.bound(time_s))
+        return min(bounds)
 
     def next_microbatch_percent(self) -> float | None:
         """What another microbatch in flight on each stage would save, before rounding.
@@ -171,7 +179,7 @@ class AutoSearch:
             return None
         raised = tuple(limit + problem.num_chunks for limit in in_flight)
         more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
-        return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
+        return 100 * max(0.0, 1 - more.score / self.judged[0].score)
 
     def splitting(self, plan: Plan) -> str:
         """Say what splitting backwards wins for a plan; empty if only one way was judged.
@@ -181,35 +189,41 @@ class AutoSearch:
         best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
         if len(best) < 2:
             return ""
-        own_j = plan.baseline.cost.energy_j
-        split, whole = (
-            f"{100 * (1 - best[splits].relaxed_energy_j / own_j):.1f} %" for splits in (True, False)
-        )
+        split, whole = (f"{self._won_percent(best[s].score, plan):.1f} %" for s in (True, False))
         if plan.schedule.split:
-            return f"Split backwards: {split} saved instead of {whole} without"
-        return f"Whole backwards: {whole} saved, and {split} with split ones"
+            return f"Split backwards: {split} {self._won} instead of {whole} without"
+        return f"Whole backwards: {whole} {self._won}, and {split} with split ones"
+
+    @property
+    def _won(self) -> str:
+        """What is won against the framework's own order, in words."""
+        return "less time" if self.problem.objective == SHORTEST else "saved"
+
+    def _won_percent(self, score: float, plan: Plan) -> float:
+        """By how much a score is below that of a plan's baseline."""
+        return 100 * (1 - score / self.problem.objective.judged(plan.baseline.cost))
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
-        baseline_j = plan.baseline.cost.energy_j
         tried = sum(search.orders_tried for search in self._searches)
-        most = 100 * (1 - self.bound_j(plan) / baseline_j)
-        splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
+        most = self._won_percent(self.bound(plan), plan)
+        bounded = self.problem.limits.channel_capacity is not None
+        splits = not bounded and any(family.split for family in self._families)
         of = f"of whole {'and split ' if splits else ''}backwards"
-        notes = [
-            f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
-            "deadline."
-        ]
-        if self.problem.limits.channel_capacity is not None and self._families:
+        can = f"take more than {most:.2f} % less time"
+        if self.problem.objective != SHORTEST:
+            can = f"save more than {most:.2f} % at this deadline"
+        notes = [f"{tried} orders were compared. No order {of} can {can}."]
+        if bounded and self._families:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(
-                f"{order.family} {100 * (1 - order.relaxed_energy_j / baseline_j):.2f} % "
+                f"{order.family} {self._won_percent(order.score, plan):.2f} % {self._won} "
                 f"({_peak(order)} in flight)"
                 for order in best
             )
-            notes.append(f"Families of orders by what they save before rounding: {told}.")
+            notes.append(f"Families of orders by what they win before rounding: {told}.")
         notes += filter(None, [self.splitting(plan)])
         split = self._profile.assumed
         if plan.schedule.split and split is not None:

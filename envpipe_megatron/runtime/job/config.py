@@ -140,7 +140,8 @@ class SessionConfig:
         if self.plan_file is not None:
             return self
         if self.closed_loop and self.request.schedule not in _OWN:
-            return replace(self, request=replace(self.request, objective=Objective(Goal.TIME)))
+            request = replace(self.request, objective=Objective(Goal.TIME))
+            return replace(self, request=request, profile_file=None)
         chunks = self.request.num_chunks
         request = PlanRequest(
             self.request.num_microbatches,

@@ -39,6 +39,7 @@ def known_and_measured(
     profile = None if is_shortest(job) else known_profile(job, schedule, records)
     measured = schedule
     may_split = job.config.may_split and splits(job) and capacity(job) is None
+    may_split = may_split and job.config.plan_file is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
     if may_split and whole and schedule.num_microbatches > 1:
         measured = half_split(schedule)
@@ -81,9 +82,8 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
 
 
 def note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and keep them: those of other batches too, if there are several."""
-    kept = job.state.notes if job.state.several_sizes else ()
+    """Say notes, and keep them behind those that there are."""
     own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
-    job.state.notes = tuple(dict.fromkeys((*kept, *own)))
+    job.state.notes = tuple(dict.fromkeys((*job.state.notes, *own)))
     for note in notes:
         job.say(note)

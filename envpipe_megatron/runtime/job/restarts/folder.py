@@ -262,6 +262,7 @@ def _keys(
         },
         "plan": {
             **asked,
+            "objective": request.objective.to_json(),
             "num_replicas": num_replicas,
             "deadline_factor": request.deadline_factor or 1.0,
             "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
