@@ -42,6 +42,7 @@ from envpipe_megatron.runtime.clocks import latency
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
 from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE, plan_file
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.memory.stage import in_flight_limit, knows_memory
 from envpipe_megatron.trials import model as gpt
 from envpipe_megatron.trials.ranks import emit, report_to_command
 from envpipe_megatron.trials.settings import (
@@ -301,9 +302,11 @@ class Rank:
 
 def _whole_plan(plan: Plan) -> Plan:
     """Return the plan of the shortest order of whole backwards; a shortest plan has the job."""
-    profile, limit = plan.profile.whole(), plan.profile.sidecar.free_bytes and BY_MEMORY
+    profile, most = plan.profile.whole(), None
+    if knows_memory(profile.sidecar):
+        most = in_flight_limit(BY_MEMORY, plan.baseline.schedule, profile, None)
     request = PlanRequest(
-        plan.schedule.num_microbatches, "auto", "optimal", max_in_flight=limit,
+        plan.schedule.num_microbatches, "auto", "optimal", max_in_flight=most,
         conditions=plan.conditions, objective=Objective(Goal.TIME), runnable=True,
     )  # fmt: skip
     return make_plan(profile, request).plan
