@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +24,18 @@ from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations import leveled
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.integrations import device, leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
+from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.job import phases
+from envpipe_megatron.tuning.commands import Clocked, Command, Run
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
@@ -62,6 +70,10 @@ class Case:
     own_loss_from: int | None = None
     #: How many microbatches the second replica has more.
     more: int = 0
+    #: Whether clocks may only be read.
+    reads_only: bool = False
+    #: Orders that steps run one after another, so many times each, in place of what a plan says.
+    turns: Sequence[tuple[Schedule, int]] = ()
 
     def replica(self, rank: int) -> int:
         """Replicas of a stage are neighbours."""
@@ -195,6 +207,31 @@ def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None
     """Let this process find an emulated GPU, as a launcher's environment does."""
     plain_stages.emulate(rank, root, preset, case.forward_s)
     leveled.Job = FastJob  # type: ignore[misc]
+    device.open_rank_gpu = _open_for_reading if case.reads_only else rank_clock.open_rank_gpu
+    phases._controller = partial(Turning, case.turns) if case.turns else _own_controller
+
+
+def _open_for_reading(*args: Any, **kwargs: Any) -> tuple[Gpu, ChosenControl]:
+    gpu, _ = rank_clock.open_rank_gpu(*args, **kwargs)
+    return ReadOnlyGpu(gpu), ChosenControl("auto", None, "this test allows none")
+
+
+_own_controller = phases._controller
+
+
+class Turning:
+    """Takes the place of what decides upon measurements: orders as a test lists them."""
+
+    def __init__(self, turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> None:
+        self._turns, self._top_mhz = turns, max(job.gpu.supported_frequencies_mhz)
+
+    def run(self) -> Run[None]:
+        """Run all of them, again and again."""
+        yield None
+        for order, count in cycle(self._turns):
+            at_top = constant_order(Phase.STEADY, order, self._top_mhz, self._top_mhz)
+            clocked = Clocked(order, at_top.frequency_mhz)
+            yield Command(Phase.STEADY, count, orders=(clocked,), note=f"turns to {order.name}")
 
 
 def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
