@@ -39,6 +39,15 @@ def larger(one: FloatArray, other: FloatArray) -> FloatArray:
     return np.where(np.abs(one) > np.abs(other), one, other)
 
 
+def what_drifted(drift: FloatArray, window: Window) -> str:
+    """What may have made steps longer, in words; `drift` is as `Store.learn` has it."""
+    stage = int(np.abs(drift).argmax())
+    text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
+    if not drift.any():
+        text = "steps last longer than they may, and no stage's units tell why"
+    return "; ".join([text, *window.problems])
+
+
 class Steps:
     """Times of the steps that ran one order at the same clocks, the latest of them, in s."""
 
@@ -78,6 +87,9 @@ class Baseline:
         """Add steps, of which so much was predicted by what was known then."""
         self._ratios.extend((steps_s / predicted_s).tolist())
 
+    def __len__(self) -> int:
+        return len(self._ratios)
+
     def today_s(self, predicted_s: float) -> float:
         """Return what it would take now, if what is known of units today predicts so much."""
         return float(np.median(self._ratios)) * predicted_s
@@ -93,17 +105,18 @@ class Baseline:
 class Judge:
     """Tells whether steps of a plan last longer than they may, by more than noise.
 
-    Args:
-        allowed: how many times as long as the framework's own order they may last.
+    Times of the framework's own order are predicted by what is known of units, or are 1 s in all
+    calls where only what was measured is to count.
 
     Attributes:
+        allowed: how many times as long as the framework's own order they may last.
         windows: of plans, so far.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
     """
 
     def __init__(self, allowed: float) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._baseline = Baseline()
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
@@ -120,8 +133,13 @@ class Judge:
         """Another plan runs, or the same one elsewhere: steps so far do not count."""
         self._steps = Steps()
 
-    def add_baseline(self, window: Window, predicted_s: float) -> None:
-        """Take in the framework's own order, of which so much was predicted."""
+    def add_baseline(self, window: Window, predicted_s: float = 1.0, *, anew: bool = False) -> None:
+        """Take in the framework's own order, of which so much was predicted.
+
+        Begun `anew`, what it took before does not count.
+        """
+        if anew:
+            self._baseline = Baseline()
         self._baseline.add(window.steps_s, predicted_s)
 
     def add(self, window: Window) -> None:
@@ -130,7 +148,7 @@ class Judge:
         self._latest_s = float(np.median(window.steps_s))
         self.windows += 1
 
-    def late(self, own_s: float) -> float:
+    def late(self, own_s: float = 1.0) -> float:
         """By which share the latest steps last longer than the framework's own order would today.
 
         Args:
@@ -138,15 +156,26 @@ class Judge:
         """
         return self._latest_s / self._baseline.today_s(own_s) - 1
 
-    def harmed(self, own_s: float) -> bool:
+    def harmed(self, own_s: float = 1.0) -> bool:
         """True if steps last longer than they may; `own_s` as for `late`."""
-        allowed_s = self._baseline.today_s(own_s) * self._allowed
+        allowed_s = self._baseline.today_s(own_s) * self.allowed
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
             if median_s > allowed_s * (1 + noise):
                 return True
         return False
+
+    def gain(self, own_s: float = 1.0) -> float:
+        """By which share steps are shorter than the framework's own order's; as `late`, of all."""
+        return 1 - self._steps.median_s / self._baseline.today_s(own_s)
+
+    def gains(self, own_s: float = 1.0) -> bool:
+        """True if that is more than noise."""
+        steps, baseline = self._steps, self._baseline
+        # Few steps may seem to scatter less than they do: no less than the baseline's.
+        error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
+        return self.gain(own_s) > 2 * error
 
     def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.
@@ -189,7 +218,7 @@ class Harm:
         return (
             f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than in the "
             f"framework's order at the highest clocks, one {100 * self._worst:.1f} % longer, until "
-            f"these were asked for. The last time: {why}"
+            f"that ran again. The last time: {why}"
         )
 
 

@@ -18,6 +18,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
@@ -35,6 +36,7 @@ from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
     clocks_of_stages,
+    is_shortest,
     known_plan,
     make_room,
     make_room_for_messages,
@@ -58,6 +60,7 @@ from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
+from envpipe_megatron.tuning.shortest import ShortestOrder
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
@@ -181,44 +184,43 @@ def _closed_loop(
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
+    """Run the job's tuner, forever; GoesOnError if that fails. As `_save_energy`."""
     profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        clocks = list(_swept_clocks(job))
-        if not job.gpu.changes_clock:
+        clocks = [_highest_clock(job)] if is_shortest(job) else list(_swept_clocks(job))
+        if not (job.gpu.changes_clock or is_shortest(job)):
             job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
     measured = yield from try_parts(job, schedule, measured)
-    make = partial(_controller, job, schedule, measured, clocks, facts, profile)
+    make = partial(_tuner, job, schedule, measured, clocks, facts, profile)
     yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
 
 
-def _controller(
+def _tuner(
     job: PhaseParts,
     schedule: Schedule,
     measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
-) -> Controller:
+) -> Controller | ShortestOrder:
     store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
-    config = job.config
-    limits = Limits(
-        config.max_slowdown_percent / 100,
-        config.request.deadline_factor or 1.0,
-        config.request.min_dwell_s,
-    )
+    config, asked = job.config, job.config.request
+    within = (asked.deadline_factor or 1.0) if asked.objective.goal == Goal.ENERGY else None
+    slowdown = config.max_slowdown_percent / 100
+    limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    return Controller(schedule, measured, store, job.collectives.num_replicas, planner)
+    tuner = ShortestOrder if is_shortest(job) else Controller
+    return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
 
 
 def _save_energy(
@@ -358,6 +360,22 @@ def _facts(job: PhaseParts) -> Sidecar:
     return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
 
 
+def _other_clocks() -> GoesOnError:
+    return GoesOnError(
+        "The GPUs of the job support different clocks",
+        remedy="Profile each kind of GPU alone and give the profile by file.",
+    )
+
+
+def _highest_clock(job: PhaseParts) -> int:
+    """That of all GPUs; GoesOnError on all ranks if they differ, and it would be asked for."""
+    own = max(job.gpu.supported_frequencies_mhz)
+    top = job.collectives.from_planner(own)
+    if not job.collectives.on_all(own == top or job.gpu.read_only):
+        raise _other_clocks()
+    return top
+
+
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
     preset = job.config.gpu_preset
@@ -369,10 +387,7 @@ def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):
-        raise GoesOnError(
-            "The GPUs of the job support different clocks",
-            remedy="Profile each kind of GPU alone and give the profile by file.",
-        )
+        raise _other_clocks()
     if len(clocks) < 2:
         raise GoesOnError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
     return clocks

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -51,6 +53,11 @@ def check_files(job: PhaseParts) -> None:
 def splits(job: PhaseParts) -> bool:
     """True if the job runs orders that split backwards."""
     return job.config.splits and not job.state.whole
+
+
+def is_shortest(job: PhaseParts) -> bool:
+    """True if the job looks for the order that takes least time, and changes no clock."""
+    return job.config.closed_loop and job.config.request.objective.goal == Goal.TIME
 
 
 def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
@@ -146,7 +153,8 @@ def plan_online(
         schedule = "interleaved"
         if order is None:
             _check_finishes(job, megatron_order(job))
-    if SCHEDULES[schedule].splits and not splits(job):  # which showed in training
+    may_split = splits(job) and Kind.INPUT_GRADIENT in profile.kinds
+    if SCHEDULES[schedule].splits and not may_split:  # which showed in training
         schedule = "1f1b"
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
