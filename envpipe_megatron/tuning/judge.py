@@ -25,6 +25,8 @@ _SILENT_S = 3.0
 #: But where all stages changed as much, within the second share, it is the work that has: without
 #: that a job whose sequences become short again saves 2 points less.
 _UPSETS, _ALIKE = 0.1, 0.05
+#: A gain of less time than this share is none, however little steps scatter.
+_LEAST_GAIN = 1e-3
 #: Plans are made faster than what is asked by this share at most.
 _MOST_FASTER = 0.02
 
@@ -175,7 +177,7 @@ class Judge:
         steps, baseline = self._steps, self._baseline
         # Few steps may seem to scatter less than they do: no less than the baseline's.
         error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
-        return self.gain(own_s) > 2 * error
+        return self.gain(own_s) > max(_LEAST_GAIN, 2 * error)
 
     def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.

@@ -67,13 +67,7 @@ class ShortestOrder:
 
     def run(self) -> Run[None]:
         """Everything after the warm-up, as `Controller.run`."""
-        first = yield None
-        self._learn(first)
-        if self._measured is not self._own.schedule:
-            self._commands.note("profile: half of the backwards in two parts")
-            measured = self._store.at_top(self._measured)
-            yield from self._run_order(Phase.PROFILE, measured, settle=1)
-        self._planner.begin_shortest()
+        self._learn((yield None))
         phase, changed = Phase.PROFILE, False
         while True:
             window, drift = yield from self._run_order(phase, self._order)
@@ -89,7 +83,7 @@ class ShortestOrder:
             due = self._ran >= self._plan_at and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
-                self._planner.begin_shortest()
+                yield from self._plan()
             if (plans := self._take()) is not None:
                 phase = Phase.STEADY
                 yield from self._turn_to(plans)
@@ -102,6 +96,14 @@ class ShortestOrder:
         return self._commands.for_all(command.phase, self._last, command.iterations, 1)
 
     # --- plans ----------------------------------------------------------------------------------
+
+    def _plan(self) -> Run[None]:
+        """Begin a plan; where no backward runs in two parts, what they take is seen first."""
+        if self._order is self._own and self._measured is not self._own.schedule:
+            self._commands.note("profile: half of the backwards in two parts")
+            measured = self._store.at_top(self._measured)
+            yield from self._run_order(Phase.PROFILE, measured, settle=1)
+        self._planner.begin_shortest()
 
     def _take(self) -> Plans | None:
         """Return what was planned, if that has ended: nothing if it failed."""

@@ -106,6 +106,7 @@ class Ours:
     fault: str = ""
     splits: bool = False
     closed_loop: bool = False
+    goal: str = "energy"
     reads_only: bool = False
     slow_from: int | None = None
 

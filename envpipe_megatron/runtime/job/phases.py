@@ -44,6 +44,7 @@ from envpipe_megatron.runtime.job.planning import (
     plan_online,
     profiled_clocks,
 )
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
 from envpipe_megatron.runtime.job.splitting import (
     known_and_measured,
@@ -173,6 +174,12 @@ def _closed_loop(
             yield from _loop(job, order.schedule, records)
         except GoesOnError as error:
             _go_on(job, order.schedule, error)
+        if not job.collectives.on_all(job.clock.error is None):
+            # What is found from here on is no use to a start that has control again.
+            without, none = job.config.without_control(), JobFolder(None, job.collectives)
+            job = replace(job, config=without, folder=none)
+        if not job.config.closed_loop:
+            return
         if not job.state.several_sizes:
             job.state.profile = None  # it may be what has failed
         job.say(f"steady: {order.schedule.name}")
