@@ -195,12 +195,12 @@ class Planner:
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
         self._begin(lambda known: {0: [self._ask(known, order, each) for each in factors]})
 
-    def begin_shortest(self) -> None:
-        """Make the plan of the best order, and as level 1 that of whole backwards."""
+    def begin_shortest(self, *, whole: bool) -> None:
+        """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
         self._reorders = True
 
         def ask(known: Profile) -> Mapping[int, Sequence[Asked]]:
-            profiles = known, known.whole()
+            profiles = (known, known.whole()) if whole else (known,)
             return {at: [self._ask(of, None, None)] for at, of in enumerate(profiles)}
 
         self._begin(ask, careful=False)
