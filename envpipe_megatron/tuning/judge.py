@@ -174,8 +174,8 @@ class Judge:
 
     def gains(self, own_s: float = 1.0) -> bool:
         """True if that is more than noise."""
-        steps, baseline = self._steps, self._baseline
         # Few steps may seem to scatter less than they do: no less than the baseline's.
+        steps, baseline = self._steps, self._baseline
         error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
         return self.gain(own_s) > max(_LEAST_GAIN, 2 * error)
 

@@ -197,13 +197,12 @@ class Planner:
 
     def begin_shortest(self, *, whole: bool) -> None:
         """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
-        self._reorders = True
-
-        def ask(known: Profile) -> Mapping[int, Sequence[Asked]]:
-            profiles = (known, known.whole()) if whole else (known,)
-            return {at: [self._ask(of, None, None)] for at, of in enumerate(profiles)}
-
-        self._begin(ask, careful=False)
+        self._begin(
+            lambda known: {
+                level: [self._ask(profile, None, None)]
+                for level, profile in enumerate((known, known.whole())[: 1 + whole])
+            }
+        )
 
     def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
         """Make plans of an order for levels of the frontier: of least energy, in their time.
@@ -238,11 +237,9 @@ class Planner:
             logger.exception("No quick plan")
             return {}
 
-    def _begin(
-        self, ask: Callable[[Profile], Mapping[int, Sequence[Asked]]], *, careful: bool = True
-    ) -> None:
+    def _begin(self, ask: Callable[[Profile], Mapping[int, Sequence[Asked]]]) -> None:
         try:
-            asked = ask(self._store.profile(careful=careful))
+            asked = ask(self._store.profile(careful=True))
             self._background.start(partial(first_plans, asked))
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error

@@ -67,7 +67,7 @@ class ShortestOrder:
 
     def run(self) -> Run[None]:
         """Everything after the warm-up, as `Controller.run`."""
-        self._learn((yield None))
+        yield None
         phase, changed = Phase.PROFILE, False
         while True:
             window, drift = yield from self._run_order(phase, self._order)
@@ -218,7 +218,14 @@ class ShortestOrder:
         self._before, self._last = self._last, clocked
         window = yield self._commands.for_all(phase, clocked, iterations, settle)
         self._ran += settle + iterations
-        drift = self._learn(window)
+        drift = self._store.learn(
+            self._last.schedule,
+            self._last.frequency_mhz,
+            window,
+            fresh=self._commands.fresh,
+            replicas=self._everyone,
+            fades=FADES,
+        )
         return window, drift if self._last is self._before else np.zeros_like(drift)
 
     def _at_own(self, *, anew: bool = False) -> Run[None]:
@@ -230,13 +237,3 @@ class ShortestOrder:
     def _learn_own(self, window: Window, *, anew: bool = False) -> None:
         self._judge.add_baseline(window, anew=anew)
         self._own_s = float(np.median(window.steps_s))
-
-    def _learn(self, window: Window) -> FloatArray:
-        return self._store.learn(
-            self._last.schedule,
-            self._last.frequency_mhz,
-            window,
-            fresh=self._commands.fresh,
-            replicas=self._everyone,
-            fades=FADES,
-        )

@@ -198,9 +198,12 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        clocks = [_highest_clock(job)] if is_shortest(job) else list(_swept_clocks(job))
-        if not (job.gpu.changes_clock or is_shortest(job)):
-            job.say(_DRY_RUN)
+        if is_shortest(job):
+            clocks = [job.collectives.from_planner(max(job.gpu.supported_frequencies_mhz))]
+        else:
+            clocks = list(_swept_clocks(job))
+            if not job.gpu.changes_clock:
+                job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
@@ -367,22 +370,6 @@ def _facts(job: PhaseParts) -> Sidecar:
     return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
 
 
-def _other_clocks() -> GoesOnError:
-    return GoesOnError(
-        "The GPUs of the job support different clocks",
-        remedy="Profile each kind of GPU alone and give the profile by file.",
-    )
-
-
-def _highest_clock(job: PhaseParts) -> int:
-    """That of all GPUs; GoesOnError on all ranks if they differ, and it would be asked for."""
-    own = max(job.gpu.supported_frequencies_mhz)
-    top = job.collectives.from_planner(own)
-    if not job.collectives.on_all(own == top or job.gpu.read_only):
-        raise _other_clocks()
-    return top
-
-
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
     preset = job.config.gpu_preset
@@ -394,7 +381,10 @@ def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):
-        raise _other_clocks()
+        raise GoesOnError(
+            "The GPUs of the job support different clocks",
+            remedy="Profile each kind of GPU alone and give the profile by file.",
+        )
     if len(clocks) < 2:
         raise GoesOnError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
     return clocks
