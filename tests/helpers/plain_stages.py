@@ -114,7 +114,8 @@ def run_fast(session: Session) -> None:
     """Let a session, and its emulated GPU, run by such a clock."""
     fast_time = FastTime()
     for owner in (session, session.executor):
-        fast_time.install(owner._gpu)  # type: ignore[attr-defined]
+        gpu = owner._gpu  # type: ignore[attr-defined]
+        fast_time.install(gpu._reader if gpu.read_only else gpu)
     fast_time.meanwhile = session.meter._try_sample
 
 

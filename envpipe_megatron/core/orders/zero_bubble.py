@@ -90,17 +90,15 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
 
 def split_from(schedule: Schedule, microbatch: int) -> Schedule:
     """A split order in which the backwards of the microbatches before one are whole."""
-
-    def units(order: tuple[Unit, ...]) -> Iterator[Unit]:
+    stages: list[list[Unit]] = [[] for _ in schedule.stages]
+    for order, units in zip(schedule.stages, stages, strict=True):
         for own in order:
             if own.kind is Kind.FORWARD or own.microbatch >= microbatch:
-                yield own
+                units.append(own)
             elif own.kind is Kind.INPUT_GRADIENT:
-                yield unit(own.kind, own.microbatch, own.chunk, combined=True)
-                yield unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
-
-    stages = tuple(tuple(units(order)) for order in schedule.stages)
-    return replace(schedule, stages=stages)
+                units.append(unit(own.kind, own.microbatch, own.chunk, combined=True))
+                units.append(unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk))
+    return replace(schedule, stages=tuple(map(tuple, stages)))
 
 
 def half_split(schedule: Schedule) -> Schedule:

@@ -35,8 +35,6 @@ _HANDED_ON = (
     "_kwargs_chunk_spec",
     "_output_merge_spec",
 )
-#: Tables of so many orders are kept: a job turns from its plan to its own order and back.
-_KEPT_TABLES = 2
 #: Their tables, in torch 2.13 and before, do not say what they run.
 _WITHOUT_TABLE = {Schedule1F1B: builders.one_f_one_b, ScheduleGPipe: builders.gpipe}
 
@@ -140,8 +138,6 @@ class Runner:
     def __init__(self, schedule: Any, own: Schedule) -> None:
         self._schedule, self._own = schedule, own
         self._runtime: Any = None
-        #: What torch makes of orders, by their units: of those that ran last.
-        self._tables: dict[Any, tuple[Any, Any]] = {}
         #: The order of the last step, and what runs it: to compare all units takes long.
         self._turned: tuple[Schedule, Any] | None = None
 
@@ -166,12 +162,10 @@ class Runner:
             )
             self._runtime._stages_forward_initialized = True
             self._runtime._stages_backward_initialized = True
-        if order.stages not in self._tables:
-            self._tables[order.stages] = self._lowered(order)
-            for oldest in list(self._tables)[:-_KEPT_TABLES]:
-                del self._tables[oldest]
-        table = self._tables[order.stages]
-        self._runtime.pipeline_order, self._runtime.pipeline_order_with_comms = table
+        rows = enumerate(table_rows(order))
+        table = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
+        self._runtime._prepare_schedule_with_comms(table)  # some 10 ms, at a turn only
+        self._runtime.pipeline_order = table
         return self._runtime
 
     def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +176,6 @@ class Runner:
         for name in _HANDED_ON:
             setattr(runs, name, getattr(self._schedule, name))
         return runs.step(*args, **kwargs)
-
-    def _lowered(self, order: Schedule) -> tuple[Any, Any]:
-        rows = enumerate(table_rows(order))
-        table = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
-        self._runtime._prepare_schedule_with_comms(table)
-        return table, self._runtime.pipeline_order_with_comms
 
 
 def facts_of(schedule: Any) -> tuple[object, ...]:

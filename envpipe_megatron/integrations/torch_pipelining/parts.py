@@ -5,12 +5,13 @@ meet activations for those of weights. That is not the same where a weight is us
 (PyTorch issue 180952), where hooks reduce gradients, or with FSDP, which adds those of weights up
 in the type of parameters. It takes as long as two backwards where weights meet activations in a
 custom or compiled function (issue 166577), or a checkpoint is computed again. So those are looked
-for, and one backward of the job's first step is run both ways.
+for, and one backward of the job's first step is run both ways, by kernels that are deterministic.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,16 +60,22 @@ def seen_reason(stage: Any, microbatch: int, loss: torch.Tensor | None) -> str:
         if reason := _reason_of_graph(outputs, inputs, weights):
             return reason
         leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]
-        with _own_gradients(leaves):
-            # Of copies: torch detaches the outputs that it is given.
-            copies = [output.clone() for output in outputs]
-            _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
-            _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-            apart = _digests(leaves)
-        with _own_gradients(leaves):
-            torch.autograd.backward(outputs, gradients, retain_graph=True)
-            if _digests(leaves) != apart:
-                return "its two parts give other bits than the whole"
+
+        def whole() -> list[int | None]:
+            with _own_gradients(leaves):
+                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                return _digests(leaves)
+
+        with _reproducible():
+            with _own_gradients(leaves):
+                # Of copies: torch detaches the outputs that it is given.
+                copies = [output.clone() for output in outputs]
+                _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
+                _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+                apart = _digests(leaves)
+            if (once := whole()) != apart:
+                others = "its two parts give" if whole() == once else "each whole one gives"
+                return f"{others} other bits"
     except Exception as error:  # also for want of memory: the job's own backward is to come
         return f"torch does not run it in two parts: {type(error).__name__}"
     return ""
@@ -98,6 +105,21 @@ def _reason_of_graph(outputs: list[Any], inputs: Sequence[Any], weights: list[An
             if isinstance(node, BackwardCFunction) or "CppNode" in node.name():
                 return f"weights are used by {node.name()}, which torch would run twice"
     return ""
+
+
+@contextlib.contextmanager
+def _reproducible() -> Iterator[None]:
+    """Let kernels give the same bits each time, where they can.
+
+    By default some do not, such as the backward of attention, and no two backwards are alike.
+    """
+    usual = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings(action="ignore"):
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(usual)
 
 
 @contextlib.contextmanager

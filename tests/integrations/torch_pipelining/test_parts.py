@@ -61,7 +61,7 @@ def stage_of(compute: Any) -> SimpleNamespace:
         (lambda of, x: (x @ of.weight).tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: x @ of.weight + x.tanh() @ of.weight, "a weight is used more than once"),
         (lambda of, x: OwnLinear.apply(x, of.weight), "weights are used by OwnLinearBackward"),
-        (lambda of, x: (x @ of.weight, of.apart.tanh()), "other bits than the whole"),
+        (lambda of, x: (x @ of.weight, of.apart.tanh()), "its two parts give other bits"),
         (
             lambda of, x: checkpoint(of.linear, x, use_reentrant=True),
             "torch does not run it in two parts: RuntimeError",
@@ -95,7 +95,25 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         given[2].grad[0, 0] = torch.nextafter(given[2].grad[0, 0], torch.tensor(9.0))
 
     monkeypatch.setattr(_backward, "stage_backward_weight", twice)
-    assert "other bits than the whole" in seen_reason(stage, 0, None)
+    assert "its two parts give other bits" in seen_reason(stage, 0, None)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_kernels_that_are_not_deterministic_are_asked_to_be(always: bool) -> None:
+    """As the backward of attention is on GPUs by default: no two of them have the same bits."""
+
+    def noisy(gradient: torch.Tensor) -> torch.Tensor:
+        calm = torch.are_deterministic_algorithms_enabled() and not always
+        return gradient if calm else gradient * (1 + torch.rand(1))
+
+    def compute(of: Any, x: torch.Tensor) -> torch.Tensor:
+        y = of.linear(x).tanh()
+        y.register_hook(noisy)
+        return y @ of.weight
+
+    found = seen_reason(stage_of(compute), 0, None)
+    assert found == ("each whole one gives other bits" if always else "")
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_is_computed_again_is_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -15,11 +16,13 @@ from presets import preset_profile
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place
 from envpipe_megatron.core.schedule import Placement, Schedule
 
 pytestmark = pytest.mark.xdist_group("torch")
 
+#: Of the test of turns: no clock is set.
+SETTINGS = {"baseline_steps": 2, "gpu_control": "none"}
 #: Of the random orders; the others run on request.
 IN_CI = {("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 2), ("ScheduleInterleaved1F1B", 4)}
 
@@ -93,3 +96,36 @@ def test_a_shared_weight_keeps_backwards_whole(trained, two_ranks, tmp_path):
     assert "Backwards stay whole: a weight is used more than once" in ours[0]["said"]
     assert not ours[0]["plan"].split
     assert {rank["level"] for rank in ours} == {"order"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Schedule1F1B",
+        pytest.param("ScheduleInterleaved1F1B", marks=on_request("PIPELINE")),
+        pytest.param("ScheduleZBVZeroBubble", marks=on_request("PIPELINE")),
+        pytest.param("ScheduleDualPipeV", marks=on_request("PIPELINE")),
+    ],
+)
+def test_turning_from_order_to_order_keeps_the_bits(trained, two_ranks, name):
+    """The own order, half of it split, others, and again, at any step; evaluations between."""
+    in_v = name in attached_ranks.V_SHAPED
+    case = Case(name, 8, chunks=1 if name == "Schedule1F1B" else 2, settings=SETTINGS)
+    rng = random.Random(name)
+    orders = [
+        random_split(rng, 2, case, Placement.V if in_v else Placement.LOOPED) for _ in range(2)
+    ]
+    if not in_v:
+        own = builders.interleaved(2, 8, 2, 2) if case.chunks > 1 else builders.one_f_one_b(2, 8)
+        orders += [own, half_split(own), own]
+    long = asked_for("PIPELINE")
+    turns = [(rng.choice(orders), rng.choice((1, 1, 2, 3))) for _ in range(40 if long else 8)]
+    evaluated = () if in_v else (5, 9)
+    steps = 4 + sum(count for _, count in turns)
+    case = replace(case, turns=turns, steps=steps, evaluated=evaluated)
+    _, ours = trained(case, ranks=two_ranks)
+    assert {rank["level"] for rank in ours} == {"order"}
+    turned = re.findall(r"turns to (\S+)", " ".join(ours[0]["said"]))
+    # A window with a step behind an evaluation, which runs as by torch, is run again.
+    assert turned == [order.name for order, _ in 2 * turns][: len(turned)]
+    assert len(turned) > len(turns) * 2 / 3
