@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.energy import Phase, split_phase
-from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, percent
+from envpipe_megatron.formats.energy import KEEP_CLOCKS, Phase, split_phase
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
@@ -73,7 +73,7 @@ class IntervalReport:
             logger.warning("OpenTelemetry does not take this interval's energy: %r", error)
 
     def line(self) -> str:
-        """For Megatron's log line: J per iteration and GPU, W per GPU, saving and slowdown in %."""
+        """For Megatron's log line: J per iteration and GPU, W per GPU, a step by the baseline."""
         if self.energy is None or self.energy.step is None:
             return ""
         mean = self.energy.step
@@ -86,21 +86,17 @@ class IntervalReport:
                 f"envpipe power per GPU (W/GPU): {mean.power_w:.1f}",
             ]
         if self.energy.saved is not None:
-            parts += comparison_parts(self.energy.saved)
+            parts.append(f"envpipe against baseline: {self.energy.saved}")
         return "".join(f" {part} |" for part in parts)
 
 
-def comparison_parts(comparison: Comparison) -> list[str]:
-    """Saving and slowdown in %, each with its 95 % interval if that is known."""
-    saved = percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
-    slower = percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
-    return [f"envpipe saved: {saved}", f"envpipe slower: {slower}"]
-
-
-def end_of_job(session: Session, collectives: Collectives, output_dir: Path | None) -> list[str]:
+def end_of_job(
+    session: Session, collectives: Collectives, output_dir: Path | None, tokens: object = None
+) -> list[str]:
     """The bill of a closed session: lines for the log, on the planning rank alone.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
+    `tokens` are those of an iteration, if they are known.
     """
     own = session.summary()
     by_stage = collectives.all_to_planner(own)
@@ -111,6 +107,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
         "only_measures": session.only_measures,
+        "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
         "job": own["job"],
         "memory": None if memory is None else [asdict(stage) for stage in memory],
@@ -127,7 +124,16 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
 
 
 def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
-    gpus = [rank["gpu"] for rank in summary["ranks"]]
+    ranks = summary["ranks"]
+    gpus = [rank["gpu"] for rank in ranks]
+    clocks_kept = all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks)
+    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    for batch, comparison in compared.items():
+        if comparison is not None:
+            tokens = None if batch else summary["tokens_per_iteration"]
+            told = Comparison(**comparison).told(len(gpus), tokens, clocks_kept=clocks_kept)
+            of_batch = f", batches of {batch}" if batch else ""
+            yield f"against the job's own baseline{of_batch}: {told}"
     total_j = sum(gpu["total_energy_j"] for gpu in gpus)
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
     baseline = summary["baseline"]
@@ -146,16 +152,10 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
             yield _step_line(phase, most, *means)
     if shares:
         yield from _time_without_units(gpus)
-    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    for batch, comparison in compared.items():
-        if comparison is not None:
-            of_batch = f" of {batch}" if batch else ""
-            parts = ", ".join(comparison_parts(Comparison(**comparison)))
-            yield f"steady against baseline{of_batch}: {parts}"
-    yield from dict.fromkeys(note for rank in summary["ranks"] for note in rank["notes"])
+    yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
     warnings = {
         followed["warning"]
-        for rank in summary["ranks"]
+        for rank in ranks
         if (followed := rank["clocks"]["followed"]) and followed["warning"]
     }
     yield from sorted(warnings)

@@ -18,6 +18,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
+from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
@@ -282,8 +283,8 @@ class ReportFacts:
     Args:
         phases: an average step of each run and phase.
         baseline: what is compared with; None if that is not known.
-        saved: the saving with its 95 % interval, for people.
-        slower: the slowdown, likewise.
+        compared: the steady phase with the baseline; None if that cannot be said.
+        told: that in words.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -293,8 +294,8 @@ class ReportFacts:
     phases: tuple[StepFacts, ...] = ()
     baseline: StepFacts | None = None
     steady: StepFacts | None = None
-    saved: str = "not known"
-    slower: str = "not known"
+    compared: Comparison | None = None
+    told: str = ""
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None

@@ -6,7 +6,7 @@ are those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,8 +29,9 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     Phase,
     name_of_run,
+    read_step,
 )
-from envpipe_megatron.formats.steps import StepEnergy, compare, percent
+from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
 from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
@@ -256,11 +257,9 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     )
     if compared is None:
         return facts
-    return replace(
-        facts,
-        saved=percent(compared.saving_percent, compared.saving_uncertainty_percent),
-        slower=percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent),
-    )
+    tokens = (folder.summary or {}).get("tokens_per_iteration")
+    bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
+    return replace(facts, compared=compared, told=bill.told(compared))
 
 
 def _incomplete(bills: Iterable[Bill]) -> list[str]:
@@ -303,7 +302,7 @@ def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
     energy_j, uncertainty_j = step.energy_j, step.energy_uncertainty_j
     return StepFacts(
         name,
-        step.iterations,
+        round(step.iterations),
         num_gpus,
         step.time_s,
         None if energy_j is None or not num_gpus else num_gpus * energy_j,
@@ -316,19 +315,10 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
 
     The job file is the present job's; the others may be left from an earlier one.
     """
+    told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
-        return _read_step(folder.job.get("baseline"))
-    told = _read_step((folder.summary or {}).get("baseline"))
-    return told or _read_step(bill.facts.get("baseline"))
-
-
-def _read_step(data: Any) -> StepEnergy | None:
-    if not isinstance(data, Mapping):
-        return None
-    try:
-        return StepEnergy(**{name: data[name] for name in StepEnergy.__dataclass_fields__})
-    except KeyError:  # of another version
-        return None
+        told = [folder.job.get("baseline")]
+    return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
 
 
 def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageFacts]:
