@@ -134,7 +134,7 @@ def _against(more: float | None, error: float | None, less_than: str, more_than:
     """Put a difference in percent into words, with its 95 % interval."""
     if more is None:
         return f"not known whether {less_than}"
-    said = f"% {more_than if more > 0 else less_than}"
+    said = f"% {more_than if round(more, 2) > 0 else less_than}"
     if error is None:
         return f"{abs(more):.2f} {said}"
     half = NORMAL_95 * error
