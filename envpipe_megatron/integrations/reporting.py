@@ -52,11 +52,9 @@ class IntervalReport:
         if self.energy is None or self.energy.step is None:
             return {}
         step, saved = self.energy.step, self.energy.saved
-        values = {"envpipe-iter-energy/gpu": step.energy_j, "envpipe-power/gpu": step.power_w}
-        if saved is not None:
-            values["envpipe-saving-percent"] = saved.saving_percent
-            values["envpipe-slowdown-percent"] = saved.slowdown_percent
-        return {name: value for name, value in values.items() if value is not None}
+        shares = (saved.saving_percent, saved.slowdown_percent) if saved else (None, None)
+        values = zip(GAUGES, (step.energy_j, step.power_w, *shares), strict=True)
+        return {name: value for name, value in values if value is not None}
 
     def record(self, meter: Any) -> None:
         """Set the gauges of an OpenTelemetry meter; what fails is logged."""
@@ -153,12 +151,8 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
     if shares:
         yield from _time_without_units(gpus)
     yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
-    warnings = {
-        followed["warning"]
-        for rank in ranks
-        if (followed := rank["clocks"]["followed"]) and followed["warning"]
-    }
-    yield from sorted(warnings)
+    followed = (rank["clocks"]["followed"] for rank in ranks)
+    yield from sorted({each["warning"] for each in followed if each and each["warning"]})
 
 
 def _step_line(

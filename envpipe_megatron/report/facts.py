@@ -106,7 +106,7 @@ class Bubbles:
 def find_bubbles(
     recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
 ) -> Bubbles | None:
-    """The bubbles of a job; None if no iteration at full clock was recorded by a whole pipeline.
+    """The bubbles of a job's own order; None if no whole pipeline was recorded at full clock.
 
     None, too, for one stage, and for orders of forwards alone, as whole iterations are.
 
@@ -122,7 +122,8 @@ def find_bubbles(
     found = [pairs for pairs in found if pairs]
     if not found or num_stages == 1:
         return None
-    schedule = found[-1][-1][0]
+    own = [pairs for pairs in found if split_phase(pairs[0][1][0].phase)[0] in _FULL]
+    schedule = (own or found)[-1][-1][0]
     if schedule.forward_only:
         return None
     alike = [[pair for pair in pairs if pair[0].stages == schedule.stages] for pairs in found]

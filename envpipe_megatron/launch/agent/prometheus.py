@@ -145,16 +145,14 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
-        predicted, measured = bill.facts.get("predicted"), bill.comparison()
+        measured = bill.comparison()
+        told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):
-            if isinstance(predicted, dict):
-                ratio = _ratio(predicted.get(f"{name}_percent"))
-                add(f"job_{name}_ratio", ratio, job, "predicted")
-            if measured is not None:
-                ratio = _ratio(getattr(measured, f"{name}_percent"))
-                add(f"job_{name}_ratio", ratio, job, "measured")
-                uncertainty = _ratio(getattr(measured, f"{name}_uncertainty_percent"))
-                add(f"job_{name}_uncertainty_ratio", uncertainty, job)
+            for source, known in told.items():
+                ratio = _ratio(known.get(f"{name}_percent")) if isinstance(known, dict) else None
+                add(f"job_{name}_ratio", ratio, job, source)
+            error = getattr(measured, f"{name}_uncertainty_percent", None)
+            add(f"job_{name}_uncertainty_ratio", _ratio(error), job)
 
 
 def _ratio(percent: object) -> float | None:
