@@ -223,7 +223,7 @@ class ComparedSteps:
     """
 
     def __init__(self) -> None:
-        self._baseline: StepEnergy | None = None
+        self._baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
         #: Steps since that is in force.
         self._alike = 0
         #: Of windows' times to the baselines', of all and of these: what baselines do not tell.
@@ -257,8 +257,6 @@ class ComparedSteps:
         It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
         """
         base = self._baseline
-        if base is None:
-            return np.zeros(3)
         shared = np.array([base.time_uncertainty_s, base.metering_uncertainty_j], np.float64)
         drift_s = base.time_s * self._own_ratios.drift
         return np.array([*(self._alike * shared) ** 2, self._alike * drift_s])
@@ -276,10 +274,8 @@ class ComparedSteps:
         scatter = self._ratios.uncertainty
         known = (0.0, 0.0) if scatter is None else (steps, base_s * scatter)
         own = known[0], time_s, known[1], energy_j, error_j2
-        base_error_s = math.hypot(base_error_s2**0.5, drift_s)
-        return np.array(
-            [float(steps > 0), steps, *own, base_s, base_error_s, base_j, base_error_j2**0.5]
-        )
+        base = base_s, math.hypot(base_error_s2**0.5, drift_s), base_j, base_error_j2**0.5
+        return np.array([float(steps > 0), steps, *own, *base])
 
 
 def mean_steps(sums: FloatArray) -> tuple[StepEnergy, StepEnergy] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,19 +137,21 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
     baseline = summary["baseline"]
     if baseline is not None and baseline["power_w"] is not None:
         yield _step_line("baseline", **baseline)
+    names = ("iterations", "total_duration_s", "total_energy_j", "total_units_s")
+    steady_s = without_s = 0.0
     for phase in dict.fromkeys(name for gpu in gpus for name in gpu["phases"]):
         own = [gpu["phases"][phase] for gpu in gpus if phase in gpu["phases"]]
-        iterations, duration_s, energy_j = (
-            sum(each[name] for each in own)
-            for name in ("iterations", "total_duration_s", "total_energy_j")
-        )
+        iterations, duration_s, energy_j, units_s = (sum(each[n] for each in own) for n in names)
+        if split_phase(phase)[0] == Phase.STEADY:
+            steady_s, without_s = steady_s + duration_s, without_s + duration_s - units_s
         # By energy logs: a lap may be of two phases. The framework's first step may be unseen.
         if iterations and duration_s:
             most = max(each["iterations"] for each in own)
             means = duration_s / iterations, energy_j / iterations, energy_j / duration_s
             yield _step_line(phase, most, *means)
-    if shares:
-        yield from _time_without_units(gpus)
+    if shares and steady_s:
+        share = 100 * without_s / steady_s
+        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
     yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
     followed = (rank["clocks"]["followed"] for rank in ranks)
     yield from sorted({each["warning"] for each in followed if each and each["warning"]})
@@ -162,18 +164,3 @@ def _step_line(
         f"{phase}: {iterations} iterations, {time_s:.4f} s and "
         f"{energy_j:.1f} J each on an average GPU ({power_w:.1f} W)"
     )
-
-
-def _time_without_units(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    steady = [
-        phase
-        for gpu in gpus
-        for name, phase in gpu["phases"].items()
-        if split_phase(name)[0] == Phase.STEADY
-    ]
-    units_s, total_s = (
-        sum(phase[name] for phase in steady) for name in ("total_units_s", "total_duration_s")
-    )
-    if total_s:
-        share = 100 * (1 - units_s / total_s)
-        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"

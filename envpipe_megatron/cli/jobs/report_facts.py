@@ -248,18 +248,17 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
-    facts = ReportFacts(
+    tokens = (folder.summary or {}).get("tokens_per_iteration")
+    bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
+    return ReportFacts(
         phases,
         _step_facts(base_name, baseline, _num_gpus(base_bill, base_phase)) if baseline else None,
         _step_facts(run or "steady", steady, _num_gpus(bill, _STEADY)) if steady else None,
-        stages=tuple(stages),
-        notes=tuple(notes),
+        compared,
+        bill.told(compared) if compared else "",
+        tuple(stages),
+        tuple(notes),
     )
-    if compared is None:
-        return facts
-    tokens = (folder.summary or {}).get("tokens_per_iteration")
-    bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
-    return replace(facts, compared=compared, told=bill.told(compared))
 
 
 def _incomplete(bills: Iterable[Bill]) -> list[str]:

@@ -290,6 +290,29 @@ def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
     assert len(job.described) == 2
 
 
+def test_stretches_that_are_too_short_renew_the_baseline_together(rank):
+    """Each one's first step settles, and none of them is seen before all are long enough."""
+    job = rank(seen_s=40.0)
+    for begin_s in (1.0, 2.0, 3.0):
+        job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    job.energy.settle_baseline()
+    times_s = []
+    for begin_s in (10.0, 20.0, 30.0):
+        for phase, length_s in (
+            *[(Phase.STEADY, 0.5)] * 4,
+            (Phase.BASELINE, 1.5),
+            *[(Phase.BASELINE, 0.5)] * 2,
+            *[(Phase.STEADY, 0.5)] * 2,
+        ):
+            job.step(phase, begin_s, begin_s, begin_s + length_s)
+            begin_s += length_s
+            if phase is Phase.STEADY:
+                job.energy.settle_baseline()
+        mean = job.energy.baselines[""].mean
+        times_s.append((mean.iterations, mean.time_s))
+    assert times_s == [(2, 1.0), (4, 0.5), (4, 0.5)]
+
+
 def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary(rank):
     """Sequences grow in mid-training, and other plans save another share of them."""
     spans = [(1.0, Phase.WARMUP, 100.0)] * 4 + [(1.0, Phase.STEADY, 80.0)] * 20
