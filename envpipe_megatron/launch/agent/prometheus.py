@@ -148,8 +148,8 @@ class _NodeMetrics(Collector):
         measured = bill.comparison()
         told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):
-            for source, known in told.items():
-                ratio = _ratio(known.get(f"{name}_percent")) if isinstance(known, dict) else None
+            for source, its in told.items():
+                ratio = _ratio(its.get(f"{name}_percent")) if isinstance(its, dict) else None
                 add(f"job_{name}_ratio", ratio, job, source)
             error = getattr(measured, f"{name}_uncertainty_percent", None)
             add(f"job_{name}_uncertainty_ratio", _ratio(error), job)

@@ -366,7 +366,8 @@ class Bill:
         """Put a comparison of its steady steps into words."""
         steady = [one.window for key, one in self.phases.items() if key[2] == Phase.STEADY]
         clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
-        gpus = self.fact("num_gpus") or len({window.gpu_key for window in steady})
+        # A rank may be on another GPU after a restart.
+        gpus = len({one.gpu_key if one.rank is None else one.rank for one in steady})
         tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
         return comparison.told(gpus, tokens, clocks_kept=clocks_kept)
 
