@@ -97,12 +97,12 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
-    """Say whether a profile prices all units of an order."""
+    """Say whether a profile prices all units of an order, at several clocks."""
     try:
         profile.for_chunks(schedule.num_chunks).keys(schedule)
     except EnvPipeError:
         return False
-    return profile.num_stages == schedule.num_stages
+    return profile.num_stages == schedule.num_stages and len(profile.clocks_mhz(0)) > 1
 
 
 def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:

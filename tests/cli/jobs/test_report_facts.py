@@ -169,8 +169,10 @@ def test_the_jobs_own_profile_comes_before_a_model(bubbles):
     assert predicted.waiting_power_w is None
 
 
-def test_a_profile_of_other_stages_is_not_taken(bubbles):
-    predicted = predict(bubbles, profile(STAGES + 1, ROWS), "NVIDIA A40")
+@pytest.mark.parametrize(("stages", "rows"), [(STAGES + 1, ROWS), (STAGES, ROWS[:1])])
+def test_a_profile_of_other_stages_or_of_one_clock_is_not_taken(bubbles, stages, rows):
+    """A job that sets no clock measures one only, which says nothing of others."""
+    predicted = predict(bubbles, profile(stages, rows), "NVIDIA A40")
     assert "the model a40" in predicted.assumed[0]
 
 
