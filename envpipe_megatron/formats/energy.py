@@ -69,6 +69,8 @@ MAX_AMOUNT, MAX_INDEX, MAX_STAGE = 1e12, 2**31 - 1, 9_999
 #: Where the time of a window went; of an iteration whose units were not timed as in the last whose
 #: were.
 SHARES = ("compute_s", "blocking_s", "idle_s")
+#: Back ends that change no clock.
+KEEP_CLOCKS = ("none", "dry_run")
 #: What is known of an average step.
 STEP = ("iterations", "time_s", "time_uncertainty_s", "energy_j", "metering_uncertainty_j")
 
@@ -126,6 +128,7 @@ class EnergyWindow:
         begin_s: on the time base of the GPU.
         num_ranks: of its start of the job.
         baseline: what a step is held against, by the names of `STEP`.
+        clock_backend: what changed the GPU's clock; see `KEEP_CLOCKS`.
     """
 
     node: str
@@ -144,6 +147,7 @@ class EnergyWindow:
     begin_s: float | None = None
     num_ranks: int | None = None
     baseline: Mapping[str, Any] | None = None
+    clock_backend: str = ""
 
     @property
     def gpu_key(self) -> tuple[str, str]:
@@ -322,6 +326,7 @@ def _parse(data: Any) -> EnergyWindow:
         begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
         num_ranks=_index(data, "num_ranks"),
         baseline=read_step(data.get("baseline")),
+        clock_backend=read_text(data, "clock_backend"),
     )
 
 
@@ -338,7 +343,7 @@ def read_step(told: Any) -> dict[str, Any] | None:
         read = {name: None if told[name] is None else read_amount(told[name]) for name in STEP}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
-    return read if read["time_s"] and read["energy_j"] else None
+    return read if read["iterations"] and read["time_s"] else None
 
 
 def read_text(data: dict[str, Any], name: str) -> str:

@@ -16,7 +16,6 @@ from scipy.special import stdtrit
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95
-from envpipe_megatron.formats.energy import STEP
 
 #: Of steps at one clock, one that takes so many times as long as their median was held up.
 HELD_UP = 1.1
@@ -90,17 +89,61 @@ class BaselineEnergy:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps against those of a baseline, in percent; slowdown is of time.
+    """An average step of a GPU, and by how many percent it differs from a baseline's.
 
-    Uncertainties are in percentage points: `NORMAL_95` times one reaches to the farther end of the
-    95 % interval, None if that is not known. A saving or slowdown is None where an energy is not
-    known, or the baseline so uncertain that its interval has no end.
+    Slowdown is of time. Uncertainties are in percentage points: `NORMAL_95` times one reaches to
+    the farther end of the 95 % interval, None if that is not known. A saving or slowdown is None
+    where an energy is not known, or the baseline so uncertain that its interval has no end.
     """
 
+    time_s: float
+    energy_j: float | None
     saving_percent: float | None
     saving_uncertainty_percent: float | None
     slowdown_percent: float | None
     slowdown_uncertainty_percent: float | None
+
+    def _parts(self) -> list[str]:
+        """Its time, and its energy if that is known, against the baseline's."""
+        error = self.slowdown_uncertainty_percent
+        parts = [_against(self.slowdown_percent, error, "less time", "slower")]
+        if self.energy_j is not None:
+            more = None if self.saving_percent is None else -self.saving_percent
+            error = self.saving_uncertainty_percent
+            parts.append(_against(more, error, "less energy", "more energy"))
+        return parts
+
+    def __str__(self) -> str:
+        return ", ".join(self._parts())
+
+    def told(self, num_gpus: float, tokens: object, *, clocks_kept: bool) -> str:
+        """The first line of a bill; `tokens` is a number of those of a step, if it is known."""
+        each = [(self.time_s, "s", "", "", 1.0)]
+        if self.energy_j is not None:
+            each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
+        parts = zip(each, self._parts(), strict=True)
+        step = (f"{_measured(v, unit)}{of} ({said})" for (v, unit, of, *_), said in parts)
+        told = f"a step takes {' and '.join(step)}"
+        if isinstance(tokens, int | float) and tokens > 0:
+            token = (f"{_measured(n * v / tokens, unit)}{of}" for v, unit, _, of, n in each)
+            told += f"; a token {' and '.join(token)}"
+        return f"{told}; no clock was changed" if clocks_kept else told
+
+
+def _against(more: float | None, error: float | None, less_than: str, more_than: str) -> str:
+    """Put a difference in percent into words, with its 95 % interval."""
+    if more is None:
+        return f"not known whether {less_than}"
+    said = f"% {more_than if round(more, 2) > 0 else less_than}"
+    if error is None:
+        return f"{abs(more):.2f} {said}"
+    half = NORMAL_95 * error
+    return f"{abs(more):.2f} +- {half:.2f} {said}{', within noise' * (abs(more) <= half)}"
+
+
+def _measured(value: float, unit: str) -> str:
+    prefix, factor = ("", 1) if value >= 1 else ("m", 1e3) if value >= 1e-3 else ("u", 1e6)
+    return f"{value * factor:{'.4g' if value < 1e3 else '.0f'}} {prefix}{unit}"
 
 
 def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
@@ -112,7 +155,7 @@ def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
     saving = None if more[0] is None else -more[0]
     base_error_s = baseline.time_uncertainty_s
     slower = _more(step.time_s, step.time_uncertainty_s, baseline.time_s, base_error_s)
-    return Comparison(saving, more[1], *slower)
+    return Comparison(step.time_s, own, saving, more[1], *slower)
 
 
 def _more(
@@ -131,15 +174,20 @@ def _more(
 
 
 class RunningMean:
-    """The mean of values that come one by one, and how they scatter (Welford)."""
+    """The mean of values that come one by one, how they scatter (Welford) and drift."""
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
         self._squares = 0.0
+        #: The last value, and the squares of how far each was from the one before.
+        self._last = 0.0
+        self._moved = 0.0
 
     def add(self, value: float) -> None:
         """Add one more value."""
+        self._moved += (value - self._last) ** 2 if self.count else 0.0
+        self._last = value
         self.count += 1
         deviation = value - self.mean
         self.mean += deviation / self.count
@@ -157,6 +205,16 @@ class RunningMean:
         widened = float(stdtrit(n - 1, 0.975)) / NORMAL_95
         return widened * math.sqrt(self._squares / (n - 1) / n)
 
+    @property
+    def drift(self) -> float:
+        """How far the mean is off what came before the first value, if values drift evenly.
+
+        They scatter by more then than each does about the one before (von Neumann); 0 if not.
+        """
+        if self.count < 2:
+            return 0.0
+        return math.sqrt(3 * max(0.0, self._squares - self._moved / 2) / (self.count - 1))
+
 
 class ComparedSteps:
     """Steps of one GPU beside what baselines expect in their place, of each the one in force then.
@@ -165,41 +223,59 @@ class ComparedSteps:
     """
 
     def __init__(self) -> None:
-        self._baseline: StepEnergy | None = None
+        self._baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
+        #: Steps since that is in force.
         self._alike = 0
-        #: Of windows' times to the baselines': they scatter beyond what baselines tell.
-        self._ratios = RunningMean()
-        self._sums = np.zeros(8)
+        #: Of windows' times to the baselines', of all and of these: what baselines do not tell.
+        self._ratios, self._own_ratios = RunningMean(), RunningMean()
+        self._sums = np.zeros(6)
+        #: [3] Errors of earlier baselines: s^2 and J^2, and s by drift.
+        self._errors = np.zeros(3)
 
     def add(self, baseline: StepEnergy, steps: int, *measured: float | None) -> None:
         """Add a window of steps: s, J, and its uncertainty of metering in J.
 
-        Steps that share a baseline share its errors; those of others are independent.
+        One without J is left out, but where there is no meter, so that the baseline has none.
         """
+        if measured[1] is None and baseline.energy_j is not None:
+            return
         if baseline != self._baseline:
-            self._baseline, self._alike = baseline, 0
-        shared = (self._alike + steps) ** 2 - self._alike**2
+            self._errors = self._errors + self._errors_now()
+            self._baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
         self._alike += steps
         own = np.array(measured, np.float64)  # nan where it is not known
-        base = np.array([getattr(baseline, name) for name in STEP[1:]], np.float64)
-        self._ratios = copy.copy(self._ratios)  # a copy of these stays as it is
-        self._ratios.add(float(own[0] / steps / base[0]))
-        expected = base ** (1, 2, 1, 2) * (steps, shared, steps, shared)
-        self._sums = self._sums + np.array([steps, *own ** (1, 1, 2), *expected])
+        base = np.array([baseline.time_s, baseline.energy_j], np.float64)
+        # Copies, so that a copy of this stays as it is.
+        self._ratios, self._own_ratios = copy.copy(self._ratios), copy.copy(self._own_ratios)
+        for ratios in (self._ratios, self._own_ratios):
+            ratios.add(float(own[0] / steps / base[0]))
+        self._sums = self._sums + np.array([steps, *own ** (1, 1, 2), *steps * base])
+
+    def _errors_now(self) -> FloatArray:
+        """[3] Errors of the baseline in force, as `_errors`, of all its steps, which share them.
+
+        It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
+        """
+        base = self._baseline
+        shared = np.array([base.time_uncertainty_s, base.metering_uncertainty_j], np.float64)
+        drift_s = base.time_s * self._own_ratios.drift
+        return np.array([*(self._alike * shared) ** 2, self._alike * drift_s])
 
     @property
     def sums(self) -> FloatArray:
         """[11] GPUs; steps; those whose scatter is known; s, error, J, error^2; the same expected.
 
         Steps scatter on all GPUs alike, and errors of baselines are taken to: these add up. Errors
-        of metering are independent: their squares do, but for those of what is expected.
+        of metering are independent: their squares do, but for those of what is expected. Jobs
+        mostly drift one way: so do errors by drift, of one baseline after another.
         """
-        steps, time_s, energy_j, error_j2, base_s, base_error_s2, base_j, base_error_j2 = self._sums
+        steps, time_s, energy_j, error_j2, base_s, base_j = self._sums
+        base_error_s2, base_error_j2, drift_s = self._errors + self._errors_now()
         scatter = self._ratios.uncertainty
         known = (0.0, 0.0) if scatter is None else (steps, base_s * scatter)
         own = known[0], time_s, known[1], energy_j, error_j2
-        gpus = float(steps > 0)
-        return np.array([gpus, steps, *own, base_s, base_error_s2**0.5, base_j, base_error_j2**0.5])
+        base = base_s, math.hypot(base_error_s2**0.5, drift_s), base_j, base_error_j2**0.5
+        return np.array([float(steps > 0), steps, *own, *base])
 
 
 def mean_steps(sums: FloatArray) -> tuple[StepEnergy, StepEnergy] | None:
@@ -245,12 +321,3 @@ def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
     # All GPUs step together, so that a mean over them scatters no less.
     scattered_s = None if math.isnan(scatter_s) else scatter_s / count
     return StepEnergy(round(iterations / count), time_s / count, scattered_s, energy_j, metering_j)
-
-
-def percent(value: float | None, standard_uncertainty: float | None) -> str:
-    """A number of percent, with its 95 % interval if that is known."""
-    if value is None:
-        return "not known"
-    if standard_uncertainty is None:
-        return f"{value:z.2f} %"
-    return f"{value:z.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"

@@ -141,6 +141,7 @@ class Job:
         notes: Sequence[str] = (),
     ) -> None:
         self.say = say
+        self._tokens = facts.bill.get("tokens_per_iteration")
         if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
             raise JobError(
                 "A profile is of units, and this job's level is below that",
@@ -335,7 +336,7 @@ class Job:
         self.session.close()
         self.session.gather(lap)
         folder = self.session.output_dir
-        lines = end_of_job(self.session, self.collectives, folder)
+        lines = end_of_job(self.session, self.collectives, folder, self._tokens)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")
         for line in lines:

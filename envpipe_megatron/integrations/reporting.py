@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.energy import Phase, split_phase
-from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, percent
+from envpipe_megatron.formats.energy import KEEP_CLOCKS, Phase, split_phase
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
@@ -52,11 +52,9 @@ class IntervalReport:
         if self.energy is None or self.energy.step is None:
             return {}
         step, saved = self.energy.step, self.energy.saved
-        values = {"envpipe-iter-energy/gpu": step.energy_j, "envpipe-power/gpu": step.power_w}
-        if saved is not None:
-            values["envpipe-saving-percent"] = saved.saving_percent
-            values["envpipe-slowdown-percent"] = saved.slowdown_percent
-        return {name: value for name, value in values.items() if value is not None}
+        shares = (saved.saving_percent, saved.slowdown_percent) if saved else (None, None)
+        values = zip(GAUGES, (step.energy_j, step.power_w, *shares), strict=True)
+        return {name: value for name, value in values if value is not None}
 
     def record(self, meter: Any) -> None:
         """Set the gauges of an OpenTelemetry meter; what fails is logged."""
@@ -73,7 +71,7 @@ class IntervalReport:
             logger.warning("OpenTelemetry does not take this interval's energy: %r", error)
 
     def line(self) -> str:
-        """For Megatron's log line: J per iteration and GPU, W per GPU, saving and slowdown in %."""
+        """For Megatron's log line: J per iteration and GPU, W per GPU, a step by the baseline."""
         if self.energy is None or self.energy.step is None:
             return ""
         mean = self.energy.step
@@ -86,21 +84,17 @@ class IntervalReport:
                 f"envpipe power per GPU (W/GPU): {mean.power_w:.1f}",
             ]
         if self.energy.saved is not None:
-            parts += comparison_parts(self.energy.saved)
+            parts.append(f"envpipe against baseline: {self.energy.saved}")
         return "".join(f" {part} |" for part in parts)
 
 
-def comparison_parts(comparison: Comparison) -> list[str]:
-    """Saving and slowdown in %, each with its 95 % interval if that is known."""
-    saved = percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
-    slower = percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
-    return [f"envpipe saved: {saved}", f"envpipe slower: {slower}"]
-
-
-def end_of_job(session: Session, collectives: Collectives, output_dir: Path | None) -> list[str]:
+def end_of_job(
+    session: Session, collectives: Collectives, output_dir: Path | None, tokens: object = None
+) -> list[str]:
     """The bill of a closed session: lines for the log, on the planning rank alone.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
+    `tokens` are those of an iteration, if they are known.
     """
     own = session.summary()
     by_stage = collectives.all_to_planner(own)
@@ -111,6 +105,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
         "only_measures": session.only_measures,
+        "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
         "job": own["job"],
         "memory": None if memory is None else [asdict(stage) for stage in memory],
@@ -127,38 +122,39 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
 
 
 def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
-    gpus = [rank["gpu"] for rank in summary["ranks"]]
+    ranks = summary["ranks"]
+    gpus = [rank["gpu"] for rank in ranks]
+    clocks_kept = all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks)
+    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    for batch, comparison in compared.items():
+        if comparison is not None:
+            tokens = None if batch else summary["tokens_per_iteration"]
+            told = Comparison(**comparison).told(len(gpus), tokens, clocks_kept=clocks_kept)
+            of_batch = f", batches of {batch}" if batch else ""
+            yield f"against the job's own baseline{of_batch}: {told}"
     total_j = sum(gpu["total_energy_j"] for gpu in gpus)
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
     baseline = summary["baseline"]
     if baseline is not None and baseline["power_w"] is not None:
         yield _step_line("baseline", **baseline)
+    names = ("iterations", "total_duration_s", "total_energy_j", "total_units_s")
+    steady_s = without_s = 0.0
     for phase in dict.fromkeys(name for gpu in gpus for name in gpu["phases"]):
         own = [gpu["phases"][phase] for gpu in gpus if phase in gpu["phases"]]
-        iterations, duration_s, energy_j = (
-            sum(each[name] for each in own)
-            for name in ("iterations", "total_duration_s", "total_energy_j")
-        )
+        iterations, duration_s, energy_j, units_s = (sum(each[n] for each in own) for n in names)
+        if split_phase(phase)[0] == Phase.STEADY:
+            steady_s, without_s = steady_s + duration_s, without_s + duration_s - units_s
         # By energy logs: a lap may be of two phases. The framework's first step may be unseen.
         if iterations and duration_s:
             most = max(each["iterations"] for each in own)
             means = duration_s / iterations, energy_j / iterations, energy_j / duration_s
             yield _step_line(phase, most, *means)
-    if shares:
-        yield from _time_without_units(gpus)
-    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    for batch, comparison in compared.items():
-        if comparison is not None:
-            of_batch = f" of {batch}" if batch else ""
-            parts = ", ".join(comparison_parts(Comparison(**comparison)))
-            yield f"steady against baseline{of_batch}: {parts}"
-    yield from dict.fromkeys(note for rank in summary["ranks"] for note in rank["notes"])
-    warnings = {
-        followed["warning"]
-        for rank in summary["ranks"]
-        if (followed := rank["clocks"]["followed"]) and followed["warning"]
-    }
-    yield from sorted(warnings)
+    if shares and steady_s:
+        share = 100 * without_s / steady_s
+        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
+    yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
+    followed = (rank["clocks"]["followed"] for rank in ranks)
+    yield from sorted({each["warning"] for each in followed if each and each["warning"]})
 
 
 def _step_line(
@@ -168,18 +164,3 @@ def _step_line(
         f"{phase}: {iterations} iterations, {time_s:.4f} s and "
         f"{energy_j:.1f} J each on an average GPU ({power_w:.1f} W)"
     )
-
-
-def _time_without_units(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    steady = [
-        phase
-        for gpu in gpus
-        for name, phase in gpu["phases"].items()
-        if split_phase(name)[0] == Phase.STEADY
-    ]
-    units_s, total_s = (
-        sum(phase[name] for phase in steady) for name in ("total_units_s", "total_duration_s")
-    )
-    if total_s:
-        share = 100 * (1 - units_s / total_s)
-        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"

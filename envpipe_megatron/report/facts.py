@@ -18,6 +18,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
+from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
@@ -105,7 +106,7 @@ class Bubbles:
 def find_bubbles(
     recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
 ) -> Bubbles | None:
-    """The bubbles of a job; None if no iteration at full clock was recorded by a whole pipeline.
+    """The bubbles of a job's own order; None if no whole pipeline was recorded at full clock.
 
     None, too, for one stage, and for orders of forwards alone, as whole iterations are.
 
@@ -121,7 +122,8 @@ def find_bubbles(
     found = [pairs for pairs in found if pairs]
     if not found or num_stages == 1:
         return None
-    schedule = found[-1][-1][0]
+    own = [pairs for pairs in found if split_phase(pairs[0][1][0].phase)[0] in _FULL]
+    schedule = (own or found)[-1][-1][0]
     if schedule.forward_only:
         return None
     alike = [[pair for pair in pairs if pair[0].stages == schedule.stages] for pairs in found]
@@ -282,8 +284,8 @@ class ReportFacts:
     Args:
         phases: an average step of each run and phase.
         baseline: what is compared with; None if that is not known.
-        saved: the saving with its 95 % interval, for people.
-        slower: the slowdown, likewise.
+        compared: the steady phase with the baseline; None if that cannot be said.
+        told: that in words.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -293,8 +295,8 @@ class ReportFacts:
     phases: tuple[StepFacts, ...] = ()
     baseline: StepFacts | None = None
     steady: StepFacts | None = None
-    saved: str = "not known"
-    slower: str = "not known"
+    compared: Comparison | None = None
+    told: str = ""
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None

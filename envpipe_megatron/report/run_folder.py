@@ -20,6 +20,7 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     name_of_run,
     read_energy_logs,
+    read_step,
 )
 from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
 
@@ -130,8 +131,8 @@ def read_run_folder(path: Path) -> RunFolder:
         plan,
         _clocks(path, missing),
         tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
-        summary and _with_step(summary, "baseline", "summary.json", missing),
-        job and _with_baseline(job, missing),
+        summary and _with_baseline(summary, ("baseline",), "summary.json", missing),
+        job and _with_baseline(job, ("baselines", "", "mean"), "job.json", missing),
         _read(path / "bill.json", "", _json_object, missing),
         (),
     )
@@ -255,27 +256,17 @@ def _json_object(file: Path) -> dict[str, Any]:
     return data
 
 
-def _with_step(data: dict[str, Any], name: str, file: str, missing: list[str]) -> dict[str, Any]:
-    """A JSON object whose entry of a name is an average step, or None."""
-    step = data.get(name)
-    if step is None:
-        return data
-    numbers = (int, float)
-    if isinstance(step, dict) and all(
-        type(value) in numbers or (value is None and key not in ("iterations", "time_s"))
-        for key, value in step.items()
-    ):
-        return data
-    missing.append(f"{file} is damaged: what it says of the baseline is no average step")
-    return {**data, name: None}
-
-
-def _with_baseline(job: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    """A job with the mean step of the full batch's baseline as `baseline`, or None."""
-    step: Any = job.get("baselines")
-    for name in ("", "mean"):
+def _with_baseline(
+    data: dict[str, Any], names: tuple[str, ...], file: str, missing: list[str]
+) -> dict[str, Any]:
+    """A JSON object whose entry of these names is its `baseline`: an average step, or None."""
+    step: Any = data
+    for name in names:
         step = step.get(name) if isinstance(step, dict) else step
-    return _with_step({**job, "baseline": step}, "baseline", "job.json", missing)
+    read = read_step(step)
+    if step is not None and read is None:
+        missing.append(f"{file} is damaged: what it says of the baseline is no average step")
+    return {**data, "baseline": read}
 
 
 def _num_lines(folder: RunFolder) -> int:

@@ -76,9 +76,9 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("power of a GPU (W)", *(_power(step) for step in columns)),
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
-    said = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
-    if len(columns) == 1:
-        said = "Nothing to compare: a saving needs a baseline and steps of the steady phase."
+    said = f"Against {columns[0].name}: {facts.told} (95 % intervals where known)."
+    if facts.compared is None:
+        said = "Nothing to compare: that needs a baseline and steps of the steady phase."
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
     alone = facts.changed_nothing and len(columns) == 1

@@ -20,7 +20,7 @@ import numpy as np
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare, percent
+from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
@@ -106,13 +106,8 @@ class ClockSearch:
         """Put into words what was measured at a clock."""
         step = self.tried[clock]
         compared = compare(step, self.tried[self.clocks_mhz[0]])
-        saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
-        slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
         energy = "unknown energy" if step.energy_j is None else f"{step.energy_j:.1f} J"
-        return (
-            f"{clock} MHz: {step.time_s:.4f} s and {energy} a step on an average GPU, "
-            f"saved: {saved}, slower: {slower}"
-        )
+        return f"{clock} MHz: {step.time_s:.4f} s and {energy} a step on an average GPU, {compared}"
 
     def _too_slow(self, clock: int) -> bool:
         return self._slower(clock, self.clocks_mhz[0], self.slowdown_percent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from enum import Enum
 from threading import Barrier
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
@@ -30,7 +32,8 @@ from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reporting import end_of_job
 
 
-def test_the_closing_lines_have_every_step_that_was_metered() -> None:
+@pytest.mark.parametrize("only_measures", [False, True])
+def test_the_closing_lines_have_every_step_that_was_metered(only_measures: bool) -> None:
     """Intervals of the log that are of two phases are in neither phase of `job`."""
 
     def rank(steady_j: float) -> dict[str, Any]:
@@ -40,6 +43,7 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
                 "iterations": iterations,
                 "total_energy_j": totals[0],
                 "total_duration_s": totals[1],
+                "total_units_s": 0.75 * totals[1],
             }
 
         phases = {
@@ -50,25 +54,39 @@ def test_the_closing_lines_have_every_step_that_was_metered() -> None:
         }
         total_j = sum(each["total_energy_j"] for each in phases.values())
         gpu = {"total_energy_j": total_j, "phases": phases}
-        clocks = {"followed": None}
-        job = {"phases": {"steady": {"iterations": 61}}, "comparison": None, "other_batches": {}}
+        clocks = {"followed": None, "backend": "none"}
+        other = asdict(Comparison(0.125, None, None, None, 2.0, 0.1))
+        compared = asdict(Comparison(0.25, 100.0, 4.0, 0.5, -10.0, 0.25))
+        job = {"comparison": compared, "other_batches": {"m24": other}}
+        if only_measures:
+            job = {"comparison": None, "other_batches": {}}
         return {"gpu": gpu, "job": job, "baseline": None, "notes": [], "clocks": clocks}
 
     ranks = [rank(90.0), rank(110.0)]
     session: Any = SimpleNamespace(
         summary=lambda: ranks[0],
         memory=SimpleNamespace(stages=None),
-        only_measures=False,
+        only_measures=only_measures,
         executed=["F0", "B0"],
     )
     collectives: Any = SimpleNamespace(
         is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
     )
-    assert end_of_job(session, collectives, None) == [
+    lines = [
         "energy of 2 GPUs in training: 24400 J",
         "profile: 50 iterations, 0.3000 s and 120.0 J each on an average GPU (400.0 W)",
         "steady: 62 iterations, 0.2500 s and 100.0 J each on an average GPU (400.0 W)",
     ]
+    compared = [
+        "against the job's own baseline: a step takes 250 ms (10.00 +- 0.49 % less time) and "
+        "100 J a GPU (4.00 +- 0.98 % less energy); a token 5 us and 4 mJ on 2 GPUs; no clock was "
+        "changed",
+        "against the job's own baseline, batches of m24: a step takes 125 ms (2.00 +- 0.20 % "
+        "slower); no clock was changed",
+    ]
+    share = "in 25.0 % of the steady steps' time no forward or backward ran on a GPU"
+    expected = [*lines, share] if only_measures else [*compared, *lines]
+    assert end_of_job(session, collectives, None, 50_000) == expected
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:

@@ -136,7 +136,7 @@ def test_gauges_go_beside_megatrons_own_where_that_exports(
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", own)
     for energy_j in (120.0, 100.0):
         step = StepEnergy(4, 0.5, 0.0, energy_j, 0.0)
-        compared = Comparison(20.0, 0.1, 0.5, 0.1)
+        compared = Comparison(0.5, energy_j, 20.0, 0.1, 0.5, 0.1)
         report = IntervalReport(IntervalEnergy({"steady": 4}, step, compared))
         monkeypatch.setattr(IntervalReport, "gather", lambda session, report=report: report)
         hooks.log(7, None, None)

@@ -96,6 +96,15 @@ def test_a_lower_clock_is_not_taken_for_the_highest():
     assert find_bubbles(lower, STAGES, top_mhz=1200).iterations == 1
 
 
+def test_without_control_another_order_that_runs_is_not_taken_for_the_jobs():
+    """It saves time at the same clocks; what its bubbles are worth is asked of the job's own."""
+    own = iterations(STAGES, MICROBATCHES, ("warm-up",))
+    other = iterations(STAGES, 2 * MICROBATCHES, ("", "steady"))
+    recorded = [replace(read, frequency_mhz=None) for read in (*own, *other) if read.phase]
+    assert find_bubbles(recorded, STAGES).schedule.num_microbatches == MICROBATCHES
+    assert find_bubbles(recorded[STAGES:], STAGES).schedule.num_microbatches == 2 * MICROBATCHES
+
+
 def test_an_order_that_only_measures_is_not_taken_for_the_jobs():
     """Half of its backwards are in two parts, and it comes after the warm-up."""
     warm_up, profiled = (

@@ -6,6 +6,7 @@ from pathlib import Path
 import page_made
 import pytest
 
+from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.series import predictions_of
@@ -14,7 +15,8 @@ from envpipe_megatron.report.trace import TraceFacts
 
 #: Two pipelines of three stages.
 STEPS = tuple(StepFacts(name, 1, 6, 0.2, 240.0, 1.0) for name in ("baseline", "steady"))
-FACTS = ReportFacts((), *STEPS, "12.00 %", "0.10 %")
+COMPARED = Comparison(0.2, 40.0, 12.0, 0.1, -10.0, 0.2)
+FACTS = ReportFacts((), *STEPS, COMPARED, COMPARED.told(6, None, clocks_kept=True))
 OLD, NEW = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"
 
 
@@ -63,9 +65,10 @@ def test_without_a_loop_it_is_the_plan_s():
 def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
     facts = replace(FACTS, changed_nothing=changed_nothing)
     (line,) = comparison_section(facts).lines
-    assert ("Saved 12.00 %" in line, "is chance" in line) == (not changed_nothing, changed_nothing)
+    told = "Against baseline: a step takes 200 ms (10.00 +- 0.39 % less time) and 40 J a GPU"
+    assert (told in line, "is chance" in line) == (not changed_nothing, changed_nothing)
     page = page_text("A job", page_made.folder(tmp_path), facts, None, [], [])
-    assert ("energy saved" in page) == (not changed_nothing)
+    assert ("10.00 +- 0.39 % less time, 12.00" in page) == (not changed_nothing)
 
 
 def test_a_baseline_alone_is_compared_with_nothing():

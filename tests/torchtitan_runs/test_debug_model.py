@@ -129,4 +129,4 @@ def test_the_whole_loop_saves_what_it_predicts(train: Train, tmp_path: Path) -> 
     assert compared["saving_percent"] == pytest.approx(predicted_percent, abs=1.0)
     assert compared["saving_percent"] > 10
     assert compared["slowdown_percent"] < 0.5
-    assert "steady against baseline: envpipe saved" in "\n".join(ended.outputs)
+    assert "against the job's own baseline: a step takes" in "\n".join(ended.outputs)

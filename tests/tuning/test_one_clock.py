@@ -208,8 +208,8 @@ def test_a_clock_that_is_found_is_kept_and_compared_now_and_then(steady):
     assert choice == "One clock for the whole job: 1200 MHz; at most 1 % slower was allowed"
     assert [int(line.split(" MHz: ")[0]) for line in clocks] == [*CLOCKS]
     assert clocks[2].split(": ", 1)[1] == (
-        "0.5000 s and 150.0 J a step on an average GPU, saved: 25.00 +- 0.18 %, "
-        "slower: 0.00 +- 0.00 %"
+        "0.5000 s and 150.0 J a step on an average GPU, 0.00 +- 0.00 % less time, within "
+        "noise, 25.00 +- 0.18 % less energy"
     )
     assert steady.command.note == steady.command.billed
     ((clock, steps),) = steady.kept

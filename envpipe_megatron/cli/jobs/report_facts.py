@@ -6,7 +6,7 @@ are those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,8 +29,9 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     Phase,
     name_of_run,
+    read_step,
 )
-from envpipe_megatron.formats.steps import StepEnergy, compare, percent
+from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
 from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
@@ -96,12 +97,12 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
-    """Say whether a profile prices all units of an order."""
+    """Say whether a profile prices all units of an order, at several clocks."""
     try:
         profile.for_chunks(schedule.num_chunks).keys(schedule)
     except EnvPipeError:
         return False
-    return profile.num_stages == schedule.num_stages
+    return profile.num_stages == schedule.num_stages and len(profile.clocks_mhz(0)) > 1
 
 
 def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
@@ -247,19 +248,16 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
-    facts = ReportFacts(
+    tokens = (folder.summary or {}).get("tokens_per_iteration")
+    bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
+    return ReportFacts(
         phases,
         _step_facts(base_name, baseline, _num_gpus(base_bill, base_phase)) if baseline else None,
         _step_facts(run or "steady", steady, _num_gpus(bill, _STEADY)) if steady else None,
-        stages=tuple(stages),
-        notes=tuple(notes),
-    )
-    if compared is None:
-        return facts
-    return replace(
-        facts,
-        saved=percent(compared.saving_percent, compared.saving_uncertainty_percent),
-        slower=percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent),
+        compared,
+        bill.told(compared) if compared else "",
+        tuple(stages),
+        tuple(notes),
     )
 
 
@@ -303,7 +301,7 @@ def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
     energy_j, uncertainty_j = step.energy_j, step.energy_uncertainty_j
     return StepFacts(
         name,
-        step.iterations,
+        round(step.iterations),
         num_gpus,
         step.time_s,
         None if energy_j is None or not num_gpus else num_gpus * energy_j,
@@ -316,19 +314,10 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
 
     The job file is the present job's; the others may be left from an earlier one.
     """
+    told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
-        return _read_step(folder.job.get("baseline"))
-    told = _read_step((folder.summary or {}).get("baseline"))
-    return told or _read_step(bill.facts.get("baseline"))
-
-
-def _read_step(data: Any) -> StepEnergy | None:
-    if not isinstance(data, Mapping):
-        return None
-    try:
-        return StepEnergy(**{name: data[name] for name in StepEnergy.__dataclass_fields__})
-    except KeyError:  # of another version
-        return None
+        told = [folder.job.get("baseline")]
+    return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
 
 
 def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageFacts]:

@@ -61,9 +61,10 @@ FAMILIES = {
     ),
     "envpipe_job_saving_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
     "envpipe_job_slowdown_ratio": (
-        "By how much of the baseline's time an iteration is slower.",
+        "By how much of the baseline's time an iteration is slower; below 0 it takes less.",
         (*_JOB, "source"),
     ),
+    "envpipe_job_slowdown_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
 }
 #: What the times of `SHARES` are called here.
 _SPENT = {"compute_s": "units", "blocking_s": "receives", "idle_s": "rest"}
@@ -144,16 +145,14 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
-        predicted = bill.facts.get("predicted")
-        if isinstance(predicted, dict):
-            add("job_saving_ratio", _ratio(predicted.get("saving_percent")), job, "predicted")
-            add("job_slowdown_ratio", _ratio(predicted.get("slowdown_percent")), job, "predicted")
         measured = bill.comparison()
-        if measured is not None:
-            add("job_saving_ratio", _ratio(measured.saving_percent), job, "measured")
-            add("job_slowdown_ratio", _ratio(measured.slowdown_percent), job, "measured")
-            uncertainty = _ratio(measured.saving_uncertainty_percent)
-            add("job_saving_uncertainty_ratio", uncertainty, job)
+        told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
+        for name in ("saving", "slowdown"):
+            for source, its in told.items():
+                ratio = _ratio(its.get(f"{name}_percent")) if isinstance(its, dict) else None
+                add(f"job_{name}_ratio", ratio, job, source)
+            error = getattr(measured, f"{name}_uncertainty_percent", None)
+            add(f"job_{name}_uncertainty_ratio", _ratio(error), job)
 
 
 def _ratio(percent: object) -> float | None:

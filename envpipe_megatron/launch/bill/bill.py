@@ -20,6 +20,7 @@ from envpipe_megatron.formats.energy import (
     BEGUN,
     ENDED,
     JOB,
+    KEEP_CLOCKS,
     MAX_AMOUNT,
     PHASES,
     SHARES,
@@ -360,6 +361,15 @@ class Bill:
         """Steady steps against the baselines that were in force; None if none is known."""
         means = self.compared()
         return compare(*means) if means else None
+
+    def told(self, comparison: Comparison) -> str:
+        """Put a comparison of its steady steps into words."""
+        steady = [one.window for key, one in self.phases.items() if key[2] == Phase.STEADY]
+        clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
+        # A rank may be on another GPU after a restart.
+        gpus = len({one.gpu_key if one.rank is None else one.rank for one in steady})
+        tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
+        return comparison.told(gpus, tokens, clocks_kept=clocks_kept)
 
     def per_unit(self) -> Mapping[str, float]:
         """J per iteration, token and sample of training; those that are known.

@@ -29,7 +29,6 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
-from envpipe_megatron.formats.steps import percent
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
 
@@ -147,8 +146,9 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """The bill in sentences."""
-    job, known = bill.total(), bill.per_unit()
-    lines = [
+    job, known, compared = bill.total(), bill.per_unit(), bill.comparison()
+    lines = [f"against the job's own baseline: {bill.told(compared)}"] if compared else []
+    lines += [
         f"{job.energy_j:.1f} J on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each on average"
     ]
     if known:
@@ -156,11 +156,6 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
         lines.append(f"{bill.num_iterations} iterations: {each}")
     elif bill.num_iterations and not bill.unreadable and not bill.silent():
         lines.append("J per iteration are left out: a run began twice, by a restart or as another")
-    compared = bill.comparison()
-    if compared is not None and compared.saving_percent is not None:
-        saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
-        slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
-        lines.append(f"steady steps against the job's own baseline: saved {saved}, slower {slower}")
     facts = tariff.facts(job.energy_j)
     if "cost" in facts:
         lines.append(f"cost: {facts['cost']:.4g} at {tariff.price_per_kwh:g} a kWh")
@@ -291,9 +286,7 @@ class BillReport:
         line = f"{done} iterations: {each_j:.1f} J each since the last line, {job.energy_j:.0f} J "
         line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()
-        if compared is not None and compared.saving_percent is not None:
-            line += f"; saved {percent(compared.saving_percent, None)}"
-            line += f", slower {percent(compared.slowdown_percent, None)}"
+        line += f"; against the job's own baseline {compared}" if compared else ""
         self.tell(line, bill)
         self._done, self._before = done, now
 

@@ -101,9 +101,8 @@ def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
             yield "predicted to save", f"{most.saving_percent:z.1f} % at level {most.level}"
     if facts.steady is None:
         return
-    if facts.baseline is not None and not facts.changed_nothing:
-        yield "energy saved", facts.saved
-        yield "slower", facts.slower
+    if facts.compared and facts.baseline and not facts.changed_nothing:
+        yield f"against {facts.baseline.name}", str(facts.compared)
     for step in filter(None, (facts.baseline, facts.steady)):
         joules = "" if step.energy_j is None else f", {step.energy_j:.5g} J"
         yield step.name, f"{step.time_s:.4g} s{joules} an iteration"

@@ -54,11 +54,11 @@ class Window:
         """From begin to end."""
         return self.end_s - self.begin_s
 
-    def compare(self, compared: ComparedSteps, energy: WindowEnergy) -> None:
+    def compare(self, compared: ComparedSteps, energy: WindowEnergy | None) -> None:
         """Add its steps beside what they are held against, if there is that."""
         if self.baseline is not None:
-            measured = self.duration_s, energy.energy_j, energy.uncertainty_j
-            compared.add(self.baseline, self.iterations, *measured)
+            measured = (energy.energy_j, energy.uncertainty_j) if energy else (None, None)
+            compared.add(self.baseline, self.iterations, self.duration_s, *measured)
 
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
@@ -160,7 +160,7 @@ class EnergyLog:
         if (
             window is not None
             and window.phase == step.phase
-            and (window.end_s > seen_s or window.duration_s < min_window_s)
+            and (-math.inf < seen_s < window.end_s or window.duration_s < min_window_s)
         ):
             window.extend(step)
             return
@@ -177,8 +177,10 @@ class EnergyLog:
         made = copy.copy(self._compared[phase])
         for window in (*self._waiting, self._ended()):
             if window is not None and window.phase == phase:
+                energy = None
                 with suppress(MeterError):
-                    window.compare(made, self._meter.window(window.begin_s, window.end_s))
+                    energy = self._meter.window(window.begin_s, window.end_s)
+                window.compare(made, energy)
         return made
 
     def interrupt(self) -> None:
@@ -211,6 +213,7 @@ class EnergyLog:
             energy = self._meter.window(window.begin_s, window.end_s)
         except MeterError as error:
             self._warn(str(error))
+            window.compare(self._compared[window.phase], None)
             return
         if self._written is not None and self._written[0] == window.begin_s:
             # Windows add up, as an agent bills them.
@@ -294,7 +297,8 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
 
     One in the second half counts, as a hiccup of training; before that, it prepares what follows:
     Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None
-    if steps are too few, or together shorter than ten refreshes of the counter.
+    if steps are too few, or together shorter than ten refreshes of the counter. Of a counter that
+    was never read, times only.
     """
     steps = warmup[1:]
     usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
@@ -304,4 +308,5 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
     if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
         return None
     measured = Interval(steps).measure(meter)
-    return measured if measured is not None and measured.energy_j is not None else None
+    unread = meter.last_refresh_s == -math.inf
+    return measured if measured and (unread or measured.energy_j is not None) else None

@@ -73,6 +73,8 @@ class TrainingEnergy:
         self._lap_end: tuple[float, float] | None = None
         #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
         self._warmups: dict[str, list[Window]] = {}
+        #: By phase, those of stretches that were too short, but for their first steps.
+        self._short: dict[str, list[Window]] = {}
         self._settled = set(baselines)
         #: By batch, the sums of the job's GPUs of steady steps, `ComparedSteps.sums`.
         self._job: dict[str, FloatArray] = {}
@@ -174,7 +176,8 @@ class TrainingEnergy:
     def settle_baseline(self, batch: str = "") -> None:
         """Measure a batch's baseline, once its warm-up is over; on all ranks together.
 
-        And again after each stretch of phase `baseline`: savings are against the job as it is.
+        And again after each stretch of phase `baseline`: savings are against the job as it is. One
+        that is too short to be metered is measured with the next.
         """
         first = batch not in self._settled
         phase = phase_in_batch(Phase.WARMUP if first else Phase.BASELINE, batch)
@@ -182,11 +185,16 @@ class TrainingEnergy:
             return
         self.catch_up()
         self._settled.add(batch)
-        own = measure_baseline(self._warmups.pop(phase, []), self._meter)
+        steps = self._warmups.pop(phase, [])
+        steps[1:1] = self._short.pop(phase, [])
+        own = measure_baseline(steps, self._meter)
         mean, stages = self._over_gpus(own)
         if mean is not None:
             self._know_baseline(batch, BaselineEnergy(mean, stages, own))
-        elif first and self._collectives.is_planner:
+        elif not first:
+            short = sum(step.duration_s for step in steps[1:]) < self._meter.min_window_s
+            self._short[phase] = steps[1:] if short else []
+        elif self._collectives.is_planner:
             logger.info(
                 "The warm-up gave no baseline, so no saving is reported: after its slow first "
                 "steps it needs at least two more, lasting %.1f s together",

@@ -93,3 +93,12 @@ class PhaseParts(JobParts):
     def kept_order(self) -> Schedule | None:
         """The framework's order, if it runs no other."""
         return None if self.config.reorders else self.own_order
+
+
+def note(job: PhaseParts, *notes: str) -> None:
+    """Say notes, and have the bill say them behind those of before, each once."""
+    own = tuple(f"{job.batch}: {note}" if job.batch else note for note in notes)
+    kept = (note for note in job.state.notes if note not in own)
+    job.state.notes = (*kept, *dict.fromkeys(own))
+    for note in notes:
+        job.say(note)

@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.execution.orders import (
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.online import run_commands
-from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
@@ -48,7 +48,6 @@ from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
 from envpipe_megatron.runtime.job.splitting import (
     known_and_measured,
-    note,
     try_parts,
     watch_parts,
 )

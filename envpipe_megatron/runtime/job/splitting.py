@@ -15,7 +15,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     capacity,
     is_shortest,
@@ -79,11 +79,3 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
     yield constant_order(Phase.PROFILE, measured, top, top)
     job.memory.learn(schedule, job.specs, measured)
     job.memory.watch = before
-
-
-def note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and keep them behind those that there are."""
-    own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
-    job.state.notes = tuple(dict.fromkeys((*job.state.notes, *own)))
-    for note in notes:
-        job.say(note)

@@ -98,11 +98,28 @@ def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))
     lines = [window(0, 0, 3, energy_j=800, phase="warm-up"), window(0, 4, 7, energy_j=800)]
     known = {"job": {"baseline": new}, "summary": {"baseline": old}}
-    assert report_facts(folder(*lines, **known)).saved.startswith("50.00")
-    assert report_facts(folder(*lines, summary={"baseline": old})).saved.startswith("75.00")
+    assert saved_percent(folder(*lines, **known)) == 50
+    assert saved_percent(folder(*lines, summary={"baseline": old})) == 75
     # The job was killed before it could tell: its warm-up stands in, which takes as much.
     killed = known | {"job": {"baseline": None}}
-    assert report_facts(folder(*lines, **killed)).saved.startswith("0.00")
+    assert saved_percent(folder(*lines, **killed)) == 0
+
+
+def saved_percent(of):
+    return report_facts(of).compared.saving_percent
+
+
+@pytest.mark.parametrize("known", [100, 0, None, "damaged"])
+def test_a_job_without_an_agent_has_its_tokens_from_its_summary(known):
+    step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
+    baseline = {**step, "time_s": 2.0, "energy_j": 400.0}
+    told = report_facts(
+        folder(
+            window(0, 4, 7, energy_j=800),
+            summary={"baseline": baseline, "tokens_per_iteration": known},
+        )
+    ).told
+    assert ("a token" in told) == (known == 100)
 
 
 def test_a_baseline_alone_saves_nothing_against_its_own_warm_up():
@@ -112,7 +129,7 @@ def test_a_baseline_alone_saves_nothing_against_its_own_warm_up():
     ]
     facts = report_facts(folder(*lines))
     assert facts.baseline is None
-    assert facts.saved == "not known"
+    assert facts.compared is None
     assert [(stage.name, stage.energy_j) for stage in facts.stages] == [("baseline", 200)]
     assert "Only the run `baseline`" in facts.notes[0]
 
@@ -152,8 +169,10 @@ def test_the_jobs_own_profile_comes_before_a_model(bubbles):
     assert predicted.waiting_power_w is None
 
 
-def test_a_profile_of_other_stages_is_not_taken(bubbles):
-    predicted = predict(bubbles, profile(STAGES + 1, ROWS), "NVIDIA A40")
+@pytest.mark.parametrize(("stages", "rows"), [(STAGES + 1, ROWS), (STAGES, ROWS[:1])])
+def test_a_profile_of_other_stages_or_of_one_clock_is_not_taken(bubbles, stages, rows):
+    """A job that sets no clock measures one only, which says nothing of others."""
+    predicted = predict(bubbles, profile(stages, rows), "NVIDIA A40")
     assert "the model a40" in predicted.assumed[0]
 
 

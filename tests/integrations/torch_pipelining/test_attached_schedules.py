@@ -166,7 +166,7 @@ def test_a_job_saves_as_its_plan_says(trained):
     assert cost.saving_percent(baseline) > 25
     assert abs(compared["saving_percent"] - cost.saving_percent(baseline)) < 1
     assert compared["slowdown_percent"] < 0.5
-    assert "steady against baseline: envpipe saved" in " ".join(ours[0]["said"])
+    assert "against the job's own baseline: a step takes" in " ".join(ours[0]["said"])
     assert all(not rank["said"] for rank in ours[1:])
     assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 

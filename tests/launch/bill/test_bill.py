@@ -6,6 +6,7 @@ import csv
 import gc
 import io
 import math
+import re
 from dataclasses import astuple
 
 import pytest
@@ -281,9 +282,36 @@ def test_saving_against_the_jobs_own_baseline():
     assert got.slowdown_percent == pytest.approx(100 * (2.0125 / 1.9 - 1))
     assert got.saving_uncertainty_percent == pytest.approx(expected.saving_uncertainty_percent)
     assert got.slowdown_uncertainty_percent == pytest.approx(expected.slowdown_uncertainty_percent)
-    (line,) = [text for text in bill_lines(made, Tariff()) if "baseline" in text]
-    assert "saved 20.00 +- " in line
-    assert "slower 5.92 +- " in line
+    told = bill_lines(made, Tariff())[0]
+    found = re.sub(r"[+]- \d+[.]\d+", "+- ?", told)
+    assert found == (
+        "against the job's own baseline: a step takes 2.013 s (5.92 +- ? % slower, within noise) "
+        "and 100 J a GPU (20.00 +- ? % less energy)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("backends", "facts", "more"),
+    [
+        (("none", "dry_run"), {"tokens_per_iteration": 1000}, "{tokens}; no clock was changed"),
+        (("none", "nvml"), {"tokens_per_iteration": 1000}, "{tokens}"),
+        (("none", ""), {}, ""),
+        (("none", "none"), {"tokens_per_iteration": "many"}, "; no clock was changed"),
+    ],
+)
+def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_known(
+    backends, facts, more
+):
+    made = bill(
+        job(**facts),
+        *(
+            entry
+            for gpu, backend in enumerate(backends)
+            for entry in steady(gpu, 100.0, baseline=BASELINE, clock_backend=backend)
+        ),
+    )
+    told = bill_lines(made, Tariff())[0].split("less energy)")[1]
+    assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
 
 
 LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}

@@ -249,8 +249,9 @@ def test_the_saving_is_told_once_it_is_known():
     live = Live(1)
     live.add(window(0, 0))
     live.add(window(0, 1, baseline=baseline))
-    assert "saved" not in live.told[0]
-    assert live.told[1].endswith("; saved 20.00 %, slower -20.00 %")
+    assert "baseline" not in live.told[0]
+    said = "; against the job's own baseline 20.00 % less time, 20.00 % less energy"
+    assert live.told[1].endswith(said)
 
 
 def test_gpus_whose_lines_are_long_and_come_at_different_times():

@@ -253,7 +253,8 @@ def test_all_that_is_told_of_one_job(rank):
         "baseline": told(energy.baselines[""].mean),
     }
     # Of two steps, one of which takes a third longer, nobody knows what to expect.
-    assert set(summary["gpu"]["comparison"].values()) == {None}
+    compared = summary["gpu"]["comparison"]
+    assert {value for name, value in compared.items() if "percent" in name} == {None}
 
 
 def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
@@ -289,6 +290,29 @@ def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
     assert len(job.described) == 2
 
 
+def test_stretches_that_are_too_short_renew_the_baseline_together(rank):
+    """Each one's first step settles, and none of them is seen before all are long enough."""
+    job = rank(seen_s=40.0)
+    for begin_s in (1.0, 2.0, 3.0):
+        job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    job.energy.settle_baseline()
+    times_s = []
+    for begin_s in (10.0, 20.0, 30.0):
+        for phase, length_s in (
+            *[(Phase.STEADY, 0.5)] * 4,
+            (Phase.BASELINE, 1.5),
+            *[(Phase.BASELINE, 0.5)] * 2,
+            *[(Phase.STEADY, 0.5)] * 2,
+        ):
+            job.step(phase, begin_s, begin_s, begin_s + length_s)
+            begin_s += length_s
+            if phase is Phase.STEADY:
+                job.energy.settle_baseline()
+        mean = job.energy.baselines[""].mean
+        times_s.append((mean.iterations, mean.time_s))
+    assert times_s == [(2, 1.0), (4, 0.5), (4, 0.5)]
+
+
 def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary(rank):
     """Sequences grow in mid-training, and other plans save another share of them."""
     spans = [(1.0, Phase.WARMUP, 100.0)] * 4 + [(1.0, Phase.STEADY, 80.0)] * 20
@@ -318,6 +342,45 @@ def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary
         )
     bill = bill_of(parsed([{**line, "node": "n"} for line in job.lines]))
     assert asdict(bill.comparison()) == pytest.approx(summary["gpu"]["comparison"], abs=1e-9)
+
+
+def test_a_job_without_a_meter_is_compared_by_its_time(rank):
+    job = rank(seen_s=-1.0, error=GpuError("no counter"))
+    ends_s = np.cumsum([0.5, *[1.0] * 5, *[0.8, 1.0, 0.85, 0.85] * 20])
+    told = []
+    for number, (begin_s, end_s) in enumerate(itertools.pairwise(ends_s)):
+        phase = Phase.WARMUP if number < 5 else Phase.STEADY
+        job.step(phase, begin_s, begin_s, end_s)
+        if number == 4:
+            job.energy.settle_baseline()
+        told.append(job.energy.gather(job.energy.lap()))
+    assert told[4].saved is None
+    assert told[-1].step.energy_j is None
+    known = asdict(told[-1].saved)
+    assert known.pop("slowdown_percent") == pytest.approx(-12.5)
+    assert 0.1 < known.pop("slowdown_uncertainty_percent") < 3
+    assert known.pop("time_s") == pytest.approx(0.875)
+    assert set(known.values()) == {None}
+    assert str(told[-1].saved).startswith("12.50 +- ")
+    assert str(told[-1].saved).endswith(" % less time")
+    job.energy.close()
+    assert job.energy.summary()["job"]["comparison"] == asdict(told[-1].saved)
+    assert job.energy.summary()["gpu"]["comparison"] == asdict(told[-1].saved)
+
+
+def test_a_counter_that_fails_in_training_leaves_out_windows_and_no_energy(rank):
+    """What is not metered is in no comparison, where the baseline is."""
+    job = rank()
+    for begin_s in (1.0, 2.0, 3.0):
+        job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    job.energy.settle_baseline()
+    for begin_s in np.arange(4.0, 60.0):  # the counter is seen up to 20 s
+        job.step(Phase.STEADY, begin_s, begin_s, begin_s + 1)
+    job.gpu.error = GpuError("lost")
+    job.energy.close()
+    compared = job.energy.summary()["gpu"]["comparison"]
+    assert compared["saving_percent"] == pytest.approx(0.0, abs=0.01)
+    assert compared["energy_j"] == pytest.approx(128.0)
 
 
 @pytest.mark.parametrize("planner", [True, False])

@@ -16,6 +16,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import splitting
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.parts import note
 from envpipe_megatron.runtime.job.splitting import known_and_measured, try_parts
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
@@ -107,3 +108,11 @@ def test_without_memory_for_parts_backwards_stay_whole():
     assert rank.state.whole == "Too little of a test"
     assert rank.state.notes == ("Backwards stay whole: Too little of a test",)
     assert known_and_measured(rank, OWN, [])[1] is OWN
+    note(rank, "The framework's own order: of a test", "Later")
+    note(rank)
+    note(rank, "The framework's own order: of a test")
+    assert rank.state.notes == (
+        "Backwards stay whole: Too little of a test",
+        "Later",
+        "The framework's own order: of a test",
+    )
