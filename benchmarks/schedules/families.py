@@ -131,7 +131,7 @@ def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[
     for order in best_by_family(own.judged):
         plan = own.planner.plan(order.optimizer)
         chunks = f", V = {request.num_chunks}" if request.num_chunks > 1 else ""
-        bound_j, in_1f1b = own.bound(plan), same.get(order.family)
+        bound_j, in_1f1b = own.bound_j(plan), same.get(order.family)
         yield Row(workload, order.family + chunks, plan, bound_j, in_1f1b, full)
 
 
