@@ -88,12 +88,16 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
     return _with_split(schedule, "split", lambda own, seen: seen < most - last)
 
 
-def split_from(schedule: Schedule, microbatch: int) -> Schedule:
-    """A split order in which the backwards of the microbatches before one are whole."""
+def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None) -> Schedule:
+    """A split order in which the backwards of the microbatches before one are whole.
+
+    On all stages, or on one.
+    """
     stages: list[list[Unit]] = [[] for _ in schedule.stages]
-    for order, units in zip(schedule.stages, stages, strict=True):
+    for stage, order in enumerate(schedule.stages):
+        units, first = stages[stage], microbatch if of_stage in (None, stage) else 0
         for own in order:
-            if own.kind is Kind.FORWARD or own.microbatch >= microbatch:
+            if own.kind is Kind.FORWARD or own.microbatch >= first:
                 units.append(own)
             elif own.kind is Kind.INPUT_GRADIENT:
                 units.append(unit(own.kind, own.microbatch, own.chunk, combined=True))

@@ -38,7 +38,7 @@ from envpipe_megatron.policies.problem import Limits, Problem
 #: most jobs need for their best order.
 _MEMORY = (2.0, 0.0, 1.0, 1.5, inf)
 #: How many microbatches split their backwards, the last ones, as multiples of p; or all of them.
-_SPLIT_LAST = (2.0, inf, 1.0)
+_SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of a family's.
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 150_000
 #: So many of the best are made again.
@@ -92,6 +92,11 @@ class ShortestSearch:
                     listed.append((score, family, job, first, most))
         for _, family, job, first, most in sorted(listed, key=itemgetter(0))[:_AGAIN]:
             look(family, split_from(shortest(job, family.name, most), first))
+        for family, stage in product([*best], range(problem.num_stages)):
+            # Of the first stage nobody waits for a gradient; others have time for whole backwards.
+            if family.split and own.num_units <= _LOOK_BUDGET // problem.num_stages:
+                order = best[family][1]
+                look(family, split_from(order, own.num_microbatches, stage))
         return [
             Judged(
                 family.name,
