@@ -746,6 +746,7 @@ def _session(
                 reconfigure=ours.reconfigure,
                 num_chunks=job.chunks,
                 group_size=job.group,
+                objective=ours.objective,
             ),
             warmup_iterations=ours.warmup_iterations,
             profiler=ProfilerSettings(*ours.profiler, min_window_s=0.3),
