@@ -107,8 +107,7 @@ class Baseline:
 class Judge:
     """Tells whether steps of a plan last longer than they may, by more than noise.
 
-    What the framework's own order takes is predicted by what is known of units; it is 1 s in all
-    calls where only what was measured counts.
+    Where only what was measured counts, the framework's own order is predicted to take 1 s.
 
     Attributes:
         allowed: how many times as long as the framework's own order they may last.
@@ -136,10 +135,7 @@ class Judge:
         self._steps = Steps()
 
     def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
-        """Take in the framework's own order, of which so much was predicted.
-
-        Begun `anew`, what it took before does not count.
-        """
+        """Take in the framework's own order; `anew`: what it took before does not count."""
         if anew:
             self._baseline = Baseline()
         self._baseline.add(window.steps_s, predicted_s)
