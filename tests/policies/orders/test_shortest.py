@@ -188,7 +188,6 @@ def test_costly_parts_are_left_to_where_they_shorten():
     order = shortest(profile, 48).plan.schedule
     whole = order.combined.sum(axis=1)
     assert order.split
-    assert whole[0] == 48  # nobody waits for gradients of the first stage
     assert whole.min() > 24
 
 
