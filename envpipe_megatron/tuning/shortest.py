@@ -57,8 +57,6 @@ class ShortestOrder:
         self._order = self._last = self._before = self._own
         self._everyone = range(num_replicas)
         self._commands, self._judge = CommandMaker(store), Judge(1.0)
-        #: What a step of the framework's order took when it ran last.
-        self._own_s = 0.0
         #: Iterations so far, at the last baseline, and those before which no plan is made.
         self._ran = self._baseline_at = self._plan_at = 0
         self._pause = _PAUSE
@@ -72,14 +70,12 @@ class ShortestOrder:
         while True:
             window, drift = yield from self._run_order(phase, self._order)
             changed |= bool(drift.any())
-            if self._order is self._own:
-                self._learn_own(window)
-            else:
+            slow = False
+            if self._order is not self._own:
                 self._judge.add(window)
-                if self._judge.harmed():
-                    yield from self._doubt(what_drifted(drift, window), window)
-            if self._ran - self._baseline_at >= BASELINE_EVERY:
-                yield from self._doubt()
+                slow = self._judge.harmed(1.0)
+            if slow or self._ran - self._baseline_at >= BASELINE_EVERY:
+                yield from self._look(window, what_drifted(drift, window) if slow else "")
             due = self._ran >= self._plan_at and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
@@ -117,10 +113,6 @@ class ShortestOrder:
         """Try those that are predicted to be shorter than what runs, until one is."""
         running, tried = self._order.schedule, list[str]()
         shorter = [p for p in plans.values() if self._less(p.schedule, running) > _WORTH]
-        if not shorter and plans and self._order is self._own:
-            self._stay("no other is predicted to take less time")
-        elif shorter and self._order is not self._own:
-            yield from self._at_own(anew=True)
         for plan in shorter:
             why = yield from self._try(plan)
             if not why:
@@ -128,58 +120,59 @@ class ShortestOrder:
             tried.append(why)
         if tried:
             self._stay(f"the order that was planned was not faster ({'; '.join(tried)})")
+        elif plans and self._order is self._own:
+            self._stay("no other is predicted to take less time")
+
+    def _look(self, window: Window, slow: str) -> Run[None]:
+        """Hold what runs against the framework's order again; `slow` is why steps are, if so."""
+        if self.plan is None:
+            yield from self._at_own()
+            return
+        if slow:
+            late = 100 * self._judge.late(1.0)
+            self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
+        if why := (yield from self._try(self.plan)):
+            if slow:
+                self._harm = self._judge.blame(window, 1.0, 0.0, slow)
+            self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Generator[Command | None, Window, str]:
-        """Run a plan, with the framework's order between; why it does not run on, empty if it does.
+        """Run a plan between windows of the framework's order; why it does not run on, else empty.
 
-        Else it is the framework's order, unless the plan was refused.
+        Then that order is to run, unless the plan was refused. The one that runs is tried again
+        only if the first window does not tell.
         """
         tried, self._refused = self._store.at_top(plan.schedule), ""
         predicted = 100 * self._less(plan.schedule, self._own.schedule)
+        before_s = yield from self._at_own(anew=True)
+        judge = self._judge
+        if plan is self.plan and judge.gains() and not judge.harmed(1.0):
+            self._pause = _PAUSE
+            return ""
         self._commands.adopted = plan
-        self._judge.begin()
+        judge.begin()
         for iterations in _TRIED:
-            settle, before_s = int(self._judge.begins), self._own_s
+            settle = int(judge.begins)
             window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
             if self._refused:
                 return self._refused
             self.plan = plan
-            self._judge.add(window)
-            if self._judge.harmed():
+            judge.add(window)
+            if judge.harmed(1.0):
                 break
-            yield from self._at_own()
+            after_s = yield from self._at_own()
             # A job that still warms up is faster behind the plan, one that heats up before it.
-            between = np.median(window.steps_s) < min(before_s, self._own_s)
-            if between and self._judge.gains():
-                gain, self._order = 100 * self._judge.gain(), tried
+            if np.median(window.steps_s) < min(before_s, after_s) and judge.gains():
+                gain, self._order = 100 * judge.gain(), tried
                 self._say(
                     f"The planned order takes {gain:.1f} % less time (predicted {predicted:.1f} %)"
                 )
                 self._plan_at = self._ran + _PAUSE
                 return ""
+            before_s = after_s
         self._order = self._own
-        backwards, longer = "split" if tried.schedule.split else "whole", -100 * self._judge.gain()
+        backwards, longer = "split" if tried.schedule.split else "whole", -100 * judge.gain()
         return f"{backwards} backwards: {longer:+.1f} % of the time, predicted {-predicted:+.1f} %"
-
-    def _doubt(self, cause: str = "", slow: Window | None = None) -> Run[None]:
-        """Look at the framework's order, and try the plan that runs again where it is not faster.
-
-        Args:
-            cause: why it has become slow, if it has.
-            slow: when that was seen.
-        """
-        if slow is not None:
-            late = 100 * self._judge.late()
-            self._commands.note(f"{cause}, and steps {late:+.1f} %: the framework's order")
-        yield from self._at_own(anew=True)
-        if self._order is self._own or (slow is None and self._judge.gains()):
-            self._pause = _PAUSE if self._order is not self._own else self._pause
-            return
-        assert self.plan is not None
-        if why := (yield from self._try(self.plan)):
-            if slow is not None:
-                self._harm = self._judge.blame(slow, 1.0, 0.0, cause)
-            self._stay(f"the planned order is not faster any more ({why})")
 
     def _stay(self, why: str) -> None:
         """Have another plan made later, each time later; say why the framework's order runs."""
@@ -227,12 +220,9 @@ class ShortestOrder:
         )
         return window, drift if self._last is self._before else np.zeros_like(drift)
 
-    def _at_own(self, *, anew: bool = False) -> Run[None]:
-        """Run a window of the framework's order, the new baseline."""
+    def _at_own(self, *, anew: bool = False) -> Generator[Command | None, Window, float]:
+        """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
-        self._learn_own(window, anew=anew)
+        self._judge.add_baseline(window, 1.0, anew=anew)
         self._baseline_at = self._ran
-
-    def _learn_own(self, window: Window, *, anew: bool = False) -> None:
-        self._judge.add_baseline(window, anew=anew)
-        self._own_s = float(np.median(window.steps_s))
+        return float(np.median(window.steps_s))

