@@ -15,18 +15,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-<<<<<<< HEAD
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
-from envpipe_megatron.runtime.job.planning import (
-    capacity,
-    is_shortest,
-    make_room_for_messages,
-    splits,
-)
-=======
-from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import capacity, make_room_for_messages, splits
->>>>>>> loop
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
