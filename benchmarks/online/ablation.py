@@ -63,7 +63,7 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "corrections: none": (controller, "_MOST_CORRECTIONS", 0),
     "corrections: one": (controller, "_MOST_CORRECTIONS", 1),
     "corrections: no other price": (Controller._correct, "self._a", "better and self._a"),
-    "plans: only the faster one is tried": (Planner.begin, ", (order, factor)]", "]"),
+    "plans: only the faster one is tried": (Planner.begin, "faster, factor]", "faster]"),
     "parking: none": (parking.parked, "if not change_s:", "if True:"),
     "harm: never seen": (Judge.harmed, "return True", "return False"),
     "harm: noise is not allowed for": (Judge.harmed, "noise = 2 *", "noise = 0 *"),

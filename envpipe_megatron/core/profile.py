@@ -194,6 +194,13 @@ class Profile:
         )
         return replace(self, rows=rows, assumed=assumed)
 
+    def whole(self) -> Profile:
+        """The profile without rows of both parts of a backward: its orders split none."""
+        rows = tuple(
+            {kind: kinds[kind] for kind in kinds if kind not in SPLIT[1:]} for kinds in self.rows
+        )
+        return replace(self, rows=rows, assumed=None)
+
     def keys(self, schedule: Schedule) -> NDArray[np.int32]:
         """[num_stages, units_per_stage] where `curves` has each unit of a schedule.
 

@@ -144,7 +144,7 @@ class Gpu(ABC):
     """
 
     drives_hardware: ClassVar[bool] = True
-    is_emulated: ClassVar[bool] = False
+    is_emulated: bool = False
     read_only: ClassVar[bool] = False
     late_request_s: float = 0.0
     address: GpuAddress
@@ -164,7 +164,7 @@ class Gpu(ABC):
     @property
     def changes_clock(self) -> bool:
         """True if a lock changes a clock, real or emulated."""
-        return self.drives_hardware or self.is_emulated
+        return not self.read_only and (self.drives_hardware or self.is_emulated)
 
     @final
     def lock_frequency(self, frequency_mhz: int) -> None:
@@ -319,6 +319,10 @@ class ReadOnlyGpu(ReadThroughGpu):
     backend = "none"
     drives_hardware = False
     read_only = True
+
+    def __init__(self, reader: Gpu) -> None:
+        super().__init__(reader)
+        self.is_emulated = reader.is_emulated
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(

@@ -15,11 +15,12 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     guard should stay small. Raises GpuError for an unknown back end, one that cannot open this GPU,
     or a wrong site configuration.
     """
-    if address.backend == "emulated":
+    root, is_emulated, index = address.uid.rpartition("#")
+    if is_emulated and address.backend in ("emulated", "none"):
         from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
-        root, _, index = address.uid.rpartition("#")
-        return EmulatedGpu.open(root, int(index))
+        emulated = EmulatedGpu.open(root, int(index))
+        return ReadOnlyGpu(emulated) if address.backend == "none" else emulated
     if address.backend not in BACKENDS:
         raise GpuError(
             "Unknown GPU back end",

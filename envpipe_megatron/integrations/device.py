@@ -97,7 +97,8 @@ def open_device(
     emulated, times_s = collectives.everywhere(
         lambda: _emulation(collectives.stage, num_stages, wanted, preset)
     )
-    gpu, control = open_rank_gpu(emulated.address.uid, collectives, "emulated")
+    wanted = "emulated" if wanted == "auto" else wanted
+    gpu, control = open_rank_gpu(emulated.address.uid, collectives, wanted)
     return Device(
         gpu, control, lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle)
     )
@@ -112,11 +113,11 @@ def _emulation(
             "EnvPipe found no CUDA GPU in this process",
             remedy=f"On a machine without GPUs, {PRESET_VARIABLE}=a100-sxm emulates them.",
         )
-    if wanted not in ("auto", "emulated"):
+    if wanted not in ("auto", "emulated", "none"):
         raise DeviceError(
             "Emulated GPUs have one way to control their clocks",
             value=wanted,
-            remedy="Use --envpipe-gpu-control auto or emulated.",
+            remedy="Use --envpipe-gpu-control auto, emulated or none.",
         )
     forward_s = _forward_times_s(num_stages)[stage]
     gpu = EmulatedGpu.create(preset, int(os.environ.get("LOCAL_RANK", "0")))

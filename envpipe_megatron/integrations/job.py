@@ -28,6 +28,7 @@ from envpipe_megatron.integrations.levels import Level, Limit, stands_against
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
@@ -159,6 +160,9 @@ class Job:
         keeps_order = placement.runs_units or not orders
         if not orders:  # what is planned for is the own order, whatever options could call it
             options = replace(options, scheduling="1f1b", max_in_flight=None)
+        if options.objective == Goal.TIME and options.scheduling in ("1f1b", "interleaved"):
+            notes = (*notes, "Objective time is of other orders than the framework's, which runs")
+            options = replace(options, type="baseline", objective=None)
         one_clock = level is Level.UNIFORM and options.type != "baseline"
         num_microbatches = placement.num_microbatches
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
@@ -186,7 +190,7 @@ class Job:
             *(self.collectives, len(pipeline), options.gpu_control, options.gpu),
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
-        if keeps_order and (one_clock or not controlled):
+        if keeps_order and (one_clock or not (controlled or orders)):
             self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
         else:
             make = partial(
@@ -252,6 +256,7 @@ class Job:
                 "type": request.policy,
                 "scheduling": self._order_name,
                 "reconfigure": request.reconfigure,
+                "objective": self.session.config.request.objective.goal,
                 "notes": self.session.summary()["notes"],
             }
         )
@@ -280,18 +285,24 @@ class Job:
         """What the job does, in a line."""
         options, control = self.options, self.device.control
         asked = f"type {options.type}, order {self._order_name}, reconfigure {options.reconfigure}"
+        locked = control.backend is not None and self.device.gpu.changes_clock
+        clocks = "the highest clock" if locked else "the clocks as they are"
+        slower = f"at most {self._max_slowdown_percent:g} % slower"
         if options.closed_loop:
             asked = (
-                f"order {self._order_name}, optimal plans, corrected as the job runs, at most "
-                f"{self._max_slowdown_percent:g} % slower"
+                f"order {self._order_name}, plans of least {options.objective or Goal.ENERGY}, "
+                f"corrected as the job runs, {slower}"
+            )
+        if self.session.config.request.objective.goal == Goal.TIME:
+            asked = (
+                f"order {self._order_name}, the shortest that is found, at {clocks}, where it is "
+                "faster than the framework's"
             )
         if options.plan is not None:
             asked = f"the plan {options.plan}"
         if self._one_clock:
-            asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
+            asked = f"one clock of least energy for the whole job, {slower}"
         if self.session.only_measures:
-            locked = control.backend is not None and self.device.gpu.changes_clock
-            clocks = "the highest clock" if locked else "the clocks as they are"
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"measuring alone, in the framework's order and at {clocks}{instead}"
         lines = [
@@ -394,6 +405,7 @@ def _observing(options: Options) -> Options:
     """The same options where clocks and order are left alone; without a GPU one is emulated."""
     control = "none" if torch.cuda.is_available() else options.gpu_control
     options = replace(options, type="baseline", reconfigure="default", gpu_control=control)
+    options = replace(options, objective=None, energy_price=0.0, gpu_price=0.0)
     return replace(options, max_in_flight=None, profile=None, plan=None)
 
 

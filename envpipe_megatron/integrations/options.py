@@ -17,6 +17,7 @@ from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.levels import AUTO, Level
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 
@@ -91,8 +92,9 @@ def _in_flight(given: str | None) -> int | tuple[int, ...] | str | None:
 class Options:
     """The options of a job, checked, with defaults filled in.
 
-    None as the level is the highest that the job can have; as the limit of microbatches in flight
-    it is no limit; as the slowdown, what is usual; as a file, folder or preset, none.
+    None as the level is the highest that the job can have; as the objective, what clocks allow; as
+    the limit of microbatches in flight it is no limit; as the slowdown, what is usual; as a file,
+    folder or preset, none.
     """
 
     level: Level | None = _option(
@@ -121,6 +123,26 @@ class Options:
         "Default: $ENVPIPE_TYPE, else optimal, without a pipeline uniform.",
         type=str.lower,
         choices=TYPES,
+    )
+    objective: str | None = _option(
+        "With type optimal, what plans make least: energy, in the framework's own time; time: the "
+        "shortest order, at the highest clock; cost, by the prices below; edp, energy times time. "
+        "Default: energy where clocks may be changed, else time.",
+        choices=tuple(goal.value for goal in Goal),
+    )
+    energy_price: float = _option(
+        "With objective cost: price of a kWh. Default: 0.",
+        type=_number(AMOUNT),
+        default=0.0,
+        metavar="X",
+        least=0,
+    )
+    gpu_price: float = _option(
+        "With objective cost: price of a GPU for an hour. Default: 0.",
+        type=_number(AMOUNT),
+        default=0.0,
+        metavar="X",
+        least=0,
     )
     scheduling: str = _option(
         "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; zb-h1 and zb-h2: "
@@ -201,12 +223,12 @@ class Options:
     )
     gpu_control: str = _option(
         "What changes clocks; auto (default): the first that is allowed; dry_run: log what "
-        "would be done; none: only measure.",
+        "would be done; none: nothing does, as where nothing is allowed.",
         choices=GPU_CONTROLS,
         default="auto",
     )
     require_control: bool = _option(
-        "Refuse to train where clocks may not be changed, instead of measuring alone.",
+        "Refuse to train where clocks may not be changed.",
         action="store_true",
     )
     channel: str = _option(
@@ -256,6 +278,11 @@ class Options:
             group_size=group_size,
             max_in_flight=self.max_in_flight,
             min_dwell_s=self.min_dwell_ms / 1e3 if self.type == "optimal" else 0.0,
+            objective=Objective(
+                self.objective or Goal.ENERGY,
+                energy_price=self.energy_price,
+                gpu_price=self.gpu_price,
+            ),
         )
 
 

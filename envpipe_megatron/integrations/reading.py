@@ -22,6 +22,7 @@ from envpipe_megatron.integrations.options import (
     add_arguments,
     flag_of,
 )
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -177,13 +178,6 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
         """Another flag in a list is said in short."""
         return named(name).removeprefix("--envpipe")
 
-    try:
-        check_request(
-            options.request(num_microbatches=1),
-            named=lambda part: named(_PLANNED_BY.get(part, part)),
-        )
-    except PlannerError as error:
-        raise OptionError(str(error)) from None
     limit, by_file = options.max_in_flight, options.profile is not None
     if isinstance(limit, tuple) and len(limit) != num_stages:
         raise OptionError(
@@ -191,7 +185,25 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             value=limit,
         )
     profiles = f"{named('profile')}, {and_('profile_only')}"
+    goal, price = options.objective, options.energy_price or options.gpu_price
     for wrong, what, remedy in (
+        (
+            (goal == Goal.COST) is not bool(price),
+            f"{named('objective')} cost needs a price above 0, and nothing else has one",
+            f"Give it with {named('energy_price')}, {and_('gpu_price')} or both, or leave all out.",
+        ),
+        (
+            goal not in (None, Goal.ENERGY) and not options.closed_loop,
+            f"{named('objective')} {goal} is for plans that the job makes, and looks after",
+            f"Use {named('type')} optimal, without {and_('sweep')}, {and_('profile_only')} and "
+            f"{and_('plan')}.",
+        ),
+        (
+            goal == Goal.TIME and options.scheduling == "1f1b",
+            f"{named('objective')} time looks for another order than the framework's, "
+            f"{named('scheduling')} 1f1b",
+            "Leave one of them out.",
+        ),
         (
             limit == BY_MEMORY and not on_gpu,
             f"{named('max_in_flight')} memory needs GPUs, whose memory can be measured",
@@ -218,11 +230,9 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             f"Use another type with {profiles} and {and_('plan')}.",
         ),
         (
-            options.gpu_control == "none"
-            and (options.profile_only or by_file or options.require_control),
-            f"{named('gpu_control')} none only measures, in the framework's own order",
-            f"Leave it out with {profiles}, {and_('plan')} and {and_('require_control')}; dry_run "
-            "runs a plan and changes no clock.",
+            options.gpu_control == "none" and (options.profile_only or options.require_control),
+            f"{named('gpu_control')} none changes no clock",
+            f"Leave it out with {named('profile_only')} and {and_('require_control')}.",
         ),
         (
             num_stages == 1
@@ -238,6 +248,13 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
     ):
         if wrong:
             raise OptionError(what, remedy=remedy)
+    try:
+        check_request(
+            options.request(num_microbatches=1),
+            named=lambda part: named(_PLANNED_BY.get(part, part)),
+        )
+    except PlannerError as error:
+        raise OptionError(str(error)) from None
 
 
 def _reads_files(variables: Mapping[str, str]) -> bool:

@@ -93,6 +93,10 @@ class Objective:
         of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * iteration_time_s
         return self.energy_price / _JOULES_PER_KWH * energy_j + of_gpus
 
+    def judged(self, cost: Cost) -> float:
+        """What orders are judged by: the energy (J), or the time (s) where nothing else counts."""
+        return cost.iteration_time_s if self == SHORTEST else cost.energy_j
+
     def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
         """(a, b, c): plans within the limits keep a T + b E <= c (s, J).
 
@@ -145,6 +149,8 @@ class Objective:
 
 
 LEAST_ENERGY = Objective()
+#: The least time, whatever energy and power that takes.
+SHORTEST = Objective(Goal.TIME)
 
 
 def peak_power_w(plan: Plan, window_s: float, stages: slice = slice(None)) -> float:

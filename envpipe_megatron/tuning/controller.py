@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
@@ -24,6 +22,7 @@ from envpipe_megatron.tuning.judge import (
     Silence,
     larger,
     upset,
+    what_drifted,
 )
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, PlanningError, Plans
@@ -43,7 +42,7 @@ _MOST_STRETCHES = 1024
 #: each time that all is as before, up to the second number.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
 #: What meters said counts this much less with each window.
-_FADES = 0.98
+FADES = 0.98
 
 
 class Looks:
@@ -82,7 +81,7 @@ class Controller:
         self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
         self._commands = CommandMaker(store)
-        self._judge = Judge(planner.limits.allowed)
+        self._judge = Judge(planner.limits.allowed())
         self._looks, self._since_baseline = Looks(), 0
         self._silence = Silence(own.num_stages)
 
@@ -183,11 +182,11 @@ class Controller:
             drift = larger(at_top, drift)
             self._looks.looked(judge.windows, calm=not drift.any())
         if self._harmed():
-            yield from self._out_of_harm(window, self._what_drifted(drift, window), drift)
+            yield from self._out_of_harm(window, what_drifted(drift, window), drift)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
             planner.begin_again(judge.windows)
         elif drift.any():
-            self._commands.note(self._what_drifted(drift, window) + ": planning again")
+            self._commands.note(what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
         elif planner.is_due(judge.windows) and not planner.busy:
             self._replan(reorder=True)
@@ -271,7 +270,7 @@ class Controller:
             self._store.forget(upset(drift))
             self._planner.begin_again(self._judge.windows)
             if self.plan is not None:
-                self._commands.note(self._what_drifted(drift, window) + ": planning again")
+                self._commands.note(what_drifted(drift, window) + ": planning again")
 
     def _learn_plan(self, window: Window) -> FloatArray:
         """Take in a window of the plan; by how much stages drifted."""
@@ -288,7 +287,7 @@ class Controller:
         """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
         usual = which[self._followers.usual]
         replicas = [replica for replica in self._everyone if which[replica] == usual]
-        drift = self._learn(orders[usual], window, replicas, fades=_FADES)
+        drift = self._learn(orders[usual], window, replicas, fades=FADES)
         if drift.any():
             self._store.forget(upset(drift))
         return drift
@@ -314,9 +313,12 @@ class Controller:
 
     def _prediction_error(self, plan: Plan) -> float:
         """By which share steps last longer than the plan that runs would, at what it takes now."""
+        return (1 + self._judge.late(self._own_predicted_s())) / self._expected(plan) - 1
+
+    def _expected(self, plan: Plan) -> float:
+        """How many times as long as the framework's own order a plan takes, by what it says."""
         own_s = order_at_maximum_s(self._top.schedule, plan.profile, plan.conditions)
-        predicted = plan.cost.iteration_time_s / own_s
-        return (1 + self._judge.late(self._own_predicted_s())) / predicted - 1
+        return plan.cost.iteration_time_s / own_s
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -380,6 +382,7 @@ class Controller:
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
         self._followers.lead(plan)
+        self._judge.allowed = self._planner.limits.allowed(self._expected(plan))
         self._judge.begin()
 
     def _unplanned(self) -> Plan:
@@ -393,16 +396,10 @@ class Controller:
             self._commands.note(note)
             self._judge.begin()
         if followers.missing and not self._planner.busy:
-            self._planner.begin_levels(self.plan.schedule, followers.asked())
+            levels, expected = followers.asked(), self._expected(self.plan)
+            self._planner.begin_levels(self.plan.schedule, levels, expected)
 
     # --- commands -------------------------------------------------------------------------------
 
     def _plan_command(self, phase: Phase, settle: int = 0) -> Command:
         return self._commands.make(phase, WINDOW, settle, *self._followers.running)
-
-    def _what_drifted(self, drift: FloatArray, window: Window) -> str:
-        stage = int(np.abs(drift).argmax())
-        text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
-        if not drift.any():
-            text = "steps last longer than they may, and no stage's units tell why"
-        return "; ".join([text, *window.problems])

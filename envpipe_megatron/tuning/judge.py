@@ -25,6 +25,8 @@ _SILENT_S = 3.0
 #: But where all stages changed as much, within the second share, it is the work that has: without
 #: that a job whose sequences become short again saves 2 points less.
 _UPSETS, _ALIKE = 0.1, 0.05
+#: A gain of less time than this share is none, however little steps scatter.
+_LEAST_GAIN = 1e-3
 #: Plans are made faster than what is asked by this share at most.
 _MOST_FASTER = 0.02
 
@@ -37,6 +39,15 @@ def upset(drift: FloatArray) -> BoolArray:
 def larger(one: FloatArray, other: FloatArray) -> FloatArray:
     """[num_stages] of two drifts that which is further from none."""
     return np.where(np.abs(one) > np.abs(other), one, other)
+
+
+def what_drifted(drift: FloatArray, window: Window) -> str:
+    """What may have made steps longer, in words; `drift` is as `Store.learn` has it."""
+    stage = int(np.abs(drift).argmax())
+    text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
+    if not drift.any():
+        text = "steps last longer than they may, and no stage's units tell why"
+    return "; ".join([text, *window.problems])
 
 
 class Steps:
@@ -78,6 +89,9 @@ class Baseline:
         """Add steps, of which so much was predicted by what was known then."""
         self._ratios.extend((steps_s / predicted_s).tolist())
 
+    def __len__(self) -> int:
+        return len(self._ratios)
+
     def today_s(self, predicted_s: float) -> float:
         """Return what it would take now, if what is known of units today predicts so much."""
         return float(np.median(self._ratios)) * predicted_s
@@ -93,17 +107,17 @@ class Baseline:
 class Judge:
     """Tells whether steps of a plan last longer than they may, by more than noise.
 
-    Args:
-        allowed: how many times as long as the framework's own order they may last.
+    Where only what was measured counts, the framework's own order is predicted to take 1 s.
 
     Attributes:
+        allowed: how many times as long as the framework's own order they may last.
         windows: of plans, so far.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
     """
 
     def __init__(self, allowed: float) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._baseline = Baseline()
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
@@ -120,8 +134,10 @@ class Judge:
         """Another plan runs, or the same one elsewhere: steps so far do not count."""
         self._steps = Steps()
 
-    def add_baseline(self, window: Window, predicted_s: float) -> None:
-        """Take in the framework's own order, of which so much was predicted."""
+    def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
+        """Take in the framework's own order; `anew`: what it took before does not count."""
+        if anew:
+            self._baseline = Baseline()
         self._baseline.add(window.steps_s, predicted_s)
 
     def add(self, window: Window) -> None:
@@ -140,13 +156,24 @@ class Judge:
 
     def harmed(self, own_s: float) -> bool:
         """True if steps last longer than they may; `own_s` as for `late`."""
-        allowed_s = self._baseline.today_s(own_s) * self._allowed
+        allowed_s = self._baseline.today_s(own_s) * self.allowed
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
             noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
             if median_s > allowed_s * (1 + noise):
                 return True
         return False
+
+    def gain(self) -> float:
+        """By which share steps are shorter than those of the framework's own order were."""
+        return 1 - self._steps.median_s / self._baseline.today_s(1.0)
+
+    def gains(self) -> bool:
+        """True if that is more than noise."""
+        # Few steps may seem to scatter less than they do: no less than the baseline's.
+        steps, baseline = self._steps, self._baseline
+        error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
+        return self.gain() > max(_LEAST_GAIN, 2 * error)
 
     def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.
@@ -189,7 +216,7 @@ class Harm:
         return (
             f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than in the "
             f"framework's order at the highest clocks, one {100 * self._worst:.1f} % longer, until "
-            f"these were asked for. The last time: {why}"
+            f"that ran again. The last time: {why}"
         )
 
 

@@ -16,6 +16,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
@@ -25,7 +26,7 @@ from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import level_factor
 
-#: A new plan must save this share more of the energy than the one that runs.
+#: A new plan must be better by this share than the one that runs.
 _WORTH = 5e-4
 #: After so many windows at most, planning that failed is tried again.
 _LATEST = 1024
@@ -35,8 +36,8 @@ UNPLANNED = "baseline"
 #: What to plan, and what is known beforehand: for `planned`.
 Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
 #: Asks for a plan from a profile, for an order or the best there is, to take so many times as long
-#: as the framework's own order.
-Ask: TypeAlias = Callable[[Profile, Schedule | None, float], Asked]
+#: as the framework's own order; None for any time.
+Ask: TypeAlias = Callable[[Profile, Schedule | None, float | None], Asked]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
 #: The same, each with what splitting backwards wins, in words.
@@ -54,19 +55,21 @@ class Limits:
     """What the user allows.
 
     Args:
-        max_slowdown: share by which steps may last longer than the framework's own at full clock.
-        deadline_factor: what plans may take, as a multiple of that.
+        max_slowdown: share by which steps may last longer than the framework's own at full clock,
+            or than a plan says where no deadline is set.
+        deadline_factor: what plans may take, as a multiple of that; None as the objective has it.
         min_dwell_s: least time between two changes of a GPU's clock.
+        objective: what plans are made for.
     """
 
     max_slowdown: float
-    deadline_factor: float
+    deadline_factor: float | None
     min_dwell_s: float
+    objective: Objective = LEAST_ENERGY
 
-    @property
-    def allowed(self) -> float:
-        """How many times as long as the framework's own order steps may last."""
-        return self.deadline_factor * (1 + self.max_slowdown)
+    def allowed(self, expected: float = 1.0) -> float:
+        """As a multiple of the framework's own, what steps may last where so much is `expected`."""
+        return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
 
 def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
@@ -185,12 +188,27 @@ class Planner:
         if self._reorders:
             self._again_at = 0
         factor = self.limits.deadline_factor
-        self._begin({0: list(dict.fromkeys([(order, factor - faster), (order, factor)]))})
+        factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
+        self._begin(lambda known: {0: [self._ask(known, order, each) for each in factors]})
 
-    def begin_levels(self, order: Schedule, levels: Sequence[int]) -> None:
-        """Make plans of an order for levels of the frontier."""
-        self._reorders, factor = False, self.limits.deadline_factor
-        self._begin({level: [(order, factor * level_factor(level))] for level in levels})
+    def begin_shortest(self) -> None:
+        """Make the plan of the best order, and as level 1 that of whole backwards."""
+        self._begin(
+            lambda known: {
+                level: [self._ask(profile, None, None)]
+                for level, profile in enumerate((known, known.whole()))
+            }
+        )
+
+    def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
+        """Make plans of an order for levels of the frontier, of which the first is `expected`."""
+        self._reorders, first = False, self.limits.deadline_factor or expected
+
+        def of_level(known: Profile, level: int) -> Asked:
+            problem, notes = self._ask(known, order, first * level_factor(level))
+            return replace(problem, objective=LEAST_ENERGY), notes
+
+        self._begin(lambda known: {level: [of_level(known, level)] for level in levels})
 
     def quick(self, order: Schedule) -> Plans:
         """A plan of an order, made in seconds: begun by the first call, and there once.
@@ -212,10 +230,9 @@ class Planner:
             logger.exception("No quick plan")
             return {}
 
-    def _begin(self, tries: Mapping[int, Sequence[tuple[Schedule | None, float]]]) -> None:
+    def _begin(self, ask: Callable[[Profile], Mapping[int, Sequence[Asked]]]) -> None:
         try:
-            profile = self._store.profile(careful=True)
-            asked = {level: [self._ask(profile, *one) for one in of] for level, of in tries.items()}
+            asked = ask(self._store.profile(careful=True))
             self._background.start(partial(first_plans, asked))
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
@@ -250,11 +267,13 @@ class Planner:
         return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
-        """True if a ready plan saves more than one that runs, or that one is too slow.
+        """True if a ready plan is better by the objective than one that runs, or that is too slow.
 
         The framework's own order takes `own_s` by what is known.
         """
-        today = self.repriced(running)
-        if today.cost.iteration_time_s > own_s * self.limits.allowed:
+        today, limits = self.repriced(running), self.limits
+        if limits.deadline_factor and today.cost.iteration_time_s > own_s * limits.allowed():
             return new.cost.iteration_time_s < today.cost.iteration_time_s
-        return new.cost.energy_j < today.cost.energy_j * (1 - _WORTH)
+        num_gpus = int(today.conditions.gpus_by_stage.sum())
+        new_score, score = (limits.objective.score(plan.cost, num_gpus) for plan in (new, today))
+        return new_score < score * (1 - _WORTH)

@@ -26,6 +26,7 @@ from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.policies.request import check_request
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -525,7 +526,10 @@ def test_a_job_that_trains_without_envpipe(
 def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
     hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where other microbatches than those of the arguments are trained, Megatron refuses none."""
+    """Where other microbatches than those of the arguments are trained, Megatron refuses none.
+
+    Where the sequence of chunks counts, no order is looked for that memory would limit.
+    """
     from envpipe_megatron.integrations.megatron import job, training
 
     config = SimpleNamespace(
@@ -545,4 +549,10 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
     group: Any = None
     with jobs_are_faked() as made:
         hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)
-    assert [job.level for job in made] == [Level.OBSERVE]
+        monkeypatch.setattr(training, "sequence_counts", lambda config: True)
+        usual = given(
+            type="optimal", scheduling="auto", reconfigure="default", max_in_flight="memory"
+        )
+        hooks.Training(args, usual, LIMITS, [gpt(), gpt(), gpt()], group)
+    assert [job.level for job in made] == [Level.OBSERVE] * 2
+    check_request(made[1].options.request(8, 3))

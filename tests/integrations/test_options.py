@@ -22,6 +22,7 @@ from envpipe_megatron.integrations.options import (
     flag_of,
 )
 from envpipe_megatron.integrations.reading import prepare_files, read_options
+from envpipe_megatron.policies.objective import Objective
 
 GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
@@ -74,6 +75,23 @@ def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) ->
     for words in (PLANNED, ("--envpipe-type", "baseline")):
         with pytest.raises(EnvPipeError, match="sweep measures clocks first"):
             read("--envpipe-sweep", *words)
+
+
+def test_an_objective_becomes_the_plans() -> None:
+    """Without one, it depends on what may change clocks, which is not known yet."""
+    assert (read().objective, read().request(8).objective) == (None, Objective("energy"))
+    for goal in ("energy", "time", "edp"):
+        options = read("--envpipe-objective", goal)
+        assert (options.objective, options.request(8).objective) == (goal, Objective(goal))
+    prices = ("--envpipe-energy-price", "0.3", "--envpipe-gpu-price", "2")
+    priced = read("--envpipe-objective", "cost", *prices).request(8)
+    assert priced.objective == Objective("cost", energy_price=0.3, gpu_price=2.0)
+    assert read("--envpipe-objective", "energy", "--envpipe-type", "uniform").closed_loop is False
+
+
+def test_files_go_without_control_of_clocks() -> None:
+    """A plan's order runs all the same."""
+    assert read("--envpipe-gpu-control", "none", *PLANNED).plan == Path(__file__)
 
 
 def test_each_option_is_listed_for_users_with_its_words() -> None:
@@ -230,8 +248,22 @@ def test_output_lies_beside_the_checkpoints() -> None:
         (("--envpipe-type", "baseline", "--envpipe-profile", __file__), "measures alone"),
         ((*PLANNED, "--envpipe-max-in-flight", "4"), "plan cannot .* with --envpipe-max-in"),
         ((*PLANNED, "--envpipe-reconfigure", "greedy"), "with --envpipe-reconfigure greedy"),
-        (("--envpipe-gpu-control", "none", "--envpipe-profile", __file__), "only measures"),
-        (("--envpipe-gpu-control", "none", "--envpipe-require-control"), "only measures"),
+        (("--envpipe-gpu-control", "none", "--envpipe-require-control"), "changes no clock"),
+        (
+            (
+                *("--envpipe-gpu-control", "none"),
+                *("--envpipe-profile-only", "--envpipe-output", "here"),
+            ),
+            "changes no clock",
+        ),
+        (("--envpipe-objective", "cost"), "cost needs a price .* --envpipe-energy-price, -gpu-pri"),
+        (("--envpipe-gpu-price", "2"), "--envpipe-objective cost needs a price above 0"),
+        (("--envpipe-objective", "edp", "--envpipe-energy-price", "0.3"), "cost needs a price"),
+        (("--envpipe-objective", "cost", "--envpipe-gpu-price", "-1"), "gpu-price is at least 0"),
+        (("--envpipe-objective", "time", *PLANNED), "time is for plans that .*, -profile-only and"),
+        (("--envpipe-objective", "edp", "--envpipe-type", "envelope"), "Use --envpipe-type opt"),
+        (("--envpipe-objective", "cost", "--envpipe-gpu-price", "2", "--envpipe-sweep"), "-sweep"),
+        (("--envpipe-objective", "time", "--envpipe-scheduling", "1f1b"), "another order than"),
         (("--envpipe-gpu-control", "emulated"), "without GPUs"),
     ],
 )

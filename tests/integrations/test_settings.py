@@ -59,7 +59,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, channel, gpu"),
+        ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, channel, energy_p"),
         ({"level": "units"}, "No such option.*'level'"),
         ({"self_check": "off"}, "No such option.*'self_check'"),
         ({"reconfig": "greedy", "reconfigure": "greedy"}, "given twice.*'reconfigure'"),
@@ -77,10 +77,12 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
             "scheduling envpipe, .* zb-h2, or leave max_in_flight out",
         ),
         ({"max_in_flight": 0}, "^max_in_flight is a number of microbatches.*got '0'"),
+        ({"objective": "cost"}, "^objective cost needs a price .* with energy_price, gpu_price or"),
+        ({"objective": "joules"}, "invalid choice: 'joules' .*'energy', 'time', 'cost', 'edp'"),
         ({"profile_steps": 0}, "^profile_steps is at least 1"),
         ({"profile": "nowhere.csv"}, "^The file of profile is not there"),
         ({"output": __file__}, "Give another one by output"),
-        ({"gpu_control": "none", "require_control": True}, "profile, profile_only, plan and req"),
+        ({"gpu_control": "none", "require_control": True}, "out with profile_only and require_"),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,25 @@ def test_below_units_too(case, level, checkout, patched, tmp_path):
     said = "".join(run.outputs)
     assert ("no forward or backward ran on a GPU" in said) == (level == "observe")
     assert level == "uniform" or "envpipe saved" not in said
+
+
+@pytest.mark.parametrize("level", ["units", "order"])
+@pytest.mark.parametrize("name", ["pp4", "pp2dp2-overlapped"])
+def test_a_job_that_may_set_no_clock(name, level, checkout, patched, tmp_path):
+    """At level `order` the shortest order runs; below it, nothing is changed."""
+    case = CASES[name]
+    length = f"--global-batch-size {MICROBATCHES} --train-iters 60 --lr-decay-iters 100"
+    case = replace(case, length=length)
+    stock = run_case(checkout(TAGS[0]), case, "", tmp_path / "stock")
+    args = f"--envpipe --envpipe-level {level} --envpipe-gpu-control none --envpipe-output output"
+    run = run_case(patched(TAGS[0]), case, args, tmp_path / "ours")
+    assert run.digits == stock.digits
+    assert run.weights == stock.weights
+    said = "".join(run.outputs)
+    assert ("measuring alone, in the framework's order" in said) == (level == "units")
+    job = json.loads((tmp_path / "ours" / "output" / "summary.json").read_text())["job"]
+    if level == "units":
+        assert job["comparison"] is None
+        return
+    assert "The planned order takes" in said
+    assert job["comparison"]["slowdown_percent"] < -5

@@ -8,9 +8,12 @@ from pathlib import Path
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 
 #: Iterations in the steady phase, where a job ends when it got there.
 STEADY_STEPS = 2
+#: By how much a unit that the host is late for comes later, of units that take `unit_s`.
+SLOW_S = 0.2
 #: A job that has not got there by now never will.
 MAX_STEPS = 300
 
@@ -83,6 +86,9 @@ class Ours:
             units: one for each number of microbatches.
         checked: the order of a self-check in the second iteration, and whether whole backwards need
             one; it splits backwards where the job does. None without one.
+        reads_only: whether clocks may not be set.
+        slow_from: the iteration from which the host is late for a unit of the first stage, by
+            `SLOW_S`, unless the order is the framework's; the first is 0. None if it never is.
         fault: what of `training.FAULTS` goes wrong on the last stage, in EnvPipe's units.
     """
 
@@ -101,6 +107,9 @@ class Ours:
     fault: str = ""
     splits: bool = False
     closed_loop: bool = False
+    reads_only: bool = False
+    slow_from: int | None = None
+    objective: Objective = LEAST_ENERGY
 
 
 Bits = dict[str, bytes]
@@ -144,6 +153,7 @@ class Result:
     failed: str | None = None
     #: Why backwards are not split, by a self-check.
     whole: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:

@@ -27,7 +27,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
+from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -56,8 +56,10 @@ from plain_stages import FastTime
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron import split_backward
@@ -154,6 +156,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
+            result.notes = session.state.notes
         return result
 
 
@@ -661,6 +664,26 @@ class _RecordingGpu(EmulatedGpu):
         super()._lock(frequency_mhz)
 
 
+class _LateExecutor(EmulatedExecutor):
+    """The host is late for a unit in the middle of each iteration that is not of an own order."""
+
+    def __init__(self, own: Schedule, late_from: int, *args: Any) -> None:
+        super().__init__(*args)
+        self._own, self._left = own, late_from
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        super().begin_iteration(schedule, stage)
+        self._left -= 1
+        late = self._left < 0 and stage == 0 and schedule.stages != self._own.stages
+        self._late_for = len(self._units) // 2 if late else -1
+
+    def begin_unit(self) -> Any:
+        begun = super().begin_unit()
+        if len(self._ends) == self._late_for:
+            self._gpu.advance_to(self._gpu.committed_end_s() + SLOW_S)
+        return begun
+
+
 class _RecordingWork:
     """Notes each unit when it is run."""
 
@@ -737,6 +760,10 @@ def _session(
     fast_time.install(gpu)
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
     times |= {Kind.INPUT_GRADIENT: ours.unit_s, Kind.WEIGHT_GRADIENT: ours.unit_s}
+    executor: Any = partial(EmulatedExecutor, gpu, times, collectives)
+    if ours.slow_from is not None:
+        own = builders.framework_order(job.stages, job.microbatches, job.chunks, job.group)
+        executor = partial(_LateExecutor, own, ours.slow_from, gpu, times, collectives)
     session = _RecordingSession(
         SessionConfig(
             PlanRequest(
@@ -746,6 +773,7 @@ def _session(
                 reconfigure=ours.reconfigure,
                 num_chunks=job.chunks,
                 group_size=job.group,
+                objective=ours.objective,
             ),
             warmup_iterations=ours.warmup_iterations,
             profiler=ProfilerSettings(*ours.profiler, min_window_s=0.3),
@@ -755,8 +783,8 @@ def _session(
             splits=ours.splits,
             closed_loop=ours.closed_loop,
         ),
-        gpu,
-        lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
+        ReadOnlyGpu(gpu) if ours.reads_only else gpu,
+        executor,
         make_channel(pipeline, collectives, timeout=timedelta(seconds=20)),
         collectives,
         result=result,

@@ -24,6 +24,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
@@ -101,6 +102,27 @@ def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> 
             session.clock.stop(GpuError("the driver of a test"))
 
     return _until_steady(rank, session, 400, before)
+
+
+def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
+    """The victim's clock control ends in a closed loop; its notes, and what was kept by then."""
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, schedule, "optimal"),
+        output_dir=root,
+        fingerprint={},
+        closed_loop=True,
+    )
+    session, _ = plain_stages.session(rank, config, root)
+    with (
+        closing(session),
+        plans_are_waited_for(),
+        patch.object(phases, "_TRIED_AFTER", 2),
+    ):
+        for number in range(40):
+            if rank == victim and number == 8:
+                session.clock.stop(GpuError("the driver of a test"))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+    return session.state.notes
 
 
 #: What a message back takes of the emulated time of who receives it; one forward takes none.

@@ -42,7 +42,7 @@ class EmulatedGpu(Gpu):
     """
 
     drives_hardware: ClassVar[bool] = False
-    is_emulated: ClassVar[bool] = True
+    is_emulated = True
 
     def __init__(
         self,

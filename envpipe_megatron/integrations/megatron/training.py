@@ -65,7 +65,7 @@ class Training(LeveledJob):
         self._order_of = partial(megatron_order, args, model)
         config = get_model_config(model[0])
         if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
-            options = replace(options, scheduling="1f1b")
+            options = replace(options, scheduling="1f1b", max_in_flight=None)
         whole = why_whole(model, config)
         own = None
         with suppress(ScheduleError):  # lower levels need none

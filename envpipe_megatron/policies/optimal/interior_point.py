@@ -77,7 +77,10 @@ class InteriorPoint:
 
     def solve(self, deadline: float, dearer: float = 1.0) -> Solution:
         """Minimise for a deadline as far as rounding allows; overtime costs `dearer` times it."""
-        edge, last, below, _, _ = self._problem.pairs
+        problem = self._problem
+        if not len(problem.width):  # one duration of each unit: nothing to choose
+            return Solution(np.empty(0), np.zeros(len(problem.source)), np.zeros(len(problem.tail)))
+        edge, last, below, _, _ = problem.pairs
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         # Numbers that overflow end the search, at the best point until then.
         with _THREADS.limit(limits=1, user_api="blas"), np.errstate(all="ignore"):

@@ -122,7 +122,8 @@ class DurationProgram:
         best, least = None, np.inf
         for dearer in _OVERTIME:
             answer = self._checked(deadline_s, dearer)
-            gap = (answer.cost_j - answer.lower_bound_j) / (abs(answer.cost_j) + can_save_j)
+            gap_j = answer.cost_j - answer.lower_bound_j
+            gap = gap_j / (abs(answer.cost_j) + can_save_j or 1.0)  # 0 without a meter
             if best is None or gap < least:
                 best, least = answer, gap
             if gap <= _GAP:

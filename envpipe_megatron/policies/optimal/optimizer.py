@@ -151,7 +151,7 @@ class Optimizer:
         plan = self._parked(plan, min_dwell_s)
         if by_energy and not min_dwell_s:
             plan = self._or_by_rule(plan, deadline_s)
-        return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j)
+        return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
         """The plan, or that of a simple rule if it is cheaper.

@@ -2,7 +2,8 @@
 
 Without chunks that is EnvPipe's order with any extra forwards (`extra_forwards`); with chunks, or
 where backwards can be split, `families` has more. All are judged by the relaxed energy of
-their orders at one time; the best are planned in full.
+their orders at one time; the best are planned in full. Where only time counts, they are judged by
+their time at the highest clocks (`shortest`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
-from envpipe_megatron.policies.objective import Goal
+from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
@@ -27,6 +28,7 @@ from envpipe_megatron.policies.orders.judged import (
     check_own_within,
     within,
 )
+from envpipe_megatron.policies.orders.shortest import ShortestSearch
 from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
@@ -46,7 +48,8 @@ class AutoSearch:
         self._profile, self._conditions = problem.profile, problem.conditions
         self._own = problem.own_order
         self.planner = problem.planner(self._own)
-        if problem.objective.goal == Goal.ENERGY:
+        self._shortest = ShortestSearch(problem) if problem.objective == SHORTEST else None
+        if self._shortest or problem.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)
             return
         own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
@@ -65,13 +68,14 @@ class AutoSearch:
         self._searches: list[OrderSearch | FamilySearch] = []
         self._refused: LinearProgramError | None = None
         at, park = (self._conditions, time_s), problem.park
-        if problem.num_chunks == 1:
-            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
-            self._searches.append(own)
         self._families = families(
             profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
         )
-        for family in self._families if problem.limits.channel_capacity is None else ():
+        if problem.num_chunks == 1 and not self._shortest:
+            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
+            self._searches.append(own)
+        any_channel = problem.limits.channel_capacity is None
+        for family in self._families if any_channel and not self._shortest else ():
             job = family, self._own, profile
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park))
@@ -88,7 +92,7 @@ class AutoSearch:
         """
         most = self._most_in_flight(limits)
         refused: LinearProgramError | None = None
-        judged: list[Judged] = []
+        judged = self._shortest.search(limits, most) if self._shortest else []
         for search in self._searches:
             try:
                 if isinstance(search, OrderSearch):
@@ -106,7 +110,7 @@ class AutoSearch:
                 value=self._time_s,
                 remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
             )
-        return sorted(judged, key=lambda order: order.worth_j)
+        return sorted(judged, key=lambda order: order.worth)
 
     def _most_in_flight(self, limits: Limits) -> list[int] | None:
         """[num_stages] the most microbatches x chunks that each stage may hold."""
@@ -171,7 +175,7 @@ class AutoSearch:
             return None
         raised = tuple(limit + problem.num_chunks for limit in in_flight)
         more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
-        return 100 * max(0.0, 1 - more.relaxed_energy_j / self.judged[0].relaxed_energy_j)
+        return 100 * max(0.0, 1 - more.score / self.judged[0].score)
 
     def splitting(self, plan: Plan) -> str:
         """Say what splitting backwards wins for a plan; empty if only one way was judged.
@@ -181,32 +185,29 @@ class AutoSearch:
         best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
         if len(best) < 2:
             return ""
-        own_j = plan.baseline.cost.energy_j
-        split, whole = (
-            f"{100 * (1 - best[splits].relaxed_energy_j / own_j):.1f} %" for splits in (True, False)
-        )
+        own = self.problem.objective.judged(plan.baseline.cost)
+        split, whole = (f"{100 * (1 - best[s].score / own):.1f} %" for s in (True, False))
+        won = "less time" if self._shortest else "saved"
         if plan.schedule.split:
-            return f"Split backwards: {split} saved instead of {whole} without"
-        return f"Whole backwards: {whole} saved, and {split} with split ones"
+            return f"Split backwards: {split} {won} instead of {whole} without"
+        return f"Whole backwards: {whole} {won}, and {split} with split ones"
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
-        baseline_j = plan.baseline.cost.energy_j
-        tried = sum(search.orders_tried for search in self._searches)
-        most = 100 * (1 - self.bound_j(plan) / baseline_j)
+        own = self.problem.objective.judged(plan.baseline.cost)
+        tried = sum(search.orders_tried for search in (self._shortest, *self._searches) if search)
         splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
-        notes = [
-            f"{tried} orders were compared. No order {of} can save more than {most:.2f} % at this "
-            "deadline."
-        ]
+        notes = [f"{tried} orders were compared."]
+        if not self._shortest:
+            most = 100 * (1 - self.bound_j(plan) / own)
+            notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
         if self.problem.limits.channel_capacity is not None and self._families:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(
-                f"{order.family} {100 * (1 - order.relaxed_energy_j / baseline_j):.2f} % "
-                f"({_peak(order)} in flight)"
+                f"{order.family} {100 * (1 - order.score / own):.2f} % ({_peak(order)} in flight)"
                 for order in best
             )
             notes.append(f"Families of orders by what they save before rounding: {told}.")

@@ -137,14 +137,9 @@ class OrderSearch:
         caps = builders.extra_forward_caps(stages, self._searched)
         limits = replace(limits, most=tuple(map(min, limits.most, caps)))
         first = (0,) * stages
-        try:
-            wanted = envpipe_counts(self._profile, self.num_microbatches)
-        except ProfileError:  # no energy valley, which only EnvPipe's rule needs
-            wanted = [0] * stages
-        scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
-        ramps = [[int(fall * s) for s in reversed(range(len(first)))] for fall in _START_RAMPS]
-        fitted = [limits.fit(counts) for counts in (*scaled, *ramps, self._best)]
+        fitted = starts(self._profile, self.num_microbatches, limits)
         self._by_rule = fitted[0]
+        fitted.append(limits.fit(self._best))
         # Where memory holds the front back, what the rear may have beyond it often does harm.
         falling = [limits.fit(list(accumulate(counts, min))) for counts in fitted]
         seeds = {first, *fitted, *falling}
@@ -271,6 +266,18 @@ class OrderSearch:
         longer = self.num_microbatches / self._searched
         worth = memory_worth(solved.schedule, self._searched_own)
         return solved.energy_j * (1 + longer * (worth - 1))
+
+
+def starts(profile: Profile, num_microbatches: int, limits: OrderLimits) -> list[Extra]:
+    """Extra forwards to begin a search with, those of EnvPipe's rule first."""
+    stages = profile.num_stages
+    try:
+        wanted = envpipe_counts(profile, num_microbatches)
+    except ProfileError:  # no energy valley, which only EnvPipe's rule needs
+        wanted = [0] * stages
+    scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
+    ramps = [[int(fall * s) for s in reversed(range(stages))] for fall in _START_RAMPS]
+    return [limits.fit(counts) for counts in (*scaled, *ramps)]
 
 
 def _directions(num_stages: int) -> deque[Extra]:

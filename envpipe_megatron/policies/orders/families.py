@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -31,8 +32,9 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_tim
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 
-#: Limits of activations held that are tried, as multiples of what the framework's own order holds.
-_MEMORY = (1.0, 1.5, 2.0)
+#: Limits of activations held that are tried, as multiples of the most that a stage holds in the
+#: framework's own order; 0: what each holds there.
+_MEMORY = (0.0, 1.0, 1.5, 2.0)
 #: Groups of microbatches that pass a looped chunk before its next, as multiples of p.
 _GROUPS = (1.0, 1.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of them.
@@ -51,6 +53,8 @@ class Family:
     placement: Placement = Placement.LOOPED
 
 
+#: EnvPipe's order, and all others of one chunk and whole backwards.
+ENVPIPE = Family("envpipe", split=False)
 _ONE_CHUNK: tuple[Family, ...] = (Family("zero-bubble", split=True),)
 _CHUNKS = (Family("interleaved", split=False), Family("zero-bubble-interleaved", split=True))
 _TWO_EVEN_CHUNKS = (
@@ -137,7 +141,7 @@ class FamilySearch:
         if self.family.split:
             last = self._own.num_stages * self._own.num_chunks  # on the way out of the pipeline
             all_units = self._own.num_microbatches * self._own.num_chunks
-            if _costs_nothing(self._profile) or last > all_units:
+            if costs_nothing(self._profile) or last > all_units:
                 last = all_units
             schedules += [
                 split_in_place(order, last)
@@ -177,49 +181,17 @@ class FamilySearch:
     def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
         """Orders that may be the best of those that split all backwards or none."""
         own = self._own
-        in_groups = own.num_chunks > 1 and self.family.placement is Placement.LOOPED
         schedules: dict[object, Schedule] = {}
         if self._target is not None:
-            for limits in self._limits(max_in_flight):
-                for multiple in _GROUPS if in_groups else _GROUPS[:1]:
-                    group_size = math.ceil(multiple * own.num_stages)
-                    schedule = self._listed(self._target.time_s, limits, group_size)
-                    schedules.setdefault(schedule.stages, schedule)
+            mean_s = np.repeat(self._target.time_s[..., None], own.num_microbatches, axis=3)
+            memory = _MEMORY if max_in_flight is None else (*_MEMORY, math.inf)
+            job = self.family, own, mean_s, self._conditions, self._shares
+            for listed in order_jobs(*job, max_in_flight, memory):
+                schedule = shortest(listed, self.family.name, self._looks)
+                schedules.setdefault(schedule.stages, schedule)
         best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
         same = (self.family.placement, self.family.split) == (own.placement, own.split)
         return [own, *best] if same else best
-
-    def _listed(self, mean_s: FloatArray, limits: Sequence[float], group_size: int) -> Schedule:
-        """An order for the mean times of the best that there may be."""
-        microbatches, kinds = self._own.num_microbatches, SPLIT if self.family.split else WHOLE
-        time_s = np.repeat(mean_s[..., None], microbatches, axis=3)
-        job = OrderJob(
-            {kind: time_s[:, :, place] for place, kind in enumerate(kinds)},
-            self._conditions.latency_s,
-            self.family.placement,
-            limits,
-            self._shares.ravel().tolist(),
-            tail_s=self._conditions.tail_by_stage_s.tolist(),
-            group_size=group_size,
-        )
-        return shortest(job, self.family.name, self._looks)
-
-    def _limits(self, max_in_flight: Sequence[int] | None) -> list[tuple[float, ...]]:
-        """Memory that the framework's order takes, and more of it, on all stages alike.
-
-        Where a pending weight gradient takes more than a microbatch in flight, there must be room
-        for one; as many in flight are then as many that wait.
-        """
-        peak = self._own.peak_in_flight
-        all_units = self._own.num_microbatches * self._own.num_chunks
-        times = np.maximum(1.0, self._shares.ravel()) if self.family.split else np.ones(len(peak))
-        most = times * all_units if max_in_flight is None else np.array(max_in_flight)
-        wanted = [peak + times - 1, *(math.ceil(m * max(peak)) * times for m in _MEMORY)]
-        if max_in_flight is not None:
-            wanted.append(most)
-        limits = (np.minimum(each, most) for each in wanted)
-        least = self._own.num_chunks + times - 1
-        return list(dict.fromkeys(tuple(each) for each in limits if np.all(each >= least)))
 
     def _estimate_j(self, schedule: Schedule) -> float:
         """What a plan of an order may cost: the bound, and what its lateness costs to make up."""
@@ -232,7 +204,46 @@ class FamilySearch:
         return bound_j * memory_worth(schedule, self._own, self._shares)
 
 
-def _costs_nothing(profile: Profile) -> bool:
+def order_jobs(
+    family: Family,
+    own: Schedule,
+    time_s: FloatArray,
+    conditions: Conditions,
+    weight_shares: FloatArray,
+    max_in_flight: Sequence[int] | None,
+    memory: Iterable[float],
+) -> Iterator[OrderJob]:
+    """What the list scheduler gets: a family's job within limits of memory, in groups of chunks.
+
+    Where a pending weight gradient takes more than a microbatch in flight, there must be room for
+    one; as many in flight are then as many that wait.
+
+    Args:
+        time_s: [num_stages, num_chunks, kinds, num_microbatches] what units are to take.
+        max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
+        memory: what is held of all stages alike, as `_MEMORY` has it; infinite for all that may be.
+    """
+    kinds, peak = SPLIT if family.split else WHOLE, np.array(own.peak_in_flight)
+    times = np.maximum(1.0, weight_shares.ravel()) if family.split else np.ones(len(peak))
+    every = times * own.num_microbatches * own.num_chunks
+    most = every if max_in_flight is None else np.array(max_in_flight)
+    wanted = (np.ceil(m * max(peak)) * times if m else peak + times - 1 for m in memory)
+    limits = dict.fromkeys(tuple(np.minimum(each, most).tolist()) for each in wanted)
+    in_groups = own.num_chunks > 1 and family.placement is Placement.LOOPED
+    for each, multiple in product(limits, _GROUPS if in_groups else _GROUPS[:1]):
+        if np.all(np.array(each) >= own.num_chunks + times - 1):
+            yield OrderJob(
+                {kind: time_s[:, :, place] for place, kind in enumerate(kinds)},
+                conditions.latency_s,
+                family.placement,
+                each,
+                weight_shares.ravel().tolist(),
+                tail_s=conditions.tail_by_stage_s.tolist(),
+                group_size=math.ceil(multiple * own.num_stages),
+            )
+
+
+def costs_nothing(profile: Profile) -> bool:
     """Whether both parts of a backward take no longer than it does as a whole, at full clock."""
     return all(
         sum(kinds[kind][0].time_s for kind in SPLIT[1:])

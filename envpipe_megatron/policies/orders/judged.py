@@ -29,19 +29,22 @@ ROUNDED = 2
 
 @dataclass(frozen=True)
 class Judged:
-    """An order with the energy of its relaxed plan.
+    """An order with what it is judged by.
 
     Args:
         family: what the order is called among others.
+        score: the energy of its relaxed plan, J, or where only time counts its time, s.
         own: the framework's own order of the job.
         by_rule: whether it has the extra forwards of EnvPipe's rule.
+        price: what a further microbatch in flight must win, as a fraction of the score.
     """
 
     family: str
     optimizer: Optimizer
-    relaxed_energy_j: float
+    score: float
     own: Schedule
     by_rule: bool = False
+    price: float = WORTH
 
     @property
     def more_in_flight(self) -> int:
@@ -54,18 +57,18 @@ class Judged:
     def memory_worth(self) -> float:
         """What a score is multiplied by to be compared: memory that buys nothing is a loss."""
         shares = self.optimizer.profile.weight_shares
-        return memory_worth(self.optimizer.schedule, self.own, shares)
+        return memory_worth(self.optimizer.schedule, self.own, shares, self.price)
 
     @property
-    def worth_j(self) -> float:
-        """The relaxed energy, with memory at its worth."""
-        return self.relaxed_energy_j * self.memory_worth
+    def worth(self) -> float:
+        """The score, with memory at its worth."""
+        return self.score * self.memory_worth
 
 
 def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
     """The best order of each family, the best family first."""
     best: dict[str, Judged] = {}
-    for order in sorted(judged, key=lambda order: order.worth_j):
+    for order in sorted(judged, key=lambda order: order.worth):
         best.setdefault(order.family, order)
     return list(best.values())
 
@@ -77,13 +80,13 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     gained must be worth its memory. LinearProgramError: none of them has a plan.
     """
     best: Plan | None = None
-    least_j = least = math.inf
+    least_judged = least = math.inf
     refused: LinearProgramError | None = None
-    for rank, order in enumerate(sorted(judged, key=lambda order: order.worth_j)):
+    for rank, order in enumerate(sorted(judged, key=lambda order: order.worth)):
         always = order.optimizer.schedule.stages == order.own.stages or (
             order.by_rule and order.optimizer.plans_changes(planner.min_dwell_s)
         )
-        if (rank >= ROUNDED and not always) or order.worth_j >= least_j:
+        if (rank >= ROUNDED and not always) or order.worth >= least_judged:
             continue
         try:
             plan = planner.plan(order.optimizer)
@@ -92,7 +95,8 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
             continue
         score = planner.score(plan) * order.memory_worth
         if score < least:
-            best, least, least_j = plan, score, plan.cost.energy_j * order.memory_worth
+            best, least = plan, score
+            least_judged = planner.objective.judged(plan.cost) * order.memory_worth
     if best is None:
         assert refused is not None  # there is an order, and it got no plan
         raise refused
@@ -135,7 +139,9 @@ def check_own_within(
             )
 
 
-def memory_worth(schedule: Schedule, own: Schedule, weight_shares: ArrayLike = 1.0) -> float:
-    """What the energy of an order is multiplied by, so that memory which buys nothing is a loss."""
+def memory_worth(
+    schedule: Schedule, own: Schedule, weight_shares: ArrayLike = 1.0, price: float = WORTH
+) -> float:
+    """What the score of an order is multiplied by, so that memory which buys nothing is a loss."""
     more = float(peak_held(schedule, weight_shares).sum()) - sum(own.peak_in_flight)
-    return 1 + WORTH * max(0.0, more) / schedule.num_chunks
+    return 1 + price * max(0.0, more) / schedule.num_chunks

@@ -45,7 +45,8 @@ def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
         except LinearProgramError as error:
             refused = error
             continue
-        if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j * (1 - WORTH):
+        score = search.planner.score
+        if not points or score(plan) < score(points[-1].plan) * (1 - WORTH):
             points.append(MemoryPoint(most, plan))
         if most >= needed and judged[0].more_in_flight < most:  # more memory would not be used
             break

@@ -67,7 +67,7 @@ class RankClock:
         as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
         if guarded is None or gpu.read_only:
             on_agents_node = AGENT_VARIABLE in os.environ
-            guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
+            guarded = gpu.drives_hardware or (gpu.changes_clock and on_agents_node)
         if count_by is None and not gpu.is_emulated:
             count_by = count_by_stream
         served = None

@@ -9,9 +9,13 @@ from typing import Any
 
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import PlanRequest, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+
+#: Names of the framework's own order, of one chunk and of several.
+_OWN = ("1f1b", "interleaved")
 
 
 class SessionError(EnvPipeError):
@@ -114,11 +118,30 @@ class SessionConfig:
 
         That order has one of these names, or one of Megatron's.
         """
-        known = self.request.schedule in ("1f1b", "interleaved", *own_orders)
+        known = self.request.schedule in (*_OWN, *own_orders)
         return self.request.policy == "baseline" and known and self.plan_file is None
 
+    def order_in_words(self, asked: SessionConfig) -> str:
+        """Say what runs without control, in place of what was asked for."""
+        if self.measures_alone():
+            return "the framework's order at baseline clocks"
+        order = "the plan's order"
+        if self.closed_loop:
+            goal = asked.request.objective.goal
+            order = "the shortest order" + f" in place of least {goal}" * (goal != Goal.TIME)
+        return f"{order}, and clocks stay as they are"
+
     def without_control(self) -> SessionConfig:
-        """The same job by the framework's own order, at whatever clocks there are."""
+        """The same job at the clocks that there are.
+
+        A plan by file runs in its order, and a closed loop that plans orders looks for the shortest
+        one. All else is the framework's own order, and measured.
+        """
+        if self.plan_file is not None:
+            return self
+        if self.closed_loop and self.request.schedule not in _OWN:
+            request = replace(self.request, objective=Objective(Goal.TIME))
+            return replace(self, request=request, profile_file=None)
         chunks = self.request.num_chunks
         request = PlanRequest(
             self.request.num_microbatches,
@@ -129,7 +152,6 @@ class SessionConfig:
             self,
             request=request,
             profile_file=None,
-            plan_file=None,
             closed_loop=False,
             one_clock_slowdown_percent=None,
         )

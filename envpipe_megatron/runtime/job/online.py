@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.execution.orders import (
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, in_words
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import make_room
+from envpipe_megatron.runtime.job.planning import is_shortest, make_room
 from envpipe_megatron.runtime.job.reports import make_report, places
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
@@ -111,7 +111,8 @@ def run_commands(
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        decided = by_planner(job.collectives, partial(_next, run, stages))
+        needs_clocks = job.config.closed_loop and not is_shortest(job)
+        decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
         if isinstance(decided, _Ended):
             return decided.found, order
         command = decided
@@ -160,12 +161,16 @@ def _merged(parts: Sequence[Report | str]) -> Report | str:
     return failures[0] if failures else merged([p for p in parts if isinstance(p, Report)])
 
 
-def _next(run: Run[Any] | None, stages: Sequence[Report | str]) -> Command | _Ended:
+def _next(
+    run: Run[Any] | None, stages: Sequence[Report | str], needs_clocks: bool
+) -> Command | _Ended:
     """Return the run's command upon the reports of all stages; on the planning rank."""
     assert run is not None
     for stage, report in enumerate(stages):
         if isinstance(report, str):
             raise GoesOnError(f"Stage {stage}: {report}")
+        if needs_clocks and report.lost:
+            raise GoesOnError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
     try:
         command = run.send(Window(tuple(r for r in stages if isinstance(r, Report))))
     except StopIteration as end:

@@ -18,6 +18,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
@@ -42,6 +43,7 @@ from envpipe_megatron.runtime.job.planning import (
     plan_online,
     profiled_clocks,
 )
+from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
 from envpipe_megatron.runtime.job.splitting import (
     known_and_measured,
@@ -58,6 +60,7 @@ from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
 from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
 from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
 from envpipe_megatron.tuning.reconfigure import Reconfigurer
+from envpipe_megatron.tuning.shortest import ShortestOrder
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
@@ -170,6 +173,12 @@ def _closed_loop(
             yield from _loop(job, order.schedule, records)
         except GoesOnError as error:
             _go_on(job, order.schedule, error)
+        if not job.collectives.on_all(job.clock.error is None):
+            # What is found from here on is no use to a start that has control again.
+            without, none = job.config.without_control(), JobFolder(None, job.collectives)
+            job = replace(job, config=without, folder=none)
+        if not job.config.closed_loop:
+            return
         if not job.state.several_sizes:
             job.state.profile = None  # it may be what has failed
         job.say(f"steady: {order.schedule.name}")
@@ -181,44 +190,46 @@ def _closed_loop(
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Probe, plan, correct and watch, forever; GoesOnError if that fails. As `_save_energy`."""
+    """Run the job's tuner, forever; GoesOnError if that fails. As `_save_energy`."""
     profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        clocks = list(_swept_clocks(job))
-        if not job.gpu.changes_clock:
-            job.say(_DRY_RUN)
+        if job.changes_order_alone:
+            clocks = [job.collectives.from_planner(max(job.gpu.supported_frequencies_mhz))]
+        else:
+            clocks = list(_swept_clocks(job))
+            if not job.gpu.changes_clock:
+                job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
     measured = yield from try_parts(job, schedule, measured)
-    make = partial(_controller, job, schedule, measured, clocks, facts, profile)
+    make = partial(_tuner, job, schedule, measured, clocks, facts, profile)
     yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
 
 
-def _controller(
+def _tuner(
     job: PhaseParts,
     schedule: Schedule,
     measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
-) -> Controller:
+) -> Controller | ShortestOrder:
     store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
-    config = job.config
-    limits = Limits(
-        config.max_slowdown_percent / 100,
-        config.request.deadline_factor or 1.0,
-        config.request.min_dwell_s,
-    )
+    config, asked = job.config, job.config.request
+    within = (asked.deadline_factor or 1.0) if asked.objective.goal == Goal.ENERGY else None
+    slowdown = config.max_slowdown_percent / 100
+    limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    return Controller(schedule, measured, store, job.collectives.num_replicas, planner)
+    tuner = ShortestOrder if job.changes_order_alone else Controller
+    return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
 
 
 def _save_energy(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
-from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
@@ -147,7 +147,8 @@ def plan_online(
         schedule = "interleaved"
         if order is None:
             _check_finishes(job, megatron_order(job))
-    if SCHEDULES[schedule].splits and not splits(job):  # which showed in training
+    may_split = splits(job) and Kind.INPUT_GRADIENT in profile.kinds
+    if SCHEDULES[schedule].splits and not may_split:  # which showed in training
         schedule = "1f1b"
     # Memory is ready for an order that is there.
     takes = SCHEDULES[schedule].takes if order is None else ()
@@ -156,8 +157,7 @@ def plan_online(
     if own is not None:
         own_s = order_at_maximum_s(own, profile.for_chunks(own.num_chunks), conditions)
     if kept is None and not splits(job):
-        whole = tuple({kind: kinds[kind] for kind in WHOLE} for kinds in profile.rows)
-        profile = replace(profile, rows=whole)
+        profile = profile.whole()
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight

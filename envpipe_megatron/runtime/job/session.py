@@ -49,8 +49,8 @@ __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
-    Every rank of the job makes one, together. If a GPU is opened for reading only or not held, the
-    job runs the framework's own order and no rank requests a clock; energy is still measured.
+    Every rank of the job makes one, together. If a GPU is opened for reading only or not held, no
+    rank requests a clock, and the job is `SessionConfig.without_control`; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
@@ -125,20 +125,21 @@ class Session:
             half_made.callback(self._rank_clock.close)
             gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
-            self._config = config if self._controlled else config.without_control()
+            #: What the job does, where it was asked for more than it may too.
+            self.config = config if self._controlled else config.without_control()
             #: Whether the job keeps the framework's order at baseline clocks, from begin to end.
-            self.only_measures = self._config.measures_alone()
-            if self._controlled:
-                self._folder.resume(config, num_stages, channel, gpu)
+            self.only_measures = self.config.measures_alone()
+            if self._controlled or self.config.closed_loop:
+                self._folder.resume(self.config, num_stages, channel, gpu)
                 found = self._folder.found
                 self.state.reconfigure_steps = found.reconfigure_steps
                 self.state.reconfigure_ended = found.reconfigure_ended
                 if found.phases_done:
                     done = ", ".join(found.phases_done)
                     self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
-            else:
-                why = "A GPU is opened for reading only: the framework's order at baseline clocks"
-                self.state.notes = (why, *([self.refused] if self.refused else []))
+            if not self._controlled:
+                note = f"A GPU is opened for reading only: {self.config.order_in_words(config)}"
+                self.state.notes = (note, *([self.refused] if self.refused else []))
             self._labels: dict[str, object] = {
                 **self._folder.run_label(config.labels),
                 "node": self._folder.node,
@@ -183,7 +184,7 @@ class Session:
         self._parts.callback(self._log_clock_summary)
         self._batches = Batches(
             JobParts(
-                config=self._config,
+                config=self.config,
                 state=self.state,
                 folder=self._folder,
                 stage=self._stage,
@@ -258,7 +259,7 @@ class Session:
     @property
     def may_split(self) -> bool:
         """True if orders may come that split backwards."""
-        return self._config.may_split and not self.state.whole
+        return self.config.may_split and not self.state.whole
 
     def split_no_more(self, why: str) -> None:
         """Have whole backwards only; every rank calls it, before the first iteration."""
@@ -301,7 +302,7 @@ class Session:
         count = own_order.num_microbatches
         run = self._open(count, specs, own_order, None, full_batch=full_batch)
         run.all_ended = self.iterations.catch_up
-        if self._config.reorders:
+        if self.config.reorders:
             run.unit_ended, run.all_ended = self.memory.begin_units(), self._units_ended
         run.begin()
         self._running = run

@@ -29,10 +29,12 @@ def known_and_measured(
     """The profile that need not be measured, and the order whose units are looked at.
 
     That is the framework's, with half of its backwards split if plans may split some. Every rank
-    calls it, as `known_profile`.
+    calls it, as `known_profile`. Where only the order matters, units are always measured.
     """
-    profile, measured = known_profile(job, schedule, records), schedule
+    profile = None if job.changes_order_alone else known_profile(job, schedule, records)
+    measured = schedule
     may_split = job.config.may_split and splits(job) and capacity(job) is None
+    may_split = may_split and job.config.plan_file is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
     if may_split and whole and schedule.num_microbatches > 1:
         measured = half_split(schedule)
@@ -75,9 +77,8 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
 
 
 def note(job: PhaseParts, *notes: str) -> None:
-    """Say notes, and keep them: those of other batches too, if there are several."""
-    kept = job.state.notes if job.state.several_sizes else ()
+    """Say notes, and keep them behind those that there are."""
     own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
-    job.state.notes = tuple(dict.fromkeys((*kept, *own)))
+    job.state.notes = tuple(dict.fromkeys((*job.state.notes, *own)))
     for note in notes:
         job.say(note)

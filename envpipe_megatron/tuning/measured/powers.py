@@ -49,6 +49,7 @@ class Powers:
 
     def __init__(self, num_stages: int, clocks_mhz: Sequence[int], num_kinds: int) -> None:
         self.nodes_mhz = power_nodes_mhz(clocks_mhz)
+        self._needs_meters = len(clocks_mhz) > 1
         self._num_kinds = num_kinds
         self._model = PowerModel(self.nodes_mhz, num_kinds)
         columns = (num_kinds + 1) * _NUM_NODES + 1
@@ -73,10 +74,14 @@ class Powers:
     def fit(self, stage: int, limit_mhz: float) -> tuple[FloatArray, FloatArray]:
         """[kinds + 1, nodes] W of one GPU of a stage, waiting last, and their standard errors.
 
-        Units go beyond no clock above the limit. Raises StoreError without meters.
+        Units go beyond no clock above the limit. Without meters, StoreError; or 0 W where there is
+        only one clock, as nothing is decided by powers then.
         """
         sums = self.sums[stage]
         if not np.trace(sums.products) > 0:
+            if not self._needs_meters:
+                nothing_w = np.zeros((self._num_kinds + 1, len(self.nodes_mhz)))
+                return nothing_w, nothing_w
             raise StoreError(
                 f"The energy counters of stage {stage} have said nothing",
                 remedy="Look at the driver's log; a profile by file needs no counter.",

@@ -221,7 +221,7 @@ def test_large_jobs_are_searched_with_few_linear_programs():
     judged = search.judge(candidates)
     assert len(candidates) > len(judged) == 4
     by_candidate = [
-        order.relaxed_energy_j / candidate.relaxed_energy_j
+        order.score / candidate.relaxed_energy_j
         for order, candidate in zip(judged[:2], candidates, strict=False)
     ]
     assert by_candidate == pytest.approx([96 / 64] * 2, rel=0.06)
@@ -328,4 +328,4 @@ def test_of_very_many_units_only_the_best_order_is_planned(monkeypatch):
     monkeypatch.setattr(extra_forwards, "_MANY_UNITS", 359)
     [best] = search.judge(candidates)
     assert len(several) > 1
-    assert best.relaxed_energy_j == several[0].relaxed_energy_j
+    assert best.score == several[0].score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +276,27 @@ def test_no_profile_is_made_of_a_clock_that_is_not_controlled(three_ranks, tmp_p
         assert "Stage 2: Clock control ended" in notes[0]
         assert "the driver of a test" in notes[0]
     assert not (tmp_path / "profile.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "then"),
+    [
+        (
+            "auto",
+            ["After a failure, the closed loop was begun anew", "The framework's own order: no"],
+        ),
+        ("1f1b", []),
+    ],
+)
+def test_a_closed_loop_whose_control_ends_looks_for_the_shortest_order(
+    three_ranks, tmp_path, schedule, then
+):
+    """What it finds then is kept for no start that has control again."""
+    for notes in three_ranks.run(session_ranks.lose_control, tmp_path, 2, schedule):
+        assert "clock: Stage 2: Clock control ended: the driver of a test" in notes[0]
+        assert len(notes) == 1 + len(then)
+        assert all(note.startswith(each) for note, each in zip(notes[1:], then, strict=True))
+    assert json.loads((tmp_path / "job.json").read_text())["profile"] is None
 
 
 def test_a_session_is_not_used_again_after_a_failure(tmp_path):

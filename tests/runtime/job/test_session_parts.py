@@ -16,6 +16,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.integrations.framework_units import Followed, Seen
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -629,11 +630,37 @@ def test_memory_is_known_before_the_gpu_is_held(world):
 
 @pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
 def test_without_control_the_frameworks_order_is_asked_for(chunks, schedule):
+    """By all that neither plans orders as the job runs nor is given one."""
     request = PlanRequest(6, "interleaved" if chunks > 1 else "envpipe", num_chunks=chunks)
+    config = SessionConfig(request, warmup_iterations=7, profile_file=Path("profile.csv"))
+    wanted = SessionConfig(PlanRequest(6, schedule, num_chunks=chunks), warmup_iterations=7)
+    kept = replace(request, schedule=schedule, policy="optimal")
+    assert config.without_control() == wanted
+    assert replace(config, request=kept, closed_loop=True).without_control() == wanted
+    assert wanted.order_in_words(config) == "the framework's order at baseline clocks"
+
+
+def test_without_control_the_order_of_a_plan_by_file_runs():
     files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
-    config = SessionConfig(request, warmup_iterations=7, **files)  # type: ignore[arg-type]
-    wanted = PlanRequest(6, schedule, num_chunks=chunks)
-    assert config.without_control() == SessionConfig(wanted, warmup_iterations=7)
+    config = SessionConfig(PlanRequest(6, "envpipe"), **files)  # type: ignore[arg-type]
+    assert config.without_control() == config
+    assert not config.measures_alone()
+    assert config.order_in_words(config) == "the plan's order, and clocks stay as they are"
+
+
+@pytest.mark.parametrize("goal", ["energy", "time", "edp"])
+@pytest.mark.parametrize("schedule", ["auto", "envpipe", "zb-h1"])
+def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, goal):
+    asked = PlanRequest(6, schedule, "optimal", objective=Objective(goal), min_dwell_s=0.1)
+    config = SessionConfig(asked, closed_loop=True, splits=True, max_slowdown_percent=3)
+    without = config.without_control()
+    wanted = replace(asked, objective=Objective("time"))
+    assert without == replace(config, request=wanted)
+    assert without.may_split is (schedule != "envpipe")
+    assert not without.measures_alone()
+    instead = "" if goal == "time" else f" in place of least {goal}"
+    said = f"the shortest order{instead}, and clocks stay as they are"
+    assert without.order_in_words(config) == said
 
 
 @pytest.mark.parametrize(("reconfigure", "least"), [("default", 1), ("greedy", 2)])

@@ -31,6 +31,7 @@ from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -56,8 +57,7 @@ _ALL = re.compile(r"profile\.(csv|json)|job\.json|" + _PLANS.pattern)
 #: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
 #: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
-_NOT_OF_PLAN = {"num_chunks", "blocking_power_w", "conditions", "order", "objective"}
-_NOT_OF_PLAN |= {"split", "runnable"}
+_NOT_OF_PLAN = {"num_chunks", "blocking_power_w", "conditions", "order", "split", "runnable"}
 #: Of a job whose profile is another one: plans of the one that it had are not this one's.
 _NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_ended": None}
 
@@ -245,6 +245,8 @@ def _keys(
 ) -> JobKeys:
     """All that a profile, a baseline and a plan rest on."""
     request, clocks = config.request, gpu.supported_frequencies_mhz
+    if request.objective.goal == Goal.TIME:  # units are profiled at no other
+        clocks = (max(clocks),)
     asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
     return {
         "profile": {
@@ -260,6 +262,7 @@ def _keys(
         },
         "plan": {
             **asked,
+            "objective": request.objective.to_json(),
             "num_replicas": num_replicas,
             "deadline_factor": request.deadline_factor or 1.0,
             "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),

@@ -33,6 +33,7 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError, PowerState
 from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
@@ -63,6 +64,17 @@ def resumed(config: SessionConfig, power_limit_w: float | None = None, **gpu: An
     channel: Any = SimpleNamespace(capacity=3)
     folder.resume(config, 2, channel, FakeGpu(power_limit_w=power_limit_w, **gpu))
     return folder
+
+
+def test_what_was_measured_for_the_least_time_is_of_one_clock_and_of_no_other_objective(tmp_path):
+    for goal, clocks in (("time", [1400, 1400]), ("energy", [1400, 1000])):
+        asked = PlanRequest(4, "auto", "optimal", objective=Objective(goal))
+        config = SessionConfig(asked, output_dir=tmp_path, fingerprint={}, closed_loop=True)
+        assert resumed(config).found.starts == ()
+        assert len(resumed(config).found.starts) == 1
+        keys = json.loads((tmp_path / "job.json").read_text())["keys"]
+        assert keys["profile"]["envpipe_clocks_mhz"] == clocks
+        assert keys["plan"]["objective"] == {"goal": goal}
 
 
 def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
@@ -97,6 +109,7 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
             "deadline_factor": 1.0,
             "min_dwell_s": 0.2,
             "park": False,
+            "objective": {"goal": "energy"},
             "one_clock_slowdown_percent": None,
             "channel_capacity": 3,
             "splits_backwards": False,

@@ -1,0 +1,81 @@
+"""Jobs that may not set a clock: another order runs, and comes to the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from jobs import Job, Ours
+from on_request import on_request
+from test_bit_equality import (
+    assert_executed,
+    assert_same_bits,
+    framework_order,
+    labels_that_run,
+    ours,
+    stock,
+)
+from test_split_backward import by_plan
+
+from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.policies.objective import Objective
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+__all__ = ["ours", "stock"]
+
+LOOP = Ours(
+    *("auto", "optimal"),
+    warmup_iterations=3,
+    unit_s=0.05,
+    splits=True,
+    closed_loop=True,
+    reads_only=True,
+)
+
+
+def test_a_plan_by_file_runs_in_its_order_and_asks_for_no_clock(stock, ours, tmp_path):
+    job, order = Job(2, 6), zero_bubble(2, 6)
+    results = ours(job, replace(by_plan(tmp_path, order), reads_only=True))
+    assert_executed(job, results, order)
+    assert_same_bits(results, stock(job))
+    for result in results:
+        assert not result.locked_mhz
+        assert result.notes == (
+            "A GPU is opened for reading only: the plan's order, and clocks stay as they are",
+        )
+
+
+@pytest.mark.parametrize("slow_from", [30, pytest.param(0, marks=on_request("PIPELINE"))])
+def test_the_shortest_order_runs_until_the_host_is_late_in_it(stock, ours, slow_from):
+    """No clock is asked for, and the job is back at its own order within twenty iterations."""
+    job = Job(2, 4, steps=60)
+    results = ours(job, replace(LOOP, slow_from=slow_from))
+    assert_same_bits(results, stock(job))
+    own, measured = framework_order(job), half_split(framework_order(job))
+    for result in results:
+        assert not result.locked_mhz
+        units = [labels_that_run(order, result.stage) for order in (own, measured)]
+        planned = [n for n, ran in enumerate(result.executed) if ran not in units]
+        assert set(range(25, 30)) <= {*planned} or slow_from == 0
+        assert (slow_from or planned[0]) < planned[-1] < (slow_from or planned[0]) + 20
+        assert result.executed[-1] == units[0]
+        assert result.phases[-1] == "steady"
+        first, *_, last = result.notes
+        assert first == (
+            "A GPU is opened for reading only: the shortest order in place of least energy, and "
+            "clocks stay as they are"
+        )
+        assert any(note.startswith("The framework's own order: the ") for note in result.notes)
+        assert last.startswith("Too slow: 4 steps took") or slow_from == 0
+
+
+@on_request("PIPELINE")
+def test_where_clocks_may_be_set_the_shortest_order_runs_at_the_highest(stock, ours):
+    job = Job(2, 4, steps=40)
+    results = ours(job, replace(LOOP, reads_only=False, objective=Objective("time")))
+    assert_same_bits(results, stock(job))
+    for result in results:
+        assert set(result.locked_mhz) == {1410}
+        assert result.executed[-1] == labels_that_run(result.plan.schedule, result.stage)
+        assert result.plan.schedule.split
+        assert "% less time" in result.notes[-1]
