@@ -191,12 +191,12 @@ class Planner:
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
         self._begin(lambda known: {0: [self._ask(known, order, each) for each in factors]})
 
-    def begin_shortest(self) -> None:
-        """Make the plan of the best order, and as level 1 that of whole backwards."""
+    def begin_shortest(self, *, whole: bool) -> None:
+        """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
         self._begin(
             lambda known: {
                 level: [self._ask(profile, None, None)]
-                for level, profile in enumerate((known, known.whole()))
+                for level, profile in enumerate((known, known.whole())[: 1 + whole])
             }
         )
 

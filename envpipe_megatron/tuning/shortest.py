@@ -99,7 +99,8 @@ class ShortestOrder:
             self._commands.note("profile: half of the backwards in two parts")
             measured = self._store.at_top(self._measured)
             yield from self._run_order(Phase.PROFILE, measured, settle=1)
-        self._planner.begin_shortest()
+        # A framework's own order that splits backwards has no time of whole ones.
+        self._planner.begin_shortest(whole=not self._own.schedule.split)
 
     def _take(self) -> Plans | None:
         """Return what was planned, if that has ended: nothing if it failed."""

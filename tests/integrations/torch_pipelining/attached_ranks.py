@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,19 +25,19 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
-from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.integrations import device, leveled
+from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
-from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
+#: By how much a rank is late that is.
+LATE_S = 0.2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
 
 
@@ -70,10 +70,10 @@ class Case:
     own_loss_from: int | None = None
     #: How many microbatches the second replica has more.
     more: int = 0
-    #: Whether clocks may only be read.
-    reads_only: bool = False
     #: Orders that steps run one after another, so many times each, in place of what a plan says.
     turns: Sequence[tuple[Schedule, int]] = ()
+    #: The iteration from which on the first rank is late in the middle of orders that are not own.
+    late_from: int | None = None
 
     def replica(self, rank: int) -> int:
         """Replicas of a stage are neighbours."""
@@ -160,6 +160,8 @@ class FastJob(Job):
     As by torch, the model's first stage runs nothing in the first part of a backward.
     """
 
+    late_from: int | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plain_stages.run_fast(self.session)
@@ -168,6 +170,29 @@ class FastJob(Job):
             times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
             times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
             times_s[Kind.INPUT_GRADIENT] = 2e-5
+        if own is not None and self.late_from is not None and self.collectives.stage == 0:
+            _be_late(self.session, own, self.late_from)
+
+
+def _be_late(session: Session, own: Schedule, late_from: int) -> None:
+    """Let a unit in the middle of other orders begin late."""
+    executor: Any = session.executor
+    begin_iteration, begin_unit, begun = executor.begin_iteration, executor.begin_unit, count()
+    late_for = -1
+
+    def iteration(schedule: Schedule, stage: int) -> None:
+        nonlocal late_for
+        late = next(begun) >= late_from and schedule.stages != own.stages
+        late_for = schedule.units_per_stage // 2 if late else -1
+        begin_iteration(schedule, stage)
+
+    def unit() -> Any:
+        found = begin_unit()
+        if len(executor._ends) == late_for:
+            executor._gpu.advance_to(executor._gpu.committed_end_s() + LATE_S)
+        return found
+
+    executor.begin_iteration, executor.begin_unit = iteration, unit
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -207,16 +232,11 @@ def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None
     """Let this process find an emulated GPU, as a launcher's environment does."""
     plain_stages.emulate(rank, root, preset, case.forward_s)
     leveled.Job = FastJob  # type: ignore[misc]
-    device.open_rank_gpu = _open_for_reading if case.reads_only else rank_clock.open_rank_gpu
-    phases._controller = partial(Turning, case.turns) if case.turns else _own_controller
+    FastJob.late_from = case.late_from
+    phases._tuner = partial(Turning, case.turns) if case.turns else _own_tuner
 
 
-def _open_for_reading(*args: Any, **kwargs: Any) -> tuple[Gpu, ChosenControl]:
-    gpu, _ = rank_clock.open_rank_gpu(*args, **kwargs)
-    return ReadOnlyGpu(gpu), ChosenControl("auto", None, "this test allows none")
-
-
-_own_controller = phases._controller
+_own_tuner = phases._tuner
 
 
 class Turning:
@@ -228,10 +248,10 @@ class Turning:
     def run(self) -> Run[None]:
         """Run all of them, again and again."""
         yield None
-        for order, count in cycle(self._turns):
+        for order, times in cycle(self._turns):
             at_top = constant_order(Phase.STEADY, order, self._top_mhz, self._top_mhz)
             clocked = Clocked(order, at_top.frequency_mhz)
-            yield Command(Phase.STEADY, count, orders=(clocked,), note=f"turns to {order.name}")
+            yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
 
 
 def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
@@ -324,7 +344,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
     generator = torch.Generator().manual_seed(5 + case.replica(rank))
     torch.manual_seed(100 + rank)
     losses: list[bytes] = []
-    lines: list[str] = []
+    lines, ran = list[str](), list[list[str]]()
     usual = before = schedule._n_microbatches, MICROBATCH
     others = case.others if case.replica(rank) in case.others_of else {}
     for step in range(case.steps):
@@ -349,6 +369,8 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
         schedule.step(*inputs, target=target, **also, losses=of_microbatches)
         optimizer.step()
         losses += [bits(loss) for loss in of_microbatches]
+        if pipeline is not None and pipeline.job is not None:
+            ran.append(pipeline.session.executed)
         if pipeline is not None and step % 10 == 9:
             lines.append(pipeline.report().line())
     found = {
@@ -368,6 +390,8 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "level": str(pipeline.level),
             "said": said,
             "lines": lines,
+            "ran": ran,
+            "notes": session.state.notes,
             "phases": [phase.value for phase, _, _ in session.iterations.latest],
             "times": [time_s for _, time_s, _ in session.iterations.latest],
             "executed": session.executed,
