@@ -40,7 +40,7 @@ _MEMORY = (2.0, 0.0, 1.0, 1.5, inf)
 #: How many microbatches split their backwards, the last ones, as multiples of p; or all of them.
 _SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 #: Orders that the list scheduler looks at for each limit, and units of all of a family's.
-_FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 150_000
+_LOOKS, _LOOK_BUDGET = 3, 150_000
 #: So many of the best are made again.
 _AGAIN = 2
 
@@ -50,6 +50,11 @@ class ShortestSearch:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._own = problem, problem.own_order
+        own = self._own
+        first = (ENVPIPE,) if own.num_chunks == 1 else ()
+        job = problem.profile, own.num_chunks
+        others = families(*job, runnable=problem.runnable, placement=own.placement)
+        self._families = (*first, *others)
         #: As many microbatches more as twice what 1F1B holds must win some 1e-4, of any pipeline.
         self._price = WORTH / problem.num_stages
         self.orders_tried = 0
@@ -71,42 +76,31 @@ class ShortestSearch:
                 best[family] = score, order
             return score
 
-        first = (ENVPIPE,) if own.num_chunks == 1 else ()
-        others = families(
-            profile, own.num_chunks, runnable=problem.runnable, placement=own.placement
-        )
-        any_channel = limits.channel_capacity is None  # orders by rules are lowered to others
-        for family in (*first, *(others if any_channel else ())):
+        any_channel = limits.channel_capacity is None  # to others, orders by rules are lowered
+        for family in self._families if any_channel else (ENVPIPE,):
             units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
-            most = max(1, _LOOK_BUDGET // units)
+            most = _LOOK_BUDGET // units
             made = self._made(family, limits, [order for _, order in best.values()])
-            for order in islice(made, max(_FEWEST_LOOKS, most)):
+            for order in islice(made, max(2, most)):
                 look(family, order)
-            # Of huge jobs each takes seconds.
-            few = most // _FEWEST_LOOKS if any_channel else 0
-            jobs = [*islice(self._jobs(family, max_in_flight), few)]
-            looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, most // max(1, len(jobs))))
-            for job, first in jobs:
+            jobs = self._jobs(family, max_in_flight)
+            for job, first in islice(jobs, most // _LOOKS if any_channel else 0):
                 if family not in best or job.floor_s < best[family][0]:
-                    score = look(family, split_from(shortest(job, family.name, looks), first))
+                    score = look(family, split_from(shortest(job, family.name, _LOOKS), first))
                     listed.append((score, family, job, first, most))
         for _, family, job, first, most in sorted(listed, key=itemgetter(0))[:_AGAIN]:
             look(family, split_from(shortest(job, family.name, most), first))
-        for family, stage in product([*best], range(problem.num_stages)):
+        judged = []
+        for family in best:
             # Of the first stage nobody waits for a gradient; others have time for whole backwards.
-            if family.split and own.num_units <= _LOOK_BUDGET // problem.num_stages:
-                order = best[family][1]
-                look(family, split_from(order, own.num_microbatches, stage))
-        return [
-            Judged(
-                family.name,
-                Optimizer(order, profile, conditions, parking=problem.park),
-                order_at_maximum_s(order, profile, conditions),
-                own,
-                price=self._price,
-            )
-            for family, (_, order) in best.items()
-        ]
+            few = family.split and own.num_units <= _LOOK_BUDGET // problem.num_stages
+            for stage in range(problem.num_stages if few else 0):
+                look(family, split_from(best[family][1], own.num_microbatches, stage))
+            order = best[family][1]
+            optimizer = Optimizer(order, profile, conditions, parking=problem.park)
+            time_s = order_at_maximum_s(order, profile, conditions)
+            judged.append(Judged(family.name, optimizer, time_s, own, price=self._price))
+        return judged
 
     def _made(self, family: Family, limits: Limits, best: Sequence[Schedule]) -> Iterator[Schedule]:
         """Orders of a family by rules, and from the best of other families."""
