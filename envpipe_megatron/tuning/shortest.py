@@ -221,7 +221,6 @@ class ShortestOrder:
             self._last.schedule,
             self._last.frequency_mhz,
             window,
-            fresh=self._commands.fresh,
             replicas=self._everyone,
             fades=FADES,
         )
