@@ -183,7 +183,7 @@ def _joint_rows(workload: Workload) -> Iterator[Row]:
     search = OrderSearch(
         workload.profile, workload.num_microbatches, workload.conditions, deadline_s
     )
-    bound_j = search.bound()
+    bound_j = search.any_order_bound_j()
     for limit in EXTRA_FORWARDS:
         request = workload.request("auto", "optimal", max_extra_forwards=limit)
         yield _timed_row(workload, PlanKind.OURS_JOINT, request, bound_j)

@@ -57,34 +57,16 @@ class Row:
     one_f_one_b: Plan
 
     @property
-    def slower_percent(self) -> float:
-        """Time of the order at full clock against that of 1F1B."""
-        plan = self.own_time
+    def figures(self) -> dict[str, float | None]:
+        """By column: a chunk is a part of a microbatch in flight."""
+        plan, own = self.own_time, self.own_time.baseline.cost
         full = replace(plan, frequency_mhz=max_frequencies(plan.schedule, plan.profile))
-        return full.cost.slowdown_percent(self.one_f_one_b.cost)
-
-    @property
-    def own_saving_percent(self) -> float:
-        """Saved of what the framework's order of as many chunks takes at full clock."""
-        return self.own_time.cost.saving_percent(self.own_time.baseline.cost)
-
-    @property
-    def most_percent(self) -> float | None:
-        """What no order can save more than, of the same."""
-        if self.bound_j is None:
-            return None
-        return 100 * (1 - self.bound_j / self.own_time.baseline.cost.energy_j)
-
-    @property
-    def saving_percent(self) -> float:
-        """Saved in 1F1B's time, of what that takes at full clock."""
-        return (self.same_time or self.own_time).cost.saving_percent(self.one_f_one_b.cost)
-
-    @property
-    def peak_in_flight(self) -> float:
-        """The most microbatches of a whole stage that a stage holds; a chunk is a part of one."""
-        schedule = self.own_time.schedule
-        return max(schedule.peak_in_flight) / schedule.num_chunks
+        most = None if self.bound_j is None else 100 * (1 - self.bound_j / own.energy_j)
+        same = (self.same_time or plan).cost.saving_percent(self.one_f_one_b.cost)
+        peak = max(plan.schedule.microbatches_in_flight)
+        slower = full.cost.slowdown_percent(self.one_f_one_b.cost)
+        figures = (slower, plan.cost.saving_percent(own), most, same, peak)
+        return dict(zip(_COLUMNS[1:], figures, strict=True))
 
 
 @click.command()
@@ -98,7 +80,8 @@ def main(output: Path) -> None:
     for workload in read_workloads(outputs.PERSEUS_DATA):
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)
-    leave(output, {"families": map(cells, rows)})
+    told = ({"workload": row.workload.key, "order": row.order, **row.figures} for row in rows)
+    leave(output, {"families": told})
     click.echo(tables(rows))
 
 
@@ -131,22 +114,8 @@ def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[
     for order in best_by_family(own.judged):
         plan = own.planner.plan(order.optimizer)
         chunks = f", V = {request.num_chunks}" if request.num_chunks > 1 else ""
-        bound_j, in_1f1b = own.bound(plan), same.get(order.family)
+        bound_j, in_1f1b = own.bound_j(plan), same.get(order.family)
         yield Row(workload, order.family + chunks, plan, bound_j, in_1f1b, full)
-
-
-def cells(row: Row) -> dict[str, object]:
-    """A row of the CSV."""
-    return {
-        "workload": row.workload.key,
-        "order": row.order,
-        "time_against_1f1b_percent": row.slower_percent,
-        "own_saving_percent": row.own_saving_percent,
-        "own_most_percent": row.most_percent,
-        "saving_percent": row.saving_percent,
-        "gap_percent": row.own_time.gap_percent,
-        "peak_in_flight": row.peak_in_flight,
-    }
 
 
 def tables(rows: Iterable[Row]) -> str:
@@ -163,14 +132,7 @@ def tables(rows: Iterable[Row]) -> str:
         for order in dict.fromkeys(row.order for row in own):
             alike = {row.workload.num_microbatches: row for row in own if row.order == order}
             columns = [
-                [_figure(alike.get(count), name) for count in counts]
-                for name in (
-                    "slower_percent",
-                    "own_saving_percent",
-                    "most_percent",
-                    "saving_percent",
-                    "peak_in_flight",
-                )
+                [_figure(alike.get(count), name) for count in counts] for name in _COLUMNS[1:]
             ]
             lines.append(markdown_line([order, *map(" / ".join, columns)]))
         parts.append("\n".join(lines))
@@ -178,8 +140,8 @@ def tables(rows: Iterable[Row]) -> str:
 
 
 def _figure(row: Row | None, name: str) -> str:
-    value = None if row is None else getattr(row, name)
-    return "-" if value is None else f"{value:.3g}" if name == "peak_in_flight" else f"{value:.1f}"
+    value = None if row is None else row.figures[name]
+    return "-" if value is None else f"{value:.3g}" if name == _COLUMNS[-1] else f"{value:.1f}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     or a wrong site configuration.
     """
     root, is_emulated, index = address.uid.rpartition("#")
-    if is_emulated:
+    if is_emulated and address.backend in ("emulated", "none"):
         from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
         emulated = EmulatedGpu.open(root, int(index))

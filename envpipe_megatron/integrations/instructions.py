@@ -72,9 +72,9 @@ class InstrumentedPipeline:
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
-            underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
-            `plan`, `max_slowdown`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`,
-            `gpu`.
+            underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
+            `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `max_slowdown`,
+            `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
 
     Raises EnvPipeError if an option or a file is wrong, or would change the order.
     """

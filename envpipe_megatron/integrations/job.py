@@ -287,10 +287,11 @@ class Job:
         asked = f"type {options.type}, order {self._order_name}, reconfigure {options.reconfigure}"
         locked = control.backend is not None and self.device.gpu.changes_clock
         clocks = "the highest clock" if locked else "the clocks as they are"
+        slower = f"at most {self._max_slowdown_percent:g} % slower"
         if options.closed_loop:
             asked = (
                 f"order {self._order_name}, plans of least {options.objective or Goal.ENERGY}, "
-                f"corrected as the job runs, at most {self._max_slowdown_percent:g} % slower"
+                f"corrected as the job runs, {slower}"
             )
         if self.session.config.request.objective.goal == Goal.TIME:
             asked = (
@@ -300,7 +301,7 @@ class Job:
         if options.plan is not None:
             asked = f"the plan {options.plan}"
         if self._one_clock:
-            asked = f"one clock for the whole job, at most {self._max_slowdown_percent:g} % slower"
+            asked = f"one clock of least energy for the whole job, {slower}"
         if self.session.only_measures:
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"measuring alone, in the framework's order and at {clocks}{instead}"

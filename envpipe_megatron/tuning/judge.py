@@ -107,8 +107,7 @@ class Baseline:
 class Judge:
     """Tells whether steps of a plan last longer than they may, by more than noise.
 
-    Times of the framework's own order are predicted by what is known of units, or are 1 s in all
-    calls where only what was measured is to count.
+    Where only what was measured counts, the framework's own order is predicted to take 1 s.
 
     Attributes:
         allowed: how many times as long as the framework's own order they may last.
@@ -135,11 +134,8 @@ class Judge:
         """Another plan runs, or the same one elsewhere: steps so far do not count."""
         self._steps = Steps()
 
-    def add_baseline(self, window: Window, predicted_s: float = 1.0, *, anew: bool = False) -> None:
-        """Take in the framework's own order, of which so much was predicted.
-
-        Begun `anew`, what it took before does not count.
-        """
+    def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
+        """Take in the framework's own order; `anew`: what it took before does not count."""
         if anew:
             self._baseline = Baseline()
         self._baseline.add(window.steps_s, predicted_s)
@@ -150,7 +146,7 @@ class Judge:
         self._latest_s = float(np.median(window.steps_s))
         self.windows += 1
 
-    def late(self, own_s: float = 1.0) -> float:
+    def late(self, own_s: float) -> float:
         """By which share the latest steps last longer than the framework's own order would today.
 
         Args:
@@ -158,7 +154,7 @@ class Judge:
         """
         return self._latest_s / self._baseline.today_s(own_s) - 1
 
-    def harmed(self, own_s: float = 1.0) -> bool:
+    def harmed(self, own_s: float) -> bool:
         """True if steps last longer than they may; `own_s` as for `late`."""
         allowed_s = self._baseline.today_s(own_s) * self.allowed
         steps, latest_s = self._steps, self._latest_s
@@ -168,16 +164,16 @@ class Judge:
                 return True
         return False
 
-    def gain(self, own_s: float = 1.0) -> float:
-        """By which share steps are shorter than the framework's own order's; as `late`, of all."""
-        return 1 - self._steps.median_s / self._baseline.today_s(own_s)
+    def gain(self) -> float:
+        """By which share steps are shorter than those of the framework's own order were."""
+        return 1 - self._steps.median_s / self._baseline.today_s(1.0)
 
-    def gains(self, own_s: float = 1.0) -> bool:
+    def gains(self) -> bool:
         """True if that is more than noise."""
         # Few steps may seem to scatter less than they do: no less than the baseline's.
         steps, baseline = self._steps, self._baseline
         error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
-        return self.gain(own_s) > max(_LEAST_GAIN, 2 * error)
+        return self.gain() > max(_LEAST_GAIN, 2 * error)
 
     def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.

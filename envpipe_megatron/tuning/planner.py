@@ -55,10 +55,9 @@ class Limits:
     """What the user allows.
 
     Args:
-        max_slowdown: share by which steps may last longer than those of the framework's own order
-            at full clock, or than a plan says that is slower than the deadline.
-        deadline_factor: what plans may take, as a multiple of that order; None for what is best by
-            the objective.
+        max_slowdown: share by which steps may last longer than the framework's own at full clock,
+            or than a plan says where no deadline is set.
+        deadline_factor: what plans may take, as a multiple of that; None as the objective has it.
         min_dwell_s: least time between two changes of a GPU's clock.
         objective: what plans are made for.
     """
@@ -69,10 +68,7 @@ class Limits:
     objective: Objective = LEAST_ENERGY
 
     def allowed(self, expected: float = 1.0) -> float:
-        """How many times as long as the framework's own order steps of a plan may last.
-
-        It is expected to take that many times as long, which matters without a deadline.
-        """
+        """As a multiple of the framework's own, what steps may last where so much is `expected`."""
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
 
@@ -205,10 +201,7 @@ class Planner:
         )
 
     def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
-        """Make plans of an order for levels of the frontier: of least energy, in their time.
-
-        The first level is expected to take so many times as long as the framework's own order.
-        """
+        """Make plans of an order for levels of the frontier, of which the first is `expected`."""
         self._reorders, first = False, self.limits.deadline_factor or expected
 
         def of_level(known: Profile, level: int) -> Asked:
@@ -276,8 +269,7 @@ class Planner:
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """True if a ready plan is better by the objective than one that runs, or that is too slow.
 
-        The framework's own order takes `own_s` by what is known; without a deadline no plan is too
-        slow by what it is predicted to take.
+        The framework's own order takes `own_s` by what is known.
         """
         today, limits = self.repriced(running), self.limits
         if limits.deadline_factor and today.cost.iteration_time_s > own_s * limits.allowed():

@@ -3,14 +3,14 @@
 Units are known from the warm-up and from a few iterations in which half of the backwards are split.
 The order that is predicted shortest runs on only if its steps are measured to be shorter than those
 of the framework's own order, by more than noise: else the best order of whole backwards is tried,
-else the framework's own runs, and there is another look later. As in the closed loop, `Command`s
-are yielded and `Window`s sent. What the framework's order takes is measured and never predicted:
-units may be slow in a new order only.
+else the framework's own runs, and there is another look later. What that takes is measured and
+never predicted: units may be slow in a new order only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 
 import numpy as np
 
@@ -53,17 +53,15 @@ class ShortestOrder:
         self.plan: Plan | None = None
         self._store, self._planner = store, planner
         self._own, self._measured = store.at_top(own), measured
-        #: What runs but for looks and trials, what ran last, and what before that.
-        self._order = self._last = self._before = self._own
-        self._everyone = range(num_replicas)
+        #: What runs but for looks and trials, and what ran last.
+        self._order = self._last = self._own
+        self._learn = partial(store.learn, replicas=range(num_replicas), fades=FADES)
         self._commands, self._judge = CommandMaker(store), Judge(1.0)
-        #: What a step of the framework's order took when it ran last.
-        self._own_s = 0.0
         #: Iterations so far, at the last baseline, and those before which no plan is made.
         self._ran = self._baseline_at = self._plan_at = 0
         self._pause = _PAUSE
-        #: Why the last plan has no memory, and what the bill says of steps that were too slow.
-        self._refused = self._harm = ""
+        #: What the bill says of steps that were too slow.
+        self._harm = ""
 
     def run(self) -> Run[None]:
         """Everything after the warm-up, as `Controller.run`."""
@@ -72,14 +70,12 @@ class ShortestOrder:
         while True:
             window, drift = yield from self._run_order(phase, self._order)
             changed |= bool(drift.any())
-            if self._order is self._own:
-                self._learn_own(window)
-            else:
+            slow = ""
+            if self._order is not self._own:
                 self._judge.add(window)
-                if self._judge.harmed():
-                    yield from self._doubt(what_drifted(drift, window), window)
-            if self._ran - self._baseline_at >= BASELINE_EVERY:
-                yield from self._doubt()
+                slow = what_drifted(drift, window) if self._judge.harmed(1.0) else ""
+            if slow or self._ran - self._baseline_at >= BASELINE_EVERY:
+                yield from self._look(window, slow)
             due = self._ran >= self._plan_at and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
@@ -89,11 +85,11 @@ class ShortestOrder:
                 yield from self._turn_to(plans)
 
     def refuse(self, command: Command, why: str) -> Command:
-        """Go back, from a command whose plan has no memory, to what ran before."""
+        """Go back, from a command whose plan has no memory, to the framework's order."""
         self._commands.take_back(command)
         self._commands.note(f"the new plan does not run: {why}")
-        self._refused, self._last = why, self._before
-        return self._commands.for_all(command.phase, self._last, command.iterations, 1)
+        self._last = self._own
+        return self._commands.for_all(command.phase, self._own, command.iterations)
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -115,71 +111,67 @@ class ShortestOrder:
 
     def _turn_to(self, plans: Plans) -> Run[None]:
         """Try those that are predicted to be shorter than what runs, until one is."""
-        running, tried = self._order.schedule, list[str]()
-        shorter = [p for p in plans.values() if self._less(p.schedule, running) > _WORTH]
-        if not shorter and plans and self._order is self._own:
-            self._stay("no other is predicted to take less time")
-        elif shorter and self._order is not self._own:
-            yield from self._at_own(anew=True)
-        for plan in shorter:
-            why = yield from self._try(plan)
-            if not why:
-                return
-            tried.append(why)
+        tried = list[str]()
+        for plan in plans.values():
+            if self._less(plan.schedule, self._order.schedule) > _WORTH:
+                tried.append((yield from self._try(plan)))
+                if not tried[-1]:
+                    return
         if tried:
             self._stay(f"the order that was planned was not faster ({'; '.join(tried)})")
+        elif plans and self._order is self._own:
+            self._stay("no other is predicted to take less time")
+
+    def _look(self, window: Window, slow: str) -> Run[None]:
+        """Hold what runs against the framework's order again; `slow` is why steps are, if so."""
+        if self.plan is None:
+            yield from self._at_own()
+            return
+        if slow:
+            late = 100 * self._judge.late(1.0)
+            self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
+        if why := (yield from self._try(self.plan)):
+            if slow:
+                self._harm = self._judge.blame(window, 1.0, 0.0, slow)
+            self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Generator[Command | None, Window, str]:
-        """Run a plan, with the framework's order between; why it does not run on, empty if it does.
+        """Run a plan between windows of the framework's order; why it does not run on, else empty.
 
-        Else it is the framework's order, unless the plan was refused.
+        Then that order is to run, unless the plan was refused. The one that runs is tried again
+        only if the first window does not tell.
         """
-        tried, self._refused = self._store.at_top(plan.schedule), ""
+        tried, judge = self._store.at_top(plan.schedule), self._judge
+        backwards = "split" if plan.schedule.split else "whole"
         predicted = 100 * self._less(plan.schedule, self._own.schedule)
+        before_s = yield from self._at_own(anew=True)
+        if plan is self.plan and judge.gains() and not judge.harmed(1.0):
+            self._pause = _PAUSE
+            return ""
         self._commands.adopted = plan
-        self._judge.begin()
+        judge.begin()
         for iterations in _TRIED:
-            settle, before_s = int(self._judge.begins), self._own_s
+            settle = int(judge.begins)
             window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
-            if self._refused:
-                return self._refused
+            if self._last is not tried:
+                return f"{backwards} backwards: no memory"
             self.plan = plan
-            self._judge.add(window)
-            if self._judge.harmed():
+            judge.add(window)
+            if judge.harmed(1.0):
                 break
-            yield from self._at_own()
+            after_s = yield from self._at_own()
             # A job that still warms up is faster behind the plan, one that heats up before it.
-            between = np.median(window.steps_s) < min(before_s, self._own_s)
-            if between and self._judge.gains():
-                gain, self._order = 100 * self._judge.gain(), tried
+            if np.median(window.steps_s) < min(before_s, after_s) and judge.gains():
+                gain, self._order = 100 * judge.gain(), tried
                 self._say(
                     f"The planned order takes {gain:.1f} % less time (predicted {predicted:.1f} %)"
                 )
                 self._plan_at = self._ran + _PAUSE
                 return ""
+            before_s = after_s
         self._order = self._own
-        backwards, longer = "split" if tried.schedule.split else "whole", -100 * self._judge.gain()
-        return f"{backwards} backwards: {longer:+.1f} % of the time, predicted {-predicted:+.1f} %"
-
-    def _doubt(self, cause: str = "", slow: Window | None = None) -> Run[None]:
-        """Look at the framework's order, and try the plan that runs again where it is not faster.
-
-        Args:
-            cause: why it has become slow, if it has.
-            slow: when that was seen.
-        """
-        if slow is not None:
-            late = 100 * self._judge.late()
-            self._commands.note(f"{cause}, and steps {late:+.1f} %: the framework's order")
-        yield from self._at_own(anew=True)
-        if self._order is self._own or (slow is None and self._judge.gains()):
-            self._pause = _PAUSE if self._order is not self._own else self._pause
-            return
-        assert self.plan is not None
-        if why := (yield from self._try(self.plan)):
-            if slow is not None:
-                self._harm = self._judge.blame(slow, 1.0, 0.0, cause)
-            self._stay(f"the planned order is not faster any more ({why})")
+        took = f"{-100 * judge.gain():+.1f} % of the time, predicted {-predicted:+.1f} %"
+        return f"{backwards} backwards: {took}"
 
     def _stay(self, why: str) -> None:
         """Have another plan made later, each time later; say why the framework's order runs."""
@@ -214,24 +206,15 @@ class ShortestOrder:
 
         None is seen where another ran before: units may differ by order.
         """
-        self._before, self._last = self._last, clocked
+        before, self._last = self._last, clocked
         window = yield self._commands.for_all(phase, clocked, iterations, settle)
         self._ran += settle + iterations
-        drift = self._store.learn(
-            self._last.schedule,
-            self._last.frequency_mhz,
-            window,
-            replicas=self._everyone,
-            fades=FADES,
-        )
-        return window, drift if self._last is self._before else np.zeros_like(drift)
+        drift = self._learn(self._last.schedule, self._last.frequency_mhz, window)
+        return window, drift if clocked is before else np.zeros_like(drift)
 
-    def _at_own(self, *, anew: bool = False) -> Run[None]:
-        """Run a window of the framework's order, the new baseline."""
+    def _at_own(self, *, anew: bool = False) -> Generator[Command | None, Window, float]:
+        """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
-        self._learn_own(window, anew=anew)
+        self._judge.add_baseline(window, 1.0, anew=anew)
         self._baseline_at = self._ran
-
-    def _learn_own(self, window: Window, *, anew: bool = False) -> None:
-        self._judge.add_baseline(window, anew=anew)
-        self._own_s = float(np.median(window.steps_s))
+        return float(np.median(window.steps_s))

@@ -32,6 +32,7 @@ from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
@@ -47,6 +48,8 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}
+#: A loop of a model where no clock may be set.
+WITHOUT = " without control"
 WORDS, LONGEST = 11, LENGTH + MICROBATCHES
 
 
@@ -159,15 +162,18 @@ class FastJobs:
         self.time = plain_stages.FastTime()
         job_module.open_device = self.open_device
 
-    def open_device(self, collectives: Any, *arguments: Any, **named: Any) -> Device:
+    def open_device(
+        self, collectives: Any, stages: int, wanted: str, preset: Any, **named: Any
+    ) -> Device:
         self._made += 1
         gpu = EmulatedGpu.create(
             "a100-sxm", int(os.environ["RANK"]), self._folder / f"gpus-{self._made}"
         )
         self.time.install(gpu)
+        reads = wanted == "none"
         return Device(
-            gpu,
-            ChosenControl("auto", "emulated", "this is a test"),
+            ReadOnlyGpu(gpu) if reads else gpu,
+            ChosenControl(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
         )
 
@@ -262,9 +268,11 @@ def train(
 
 
 def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
-    """From the profile to the steady phase; what was saved."""
+    """From the profile to the steady phase; what was saved. `WITHOUT` behind the model."""
     settings = {"baseline_steps": 20, "output": str(folder / f"output-{model}")}
-    case = Case(model, ())
+    if model.endswith(WITHOUT):
+        settings["gpu_control"] = "none"
+    case = Case(model.removesuffix(WITHOUT), ())
     engine = make_engine(case, settings)
     jobs.follow(engine)
     data = batches(case.model, vary=False)

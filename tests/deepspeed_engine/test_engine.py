@@ -29,6 +29,7 @@ IN_CI = ("gpt2", "mask", "varying lengths", "tuples of one")
 ON_FOUR_RANKS = ("partitioned activations", "replicas in bf16")
 CASES = (*IN_CI, *ON_FOUR_RANKS, *(f"all of {model}" for model in MODELS)) if FULL else IN_CI
 LOOPS = tuple(f"loop of {model}" for model in MODELS)
+WITHOUT = "loop of gpt2 without control"
 Run = dict[str, Any]
 
 
@@ -37,7 +38,7 @@ def trained(tmp_path_factory) -> list[dict[str, dict[str, Run]]]:
     """What each rank came to, by case and run."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(RANK), str(folder), str(STAGES), str(STEPS), *CASES]
-    command += LOOPS if FULL else ()
+    command += (*LOOPS, WITHOUT) if FULL else ()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=3000 if FULL else 400
@@ -78,3 +79,12 @@ def test_the_whole_loop_saves_energy(trained, loop):
     found = trained[0][loop]["job"]["comparison"]
     assert found["saving_percent"] > 5
     assert found["slowdown_percent"] < 1
+
+
+@pytest.mark.skipif(not FULL, reason="takes long: set ENVPIPE_DEEPSPEED_FULL=1")
+def test_without_control_an_order_of_whole_backwards_is_looked_for(trained):
+    """Stages that take as long as each other have none that is shorter than DeepSpeed's."""
+    why, found = trained[0][WITHOUT]["notes"]
+    assert why.endswith("the shortest order in place of least energy, and clocks stay as they are")
+    assert found == "The framework's own order: no other is predicted to take less time"
+    assert trained[0][WITHOUT]["clocks"]["changes"] == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 
 #: Iterations in the steady phase, where a job ends when it got there.
 STEADY_STEPS = 2
@@ -106,9 +107,9 @@ class Ours:
     fault: str = ""
     splits: bool = False
     closed_loop: bool = False
-    goal: str = "energy"
     reads_only: bool = False
     slow_from: int | None = None
+    objective: Objective = LEAST_ENERGY
 
 
 Bits = dict[str, bytes]

@@ -67,7 +67,6 @@ from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import MegatronWork
-from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -774,7 +773,7 @@ def _session(
                 reconfigure=ours.reconfigure,
                 num_chunks=job.chunks,
                 group_size=job.group,
-                objective=Objective(ours.goal),
+                objective=ours.objective,
             ),
             warmup_iterations=ours.warmup_iterations,
             profiler=ProfilerSettings(*ours.profiler, min_window_s=0.3),

@@ -132,7 +132,7 @@ def test_order_and_frequencies_against_all_orders(stages, microbatches, jobs):
         }
         optimum_j = min(least_j.values())
         search = OrderSearch(profile, microbatches, conditions, deadline_s)
-        assert search.bound() <= optimum_j * (1 + 1e-9), seed
+        assert search.any_order_bound_j() <= optimum_j * (1 + 1e-9), seed
         assert optimum_j <= auto.cost.energy_j * (1 + 1e-9), seed
         assert auto.cost.energy_j <= own.cost.energy_j * (1 + 1e-9), seed
         assert min(least_j[order] for order in built) == pytest.approx(optimum_j), seed
@@ -169,7 +169,7 @@ def test_order_and_frequencies_against_all_orders_of_all_families(microbatches, 
         optimum_j = min(
             try_everything(order, priced, conditions).least_energy_j(deadline_s) for order in orders
         )
-        assert auto.auto.bound(auto.plan) <= optimum_j * (1 + 1e-9), seed
+        assert auto.auto.bound_j(auto.plan) <= optimum_j * (1 + 1e-9), seed
         assert optimum_j <= auto.plan.cost.energy_j * (1 + 1e-9), seed
         above.append(100 * (auto.plan.cost.energy_j / optimum_j - 1))
     print("auto above the optimum of all families (%):", np.round(above, 2))
@@ -199,7 +199,7 @@ def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, micr
             try_everything(order, profile, conditions).least_energy_j(deadline_s)
             for order in orders
         )
-        bound_j = search.bound()
+        bound_j = search.any_order_bound_j()
         assert bound_j <= optimum_j * (1 + 1e-9), seed
         below.append(100 * (1 - bound_j / optimum_j))
     print(
@@ -230,6 +230,6 @@ def test_the_bound_of_all_orders_is_reached_where_the_pipeline_is_one_chain():
         schedule = builders.one_f_one_b(3, 1)
         optimizer = Optimizer(schedule, profile, conditions)
         deadline_s = optimizer.fastest_s * rng.choice([1.0, 1.1, 5.0])
-        bound_j = OrderSearch(profile, 1, conditions, deadline_s).bound()
+        bound_j = OrderSearch(profile, 1, conditions, deadline_s).any_order_bound_j()
         relaxed_j = optimizer.relaxed(deadline_s).cost_j
         assert bound_j == pytest.approx(relaxed_j, rel=1e-6)

@@ -112,7 +112,7 @@ def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
         fingerprint={},
         closed_loop=True,
     )
-    session, _ = plain_stages.session(rank, config, root)
+    session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     with (
         closing(session),
         plans_are_waited_for(),

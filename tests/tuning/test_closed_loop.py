@@ -22,9 +22,13 @@ from benchmarks.online.runs import (
     scripted,
     slower,
 )
+from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.objective import Objective
+from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.tuning import controller
@@ -36,6 +40,7 @@ BEGIN, END = 45, 85
 FOUND_OUT = 10
 REQUEST = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal")
 SMALL = replace(REQUEST, num_microbatches=8)
+PRICES = {"energy_price": 0.2, "gpu_price": 0.05}
 
 
 def run(
@@ -123,6 +128,32 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     assert [float(each) for each in said.groups()] == pytest.approx(
         [100 * best, 100 * whole], abs=1
     )
+
+
+@pytest.mark.parametrize("goal", [{"goal": "edp"}, {"goal": "cost", **PRICES}], ids=str)
+def test_other_objectives_find_their_plan_and_are_not_left_for_being_slower(goal):
+    objective = Objective(**goal)
+    request = replace(SMALL, objective=objective)
+    ran = run((0.03,) * 2, iterations=60, request=request)
+    exact = exact_profile(load_preset("a100-sxm"), (0.03,) * 2, {})
+    best = make_plan(exact, replace(request, conditions=known_conditions(exact))).plan
+    own = best.baseline.cost
+    factors = 1 + ran.longer(ran.steady, 60), 1 - ran.saved(ran.steady, 60)
+    found = Cost(factors[0] * own.iteration_time_s, factors[1] * own.energy_j)
+    assert objective.score(found, 2) < 1.003 * objective.score(best.cost, 2)
+    assert factors[0] > 1.03
+    assert "baseline" not in [each.phase for each in ran.job]
+    assert ran.notes == ()
+
+
+@on_request("CONTROL")
+def test_replicas_follow_a_slow_one_by_least_energy_whatever_the_objective():
+    request = replace(SMALL, objective=Objective("edp"))
+    faults = scripted("replica", BEGIN, END, 2, 2)
+    ran = run((0.03,) * 2, iterations=END, replicas=2, request=request, faults=faults)
+    assert ran.saved(END - 20, END) > ran.saved(BEGIN - 10, BEGIN) + 0.03
+    during = ran.job[END - 2].replicas_s
+    assert 0.985 * max(during) < min(during)
 
 
 def test_a_job_that_starts_again_plans_with_the_parts_that_were_measured_before():

@@ -60,7 +60,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
         return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost)
 
     planner: Any = SimpleNamespace(
-        limits=SimpleNamespace(allowed=1.0),
+        limits=SimpleNamespace(allowed=lambda expected=1.0: expected),
         busy=True,
         won="4 %",
         take=lambda: {0: plan(split=splits)},
@@ -71,7 +71,8 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
     job.plan, job._followers = plan(split=False), SimpleNamespace(lead=lambda of: None)
     for name, value in (("_plan_command", None), ("_learn_plan", 0), ("_harmed", False)):
         monkeypatch.setattr(job, name, lambda *of, value=value, **named: value)
-    monkeypatch.setattr(job, "_prediction_error", lambda of: 0.0)
+    for name in ("_prediction_error", "_expected"):
+        monkeypatch.setattr(job, name, lambda of: 0.0)
     monkeypatch.setattr(job, "_better", lambda of: better)
     correct = job._correct()
     next(correct)

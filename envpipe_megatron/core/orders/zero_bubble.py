@@ -88,19 +88,21 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
     return _with_split(schedule, "split", lambda own, seen: seen < most - last)
 
 
-def split_from(schedule: Schedule, microbatch: int) -> Schedule:
-    """A split order in which the backwards of the microbatches before one are whole."""
+def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None) -> Schedule:
+    """A split order in which the backwards of the microbatches before one are whole.
 
-    def units(order: tuple[Unit, ...]) -> Iterator[Unit]:
+    On all stages, or on one.
+    """
+    stages: list[list[Unit]] = [[] for _ in schedule.stages]
+    for stage, order in enumerate(schedule.stages):
+        units, first = stages[stage], microbatch if of_stage in (None, stage) else 0
         for own in order:
-            if own.kind is Kind.FORWARD or own.microbatch >= microbatch:
-                yield own
+            if own.kind is Kind.FORWARD or own.microbatch >= first:
+                units.append(own)
             elif own.kind is Kind.INPUT_GRADIENT:
-                yield unit(own.kind, own.microbatch, own.chunk, combined=True)
-                yield unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
-
-    stages = tuple(tuple(units(order)) for order in schedule.stages)
-    return replace(schedule, stages=stages)
+                units.append(unit(own.kind, own.microbatch, own.chunk, combined=True))
+                units.append(unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk))
+    return replace(schedule, stages=tuple(map(tuple, stages)))
 
 
 def half_split(schedule: Schedule) -> Schedule:

@@ -20,7 +20,7 @@ from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
-from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch, families
+from envpipe_megatron.policies.orders.families import FamilySearch, families
 from envpipe_megatron.policies.orders.judged import (
     Judged,
     best_by_family,
@@ -48,7 +48,8 @@ class AutoSearch:
         self._profile, self._conditions = problem.profile, problem.conditions
         self._own = problem.own_order
         self.planner = problem.planner(self._own)
-        if problem.objective.goal == Goal.ENERGY or problem.objective == SHORTEST:
+        self._shortest = ShortestSearch(problem) if problem.objective == SHORTEST else None
+        if self._shortest or problem.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)
             return
         own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
@@ -64,20 +65,17 @@ class AutoSearch:
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
         profile, problem, self._time_s = self._profile, self.problem, time_s
-        self._searches: list[OrderSearch | FamilySearch | ShortestSearch] = []
+        self._searches: list[OrderSearch | FamilySearch] = []
         self._refused: LinearProgramError | None = None
         at, park = (self._conditions, time_s), problem.park
         self._families = families(
             profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
         )
-        others = self._families if problem.limits.channel_capacity is None else ()
-        if problem.objective == SHORTEST:
-            first = (ENVPIPE,) if problem.num_chunks == 1 else ()
-            self._searches, others = [ShortestSearch(problem, (*first, *others))], ()
-        elif problem.num_chunks == 1:
+        if problem.num_chunks == 1 and not self._shortest:
             own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
             self._searches.append(own)
-        for family in others:
+        any_channel = problem.limits.channel_capacity is None
+        for family in self._families if any_channel and not self._shortest else ():
             job = family, self._own, profile
             try:
                 self._searches.append(FamilySearch(*job, *at, parking=park))
@@ -94,15 +92,13 @@ class AutoSearch:
         """
         most = self._most_in_flight(limits)
         refused: LinearProgramError | None = None
-        judged: list[Judged] = []
+        judged = self._shortest.search(limits, most) if self._shortest else []
         for search in self._searches:
             try:
                 if isinstance(search, OrderSearch):
                     judged += search.judge(search.search(self.problem.order_limits(limits)))
-                elif isinstance(search, FamilySearch):
-                    judged += search.search(most, judged)
                 else:
-                    judged += search.search(limits, most)
+                    judged += search.search(most, judged)
             except LinearProgramError as error:
                 refused = refused or error
         if not judged:
@@ -160,14 +156,14 @@ class AutoSearch:
             if within(order, most, self._profile.weight_shares)
         ]
 
-    def bound(self, plan: Plan) -> float:
-        """What no order of any family can go below, J in a plan's time, or s if that counts."""
+    def bound_j(self, plan: Plan) -> float:
+        """What no order of any family can go below in a plan's time, J."""
         time_s = plan.cost.iteration_time_s
-        bounds = []
+        bounds_j = []
         for search in self._searches:
             with suppress(LinearProgramError):  # of a family of which no order is so fast
-                bounds.append(search.bound(time_s))
-        return min(bounds)
+                bounds_j.append(search.any_order_bound_j(time_s))
+        return min(bounds_j)
 
     def next_microbatch_percent(self) -> float | None:
         """What another microbatch in flight on each stage would save, before rounding.
@@ -189,41 +185,32 @@ class AutoSearch:
         best = {order.optimizer.schedule.split: order for order in reversed(self.judged)}
         if len(best) < 2:
             return ""
-        split, whole = (f"{self._won_percent(best[s].score, plan):.1f} %" for s in (True, False))
+        own = self.problem.objective.judged(plan.baseline.cost)
+        split, whole = (f"{100 * (1 - best[s].score / own):.1f} %" for s in (True, False))
+        won = "less time" if self._shortest else "saved"
         if plan.schedule.split:
-            return f"Split backwards: {split} {self._won} instead of {whole} without"
-        return f"Whole backwards: {whole} {self._won}, and {split} with split ones"
-
-    @property
-    def _won(self) -> str:
-        """What is won against the framework's own order, in words."""
-        return "less time" if self.problem.objective == SHORTEST else "saved"
-
-    def _won_percent(self, score: float, plan: Plan) -> float:
-        """By how much a score is below that of a plan's baseline."""
-        return 100 * (1 - score / self.problem.objective.judged(plan.baseline.cost))
+            return f"Split backwards: {split} {won} instead of {whole} without"
+        return f"Whole backwards: {whole} {won}, and {split} with split ones"
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
-        tried = sum(search.orders_tried for search in self._searches)
-        most = self._won_percent(self.bound(plan), plan)
-        bounded = self.problem.limits.channel_capacity is not None
-        splits = not bounded and any(family.split for family in self._families)
+        own = self.problem.objective.judged(plan.baseline.cost)
+        tried = sum(search.orders_tried for search in (self._shortest, *self._searches) if search)
+        splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
-        can = f"take more than {most:.2f} % less time"
-        if self.problem.objective != SHORTEST:
-            can = f"save more than {most:.2f} % at this deadline"
-        notes = [f"{tried} orders were compared. No order {of} can {can}."]
-        if bounded and self._families:
+        notes = [f"{tried} orders were compared."]
+        if not self._shortest:
+            most = 100 * (1 - self.bound_j(plan) / own)
+            notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
+        if self.problem.limits.channel_capacity is not None and self._families:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
             told = ", ".join(
-                f"{order.family} {self._won_percent(order.score, plan):.2f} % {self._won} "
-                f"({_peak(order)} in flight)"
+                f"{order.family} {100 * (1 - order.score / own):.2f} % ({_peak(order)} in flight)"
                 for order in best
             )
-            notes.append(f"Families of orders by what they win before rounding: {told}.")
+            notes.append(f"Families of orders by what they save before rounding: {told}.")
         notes += filter(None, [self.splitting(plan)])
         split = self._profile.assumed
         if plan.schedule.split and split is not None:

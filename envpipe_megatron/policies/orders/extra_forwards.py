@@ -189,7 +189,7 @@ class OrderSearch:
             return self.judge(self.search(self._limits))
         return judged
 
-    def bound(self, or_at_s: float = 0.0) -> float:
+    def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order and no frequencies can go below at the deadline or a later one, J."""
         conditions = self._conditions
         powers = waiting_floor_w(self._profile, conditions, self._parking)

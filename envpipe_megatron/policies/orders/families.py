@@ -121,7 +121,7 @@ class FamilySearch:
         """Orders whose linear program was solved."""
         return len(self._judged)
 
-    def bound(self, or_at_s: float = 0.0) -> float:
+    def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order can go below at the deadline or a later one, J.
 
         Nor one that splits some backwards and others not.

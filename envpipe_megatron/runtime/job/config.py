@@ -9,7 +9,7 @@ from typing import Any
 
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.request import PlanRequest, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
@@ -140,7 +140,7 @@ class SessionConfig:
         if self.plan_file is not None:
             return self
         if self.closed_loop and self.request.schedule not in _OWN:
-            request = replace(self.request, objective=Objective(Goal.TIME))
+            request = replace(self.request, objective=SHORTEST)
             return replace(self, request=request, profile_file=None)
         chunks = self.request.num_chunks
         request = PlanRequest(

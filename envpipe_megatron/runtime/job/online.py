@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.execution.orders import (
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, in_words
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import is_shortest, make_room
+from envpipe_megatron.runtime.job.planning import make_room
 from envpipe_megatron.runtime.job.reports import make_report, places
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
@@ -111,7 +111,7 @@ def run_commands(
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        needs_clocks = job.config.closed_loop and not is_shortest(job)
+        needs_clocks = job.config.closed_loop and not job.changes_order_alone
         decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
         if isinstance(decided, _Ended):
             return decided.found, order

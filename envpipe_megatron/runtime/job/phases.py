@@ -36,7 +36,6 @@ from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
     clocks_of_stages,
-    is_shortest,
     known_plan,
     make_room,
     make_room_for_messages,
@@ -198,7 +197,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        if is_shortest(job):
+        if job.changes_order_alone:
             clocks = [job.collectives.from_planner(max(job.gpu.supported_frequencies_mhz))]
         else:
             clocks = list(_swept_clocks(job))
@@ -229,7 +228,7 @@ def _tuner(
     limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if is_shortest(job) else Controller
+    tuner = ShortestOrder if job.changes_order_alone else Controller
     return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
 
 

@@ -12,7 +12,6 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -53,11 +52,6 @@ def check_files(job: PhaseParts) -> None:
 def splits(job: PhaseParts) -> bool:
     """True if the job runs orders that split backwards."""
     return job.config.splits and not job.state.whole
-
-
-def is_shortest(job: PhaseParts) -> bool:
-    """True if the job looks for the order that takes least time, and changes no clock."""
-    return job.config.closed_loop and job.config.request.objective.goal == Goal.TIME
 
 
 def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:

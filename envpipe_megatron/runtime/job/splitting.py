@@ -16,12 +16,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.planning import (
-    capacity,
-    is_shortest,
-    make_room_for_messages,
-    splits,
-)
+from envpipe_megatron.runtime.job.planning import capacity, make_room_for_messages, splits
 from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
@@ -36,7 +31,7 @@ def known_and_measured(
     That is the framework's, with half of its backwards split if plans may split some. Every rank
     calls it, as `known_profile`. Where only the order matters, units are always measured.
     """
-    profile = None if is_shortest(job) else known_profile(job, schedule, records)
+    profile = None if job.changes_order_alone else known_profile(job, schedule, records)
     measured = schedule
     may_split = job.config.may_split and splits(job) and capacity(job) is None
     may_split = may_split and job.config.plan_file is None  # whose order is there

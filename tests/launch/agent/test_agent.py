@@ -174,7 +174,6 @@ def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
     [
         {"gpu_uid": "/nowhere#0"},
         {"gpu_uid": "nothing"},
-        {"backend": None},
         {"rank": [1]},
         {"stage": -1},
         {"gpu": 5},

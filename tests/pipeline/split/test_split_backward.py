@@ -29,6 +29,7 @@ from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place,
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.objective import Objective
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
@@ -247,10 +248,17 @@ def test_parts_are_measured_online(stock, ours):
     assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
 
 
-@on_request("PIPELINE")
-def test_closed_loop(stock, ours):
+@pytest.mark.parametrize(
+    ("goal", "steps"),
+    [
+        pytest.param("energy", 160, marks=on_request("PIPELINE")),
+        pytest.param("edp", 160, marks=on_request("PIPELINE")),
+        ("time", 60),
+    ],
+)
+def test_closed_loop(stock, ours, goal, steps):
     """It measures, plans beside training, and corrects: orders change while training goes on."""
-    job = Job(2, 8, steps=160)
+    job = Job(2, 8, steps=steps)
     how = Ours(
         "auto",
         "optimal",
@@ -259,8 +267,11 @@ def test_closed_loop(stock, ours):
         clocks_mhz=CLOCKS_MHZ[::2],
         splits=True,
         closed_loop=True,
+        objective=Objective(goal),
     )
     results = ours(job, how)
+    if goal == "time":
+        assert {clock for result in results for clock in result.locked_mhz} <= {max(CLOCKS_MHZ)}
     run = {tuple(units) for units in results[0].executed}
     assert results[0].plan.schedule.split
     for order in (results[0].plan.schedule, half_split(builders.one_f_one_b(2, 8))):

@@ -121,7 +121,7 @@ def test_plans_keep_time_memory_and_the_bound(seed):
     plan, baseline = answer.plan, answer.plan.baseline
     slowest_s = 1.05 * baseline.cost.iteration_time_s
     assert plan.cost.iteration_time_s <= slowest_s * (1 + 1e-9)
-    assert answer.auto.bound(plan) <= plan.cost.energy_j * (1 + 1e-9)
+    assert answer.auto.bound_j(plan) <= plan.cost.energy_j * (1 + 1e-9)
     assert plan.cost.energy_j <= baseline.cost.energy_j * (1 + 1e-9)
     if in_flight is not None:
         assert max(plan.schedule.peak_in_flight) <= chunks * in_flight
@@ -228,7 +228,7 @@ def test_orders_that_a_job_runs_lay_chunks_as_megatron_does_and_save_more():
     energies_j = [plan.cost.energy_j for plan in (freely.plan, answer.plan, own)]
     assert energies_j == sorted(energies_j)
     assert energies_j[1] < 0.995 * energies_j[2]
-    bounds_j = [found.auto.bound(found.plan) for found in (answer, freely)]
+    bounds_j = [found.auto.bound_j(found.plan) for found in (answer, freely)]
     assert bounds_j[0] == pytest.approx(bounds_j[1])
     assert all("v-shaped" not in note for note in answer.notes)
     for frontier in make_frontier(
@@ -250,7 +250,7 @@ def test_auto_says_which_family_won_and_what_was_assumed(tmp_path):
     answer = planned(profile, 12, split=SplitBackward(0.5, 0.02))
     assert answer.plan.schedule.split
     told = " ".join(answer.notes)
-    assert "by what they win before rounding: zero-bubble" in told
+    assert "by what they save before rounding: zero-bubble" in told
     assert "a backward in two parts takes 2 % more" in told
     whole = planned(profile, 12)
     assert answer.plan.cost.energy_j < whole.plan.cost.energy_j

@@ -311,7 +311,7 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
     job: Any = Starting(tmp_path / "none", request=request)
     plan = job.adopt(profile)
     assert not plan.schedule.split
-    assert plan.profile.kinds == WHOLE
+    assert plan.profile.kinds == (*WHOLE, Kind.NOTHING)
 
 
 @pytest.mark.parametrize(("overhead", "splits"), [(0.0, 16), (0.1, 8), (0.6, 0)])

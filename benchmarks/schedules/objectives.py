@@ -1,0 +1,39 @@
+"""Least time, energy and energy x time of GPT-3 175B: a table of docs/schedules.md, simulated.
+
+python benchmarks/schedules/objectives.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from benchmarks.outputs import PERSEUS_DATA, markdown_line
+from benchmarks.planner.workloads import Workload, read_workloads
+from envpipe_megatron.core.profile_rows import SplitBackward
+from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.planner import make_plan
+
+
+def row(workload: Workload, overhead: float) -> list[str]:
+    """Time and joules against 1F1B at full clock: without other clocks, then by goal."""
+    cells = [workload.gpu, str(workload.num_microbatches), f"{100 * overhead:g} %"]
+    only_top = tuple({k: rows[:1] for k, rows in kinds.items()} for kinds in workload.profile.rows)
+    untouched = replace(workload.profile, rows=only_top)
+    for goal in (None, Goal.TIME, Goal.ENERGY, Goal.EDP):
+        request = replace(
+            workload.request("auto", "optimal"),
+            deadline_factor=None,
+            objective=Objective(goal or Goal.TIME),
+            split=SplitBackward(overhead=overhead),
+        )
+        plan = make_plan(workload.profile if goal else untouched, request).plan
+        own, cost = plan.baseline.cost, plan.cost
+        cells.append(f"{cost.slowdown_percent(own):+.1f} %, {-cost.saving_percent(own):+.1f} %")
+    return cells
+
+
+if __name__ == "__main__":
+    jobs = [workload for workload in read_workloads(PERSEUS_DATA) if workload.emulated]
+    for workload, overhead in product(jobs, (0.0, 0.01)):
+        print(markdown_line(row(workload, overhead)), flush=True)
