@@ -35,8 +35,8 @@ UNPLANNED = "baseline"
 
 #: What to plan, and what is known beforehand: for `planned`.
 Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
-#: Asks for a plan from a profile, for an order or the best there is, to take so many times as long
-#: as the framework's own order; None for any time.
+#: Asks for a plan from a profile, for an order or the best there is: of least energy, to take so
+#: many times as long as the framework's own order; None as the objective has it.
 Ask: TypeAlias = Callable[[Profile, Schedule | None, float | None], Asked]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
@@ -203,12 +203,10 @@ class Planner:
     def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
         """Make plans of an order for levels of the frontier, of which the first is `expected`."""
         self._reorders, first = False, self.limits.deadline_factor or expected
-
-        def of_level(known: Profile, level: int) -> Asked:
-            problem, notes = self._ask(known, order, first * level_factor(level))
-            return replace(problem, objective=LEAST_ENERGY), notes
-
-        self._begin(lambda known: {level: [of_level(known, level)] for level in levels})
+        factors = {level: first * level_factor(level) for level in levels}
+        self._begin(
+            lambda known: {level: [self._ask(known, order, at)] for level, at in factors.items()}
+        )
 
     def quick(self, order: Schedule) -> Plans:
         """A plan of an order, made in seconds: begun by the first call, and there once.

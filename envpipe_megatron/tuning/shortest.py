@@ -36,14 +36,9 @@ _PAUSE, _LONGEST_PAUSE = 64, 4096
 
 
 class ShortestOrder:
-    """Decides for a job, on its planning rank, as `Controller` does.
+    """Decides for a job, on its planning rank; the same for all replicas.
 
-    Args:
-        own: the framework's order.
-        measured: the same, or with some of its backwards split.
-        store: of the highest clock only.
-        num_replicas: pipelines; all run the same.
-        planner: makes plans from that store.
+    Args as of `Controller`, but that the store has the highest clock only.
     """
 
     def __init__(
@@ -60,14 +55,13 @@ class ShortestOrder:
         #: Iterations so far, at the last baseline, and those before which no plan is made.
         self._ran = self._baseline_at = self._plan_at = 0
         self._pause = _PAUSE
-        #: What the bill says of steps that were too slow.
-        self._harm = ""
 
     def run(self) -> Run[None]:
         """Everything after the warm-up, as `Controller.run`."""
         yield None
-        phase, changed = Phase.PROFILE, False
+        changed = False
         while True:
+            phase = Phase.STEADY if self._plan_at else Phase.PROFILE
             window, drift = yield from self._run_order(phase, self._order)
             changed |= bool(drift.any())
             slow = ""
@@ -81,7 +75,6 @@ class ShortestOrder:
                 changed = False
                 yield from self._plan()
             if (plans := self._take()) is not None:
-                phase = Phase.STEADY
                 yield from self._turn_to(plans)
 
     def refuse(self, command: Command, why: str) -> Command:
@@ -133,7 +126,7 @@ class ShortestOrder:
             self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
         if why := (yield from self._try(self.plan)):
             if slow:
-                self._harm = self._judge.blame(window, 1.0, 0.0, slow)
+                self._commands.billed = self._judge.blame(window, 1.0, 0.0, slow)
             self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Generator[Command | None, Window, str]:
@@ -188,9 +181,9 @@ class ShortestOrder:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _say(self, text: str) -> None:
-        """Have log and bill say it, the bill beside what it says of steps that were too slow."""
+        """Have log and bill say it, the bill behind what it says of steps that were too slow."""
         self._commands.note(text)
-        self._commands.billed = "\n".join(filter(None, [text, self._harm]))
+        self._commands.won = text
 
     # --- what is known --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -123,6 +124,24 @@ def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
                 session.clock.stop(GpuError("the driver of a test"))
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
     return session.state.notes
+
+
+def look_for_the_shortest(rank: int, root: Path) -> Any:
+    """A start of a job that may set no clock: its notes, and the phases of its iterations."""
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, "auto", "optimal"),
+        warmup_iterations=6,
+        output_dir=root / "job",
+        fingerprint={},
+        closed_loop=True,
+        splits=True,
+    )
+    made = partial(plain_stages.session, time_at_max_s=LONG_UNITS_S, seen_as=ReadOnlyGpu)
+    session, _ = made(rank, config, root)
+    with closing(session), plans_are_waited_for():
+        for _ in range(36):
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+    return session.state.notes, [phase.value for phase, *_ in session.iterations.latest]
 
 
 #: What a message back takes of the emulated time of who receives it; one forward takes none.

@@ -196,12 +196,11 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        if job.changes_order_alone:
-            clocks = [job.collectives.from_planner(max(job.gpu.supported_frequencies_mhz))]
-        else:
-            clocks = list(_swept_clocks(job))
-            if not job.gpu.changes_clock:
-                job.say(_DRY_RUN)
+        top = max(job.gpu.supported_frequencies_mhz)
+        alone = job.changes_order_alone
+        clocks = [job.collectives.from_planner(top)] if alone else list(_swept_clocks(job))
+        if not (alone or job.gpu.changes_clock):
+            job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)

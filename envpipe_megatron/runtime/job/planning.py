@@ -12,6 +12,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -138,7 +139,8 @@ def plan_online(
 ) -> Asked:
     """Say what to plan from all that is known of the job: an order, or the best one.
 
-    By default as the job's own request has it. Called on the planner only.
+    Of least energy in a time, by default as the job's own request has it. Called on the planner
+    only.
     """
     asked, kept = job.config.request, job.kept_order
     schedule, order, most_waiting = asked.schedule, kept or order or asked.order, capacity(job)
@@ -175,7 +177,8 @@ def plan_online(
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
         channel_capacity=most_waiting if "channel_capacity" in takes else None,
-        deadline_factor=asked.deadline_factor if deadline_factor is None else deadline_factor,
+        deadline_factor=deadline_factor or asked.deadline_factor,
+        objective=LEAST_ENERGY if deadline_factor else asked.objective,
         conditions=conditions,
         runnable=True,
     )

@@ -299,6 +299,17 @@ def test_a_closed_loop_whose_control_ends_looks_for_the_shortest_order(
     assert json.loads((tmp_path / "job.json").read_text())["profile"] is None
 
 
+def test_a_restart_without_control_has_its_baseline_and_looks_for_the_order_again(
+    three_ranks, tmp_path
+):
+    for length in (6, 2):
+        for notes, phases in three_ranks.run(session_ranks.look_for_the_shortest, tmp_path):
+            assert "only: the shortest order" in notes[0]
+            assert "% less time (predicted" in notes[-1]
+            assert phases.count("warm-up") == length
+            assert phases[-1] == "steady"
+
+
 def test_a_session_is_not_used_again_after_a_failure(tmp_path):
     with RankPool(2) as pool:  # its own: the failed messages stay in the group
         told = pool.run(session_ranks.use_again_after_a_failure, tmp_path)
