@@ -250,7 +250,7 @@ def test_auto_says_which_family_won_and_what_was_assumed(tmp_path):
     answer = planned(profile, 12, split=SplitBackward(0.5, 0.02))
     assert answer.plan.schedule.split
     told = " ".join(answer.notes)
-    assert "by what they win before rounding: zero-bubble" in told
+    assert "by what they save before rounding: zero-bubble" in told
     assert "a backward in two parts takes 2 % more" in told
     whole = planned(profile, 12)
     assert answer.plan.cost.energy_j < whole.plan.cost.energy_j
