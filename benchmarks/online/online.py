@@ -180,7 +180,7 @@ def noise_rows() -> Iterator[dict[str, Any]]:
     """What hiccups of 10 ms do to the savings of many replicas."""
     preset, forward_s = load_preset("a100-sxm"), forward_times_s(4, even=True)
     for share in _HICCUPS:
-        noise = {"emulated": {"hiccups": share}, "replicas": _MANY}
+        noise: dict[str, Any] = {"emulated": {"hiccups": share}, "replicas": _MANY}
         ran = run_job(WAYS["closed loop"], preset, forward_s, iterations=_NOISY, **noise)
         yield {
             "hiccups (% of units)": 100 * share,
