@@ -130,7 +130,11 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     )
 
 
-@pytest.mark.parametrize("goal", [{"goal": "edp"}, {"goal": "cost", **PRICES}], ids=str)
+@pytest.mark.parametrize(
+    "goal",
+    [{"goal": "edp"}, pytest.param({"goal": "cost", **PRICES}, marks=on_request("CONTROL"))],
+    ids=["edp", "cost"],
+)
 def test_other_objectives_find_their_plan_and_are_not_left_for_being_slower(goal):
     objective = Objective(**goal)
     request = replace(SMALL, objective=objective)

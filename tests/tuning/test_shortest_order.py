@@ -166,7 +166,9 @@ def test_orders_of_whole_backwards_that_gain_nothing_are_not_tried():
 
 
 @pytest.mark.parametrize(
-    "factor", [1 / (1 - GAIN), 1.3], ids=["bounded by the host", "slow in a new order"]
+    "factor",
+    [1 / (1 - GAIN), pytest.param(1.3, marks=on_request("CONTROL"))],
+    ids=["bounded by the host", "slow in a new order"],
 )
 def test_an_order_that_is_not_faster_is_left_and_tried_again_rarely(factor):
     ran = run(400, in_new_orders(factor))
@@ -180,7 +182,9 @@ def test_an_order_that_is_not_faster_is_left_and_tried_again_rarely(factor):
     assert ran.planned.schedule.stages == OWN.stages
 
 
-@pytest.mark.parametrize("begin", range(BEGIN, BEGIN + 4))
+@pytest.mark.parametrize(
+    "begin", [BEGIN, *(pytest.param(BEGIN + n, marks=on_request("CONTROL")) for n in (1, 2, 3))]
+)
 def test_an_order_that_has_become_slow_is_left(begin):
     ran = run(150, in_new_orders(1.3, begin))
     assert ran.new[begin]
@@ -192,6 +196,7 @@ def test_an_order_that_has_become_slow_is_left(begin):
     assert len(ran.tried) <= 4
 
 
+@on_request("CONTROL")
 def test_an_order_that_was_slow_for_a_while_is_taken_up_again():
     def trouble(at: int, order: Schedule) -> dict[tuple[int, int], Conditions]:
         return in_new_orders(1.3, BEGIN)(at, order) if at < BEGIN + 20 else {}
@@ -239,6 +244,7 @@ def test_a_plan_without_memory_is_made_again_later():
     assert told(ran, PLANNED)
 
 
+@on_request("CONTROL")
 def test_planning_that_fails_is_tried_again(monkeypatch):
     made, errors = phases.plan_online, [MemoryError(), TimeoutError("no end")]
 
