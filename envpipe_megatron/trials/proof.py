@@ -23,8 +23,6 @@ from envpipe_megatron.trials.machine import Machine, newcomers
 from envpipe_megatron.trials.run import Event, Results
 from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
-#: How the line to paste says what claims are about.
-_TAKES = {"saving": "fewer joules", "speedup": "less time", "slowdown": "more time"}
 CLAIMS_FORMAT = "envpipe-claims/1"
 
 
@@ -153,11 +151,10 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
         marks.append("no clock was changed")
     holds, told = None, dict[str, list[str]]()
     for claim in claims:
-        arm, _, which = claim.name.partition("_")
         if claim.name == "losses_equal":
             holds = claim.holds
-        elif which in _TAKES:
-            told.setdefault(arm, []).append(f"{claim.shown} {_TAKES[which]}")
+        elif claim.takes:
+            told.setdefault(claim.name.partition("_")[0], []).append(claim.takes)
     parts = [f"{arm} takes {' and '.join(takes)}" for arm, takes in reversed(told.items())]
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     parts.append("losses not compared" if holds is None else equal[holds])
