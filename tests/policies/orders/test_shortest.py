@@ -97,8 +97,8 @@ def time_s(orders, profile, conditions, enough_s=math.inf):
         (3, 2, 8),
         (2, 3, 3),
         pytest.param(2, 3, 30, marks=on_request("CORE")),
-        pytest.param(2, 4, 2, marks=on_request("CORE")),
-        pytest.param(3, 3, 2, marks=on_request("CORE")),
+        pytest.param(2, 4, 1, marks=on_request("CORE")),
+        pytest.param(3, 3, 1, marks=on_request("CORE")),
     ],
 )
 def test_no_order_of_a_small_job_takes_less(stages, microbatches, jobs):
