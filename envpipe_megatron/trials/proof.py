@@ -36,7 +36,7 @@ class Proof(Results):
 
     who = "proof"
     files = (
-        "prove.json", "text.bin", "log.txt", "machine.json", "versions.json", "latency.json",
+        "prove.json", "text.bin", "log.txt", "machine.json", "latency.json",
         "turns.jsonl", "claims.json", "summary.md", "index.html",
     )  # fmt: skip
     folders = ("emulated", "profile", "plans", "arms")
@@ -54,8 +54,6 @@ class Proof(Results):
         )
         self._machine, self._checks = machine, checks
         self._latency: list[dict[str, Any]] | None = None
-        #: Of the ranks' own.
-        self._versions: dict[str, str] = {}
         self._claims: list[Claim] = []
 
     def take(self, event: Event) -> None:
@@ -65,7 +63,7 @@ class Proof(Results):
                 text = event["text"]
                 self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "versions":
-                self._versions = {"torch": event["torch"], "CUDA": event["cuda"]}
+                self._machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
             case "latency":
                 self._latency = event["gpus"]
                 self.put("latency.json", self._latency)
@@ -97,7 +95,6 @@ class Proof(Results):
         }
         self.put("claims.json", document)
         self.put("machine.json", {**asdict(machine), "doctor": list(self._checks)})
-        self.put("versions.json", {**machine.versions, **self._versions})
         sections = self._sections(line)
         replace_files(
             {
