@@ -152,7 +152,7 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
             holds = claim.holds
         elif claim.takes:
             told.setdefault(claim.name.partition("_")[0], []).append(claim.takes)
-    parts = [f"{arm} takes {' and '.join(takes)}" for arm, takes in reversed(told.items())]
+    parts = [f"{arm} takes {', and '.join(takes)}" for arm, takes in reversed(told.items())]
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     parts.append("losses not compared" if holds is None else equal[holds])
     rounds = len({turn["round"] for turn in turns})
