@@ -174,8 +174,8 @@ def test_the_line_says_what_each_arm_takes_and_what_is_emulated(emulated):
     assert line == (
         f"{mark}envpipe prove {__version__}, 2 x A100, 3 rounds: optimal takes 15.00 +- 0.00 % "
         "less energy, and 0.00 +- 0.00 % less time, within noise; envelope takes 10.00 +- 0.00 % "
-        "less energy, and 0.10 +- 0.00 % more time; constant takes 14.00 +- 0.00 % less energy, and "
-        "12.00 +- 0.00 % more time; relock takes 0.20 +- 0.00 % more time; losses equal to the "
+        "less energy, and 0.10 +- 0.00 % more time; constant takes 14.00 +- 0.00 % less energy, "
+        "and 12.00 +- 0.00 % more time; relock takes 0.20 +- 0.00 % more time; losses equal to the "
         "last bit"
     )
 
@@ -188,8 +188,8 @@ def test_the_line_of_orders_says_that_no_clock_was_changed(emulated):
     line = line_to_paste(claims_of(turns, ORDER_ARMS, None, emulated=emulated), machine, turns)
     assert line == (
         f"[{mark}no clock was changed] envpipe prove {__version__}, 2 x A100, 3 rounds: split "
-        "takes 4.00 +- 0.00 % less energy, and 8.00 +- 0.00 % less time; whole takes 2.00 +- 0.00 % "
-        "less energy, and 4.00 +- 0.00 % less time; 1f1b takes 0.40 +- 0.00 % more time; losses "
+        "takes 4.00 +- 0.00 % less energy, and 8.00 +- 0.00 % less time; whole takes 2.00 +- 0.00 "
+        "% less energy, and 4.00 +- 0.00 % less time; 1f1b takes 0.40 +- 0.00 % more time; losses "
         "equal to the last bit"
     )
 
