@@ -72,7 +72,8 @@ def read_options(
     has_plan = given["plan"] is not None
     fits = {} if has_plan else variables
     scheduling = _chosen(given, fits, "scheduling")
-    if given["scheduling"] is None and scheduling == "auto" and policy != "optimal":
+    of_others = "auto" if policy != "optimal" else "1f1b" if given["objective"] == Goal.TIME else ""
+    if given["scheduling"] is None and scheduling == of_others:
         scheduling = None
     reconfigure = _chosen(given, fits, "reconfigure")
     if given["reconfigure"] is None and policy != "envelope":
@@ -199,10 +200,10 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             f"{and_('plan')}.",
         ),
         (
-            goal == Goal.TIME and options.scheduling == "1f1b",
-            f"{named('objective')} time looks for another order than the framework's, "
-            f"{named('scheduling')} 1f1b",
-            "Leave one of them out.",
+            goal == Goal.TIME and (options.scheduling == "1f1b" or by_file),
+            f"{named('objective')} time looks for another order than the framework's, by what "
+            "units take in this job",
+            f"Leave out {named('scheduling')} 1f1b and {and_('profile')}.",
         ),
         (
             limit == BY_MEMORY and not on_gpu,
@@ -276,11 +277,12 @@ def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
 def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
     """Settings of a file, and those of a call, which go before them.
 
-    A type in the call drops the file's order and reconfiguring, which may not go with it.
+    A type in the call drops the file's order, reconfiguring and objective: they may not go with it.
     """
     below, above = plain_names(block), plain_names(call)
     if above.get("type") is not None:
         of_type = {name for name, option in OPTIONS.items() if option.with_type}
+        of_type |= {"objective", "energy_price", "gpu_price"}
         below = {name: value for name, value in below.items() if name not in of_type}
     return {**below, **above}
 

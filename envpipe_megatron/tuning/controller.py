@@ -382,7 +382,9 @@ class Controller:
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
         self._followers.lead(plan)
-        self._judge.allowed = self._planner.limits.allowed(self._expected(plan))
+        # Where there is no deadline, one that is always as late as the last ones is none the worse.
+        expected = self._expected(plan) * (1 + self._judge.faster)
+        self._judge.allowed = self._planner.limits.allowed(expected)
         self._judge.begin()
 
     def _unplanned(self) -> Plan:

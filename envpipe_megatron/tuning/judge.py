@@ -184,7 +184,7 @@ class Judge:
             why: what is known of it.
         """
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        return self._harm.add(window, self._baseline.today_s(own_s), why)
+        return self._harm.add(window, self._baseline.today_s(own_s) * self.allowed, why)
 
     def ease(self) -> bool:
         """Give back what plans were made faster by; True if there was any.
@@ -201,22 +201,22 @@ class Harm:
     def __init__(self) -> None:
         self._steps, self._lost_s, self._worst = 0, 0.0, 0.0
 
-    def add(self, window: Window, own_s: float, why: str) -> str:
+    def add(self, window: Window, allowed_s: float, why: str) -> str:
         """Take in a window of the plan that was too slow; all there was so far, in words.
 
         Args:
             window: what was measured.
-            own_s: what the framework's own order would take at the highest clocks.
+            allowed_s: what they may take.
             why: what is known of it.
         """
         steps_s = window.steps_s
         self._steps += len(steps_s)
-        self._lost_s += max(float((steps_s - own_s).sum()), 0.0)
-        self._worst = max(self._worst, float(steps_s.max()) / own_s - 1)
+        self._lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
+        self._worst = max(self._worst, float(steps_s.max()) / allowed_s - 1)
         return (
-            f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than in the "
-            f"framework's order at the highest clocks, one {100 * self._worst:.1f} % longer, until "
-            f"that ran again. The last time: {why}"
+            f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than they may, "
+            f"one {100 * self._worst:.1f} % longer, until the framework's order ran at the highest "
+            f"clocks. The last time: {why}"
         )
 
 

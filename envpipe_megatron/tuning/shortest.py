@@ -106,7 +106,8 @@ class ShortestOrder:
     def _turn_to(self, plans: Plans) -> Run[None]:
         """Try those that are predicted to be shorter than what runs, until one is."""
         tried = list[str]()
-        for plan in plans.values():
+        # The best order may be that of whole backwards.
+        for plan in {plan.schedule.stages: plan for plan in plans.values()}.values():
             if self._less(plan.schedule, self._order.schedule) > _WORTH:
                 tried.append((yield from self._try(plan)))
                 if not tried[-1]:
@@ -125,6 +126,7 @@ class ShortestOrder:
             late = 100 * self._judge.late(1.0)
             self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
         if why := (yield from self._try(self.plan)):
+            self._order = self._own  # also for want of memory
             if slow:
                 self._commands.billed = self._judge.blame(window, 1.0, 0.0, slow)
             self._stay(f"the planned order is not faster any more ({why})")
