@@ -285,7 +285,9 @@ def test_planning_that_fails_is_tried_again(monkeypatch):
 
     monkeypatch.setattr(phases, "plan_online", failing)
     ran = run(250)
-    assert any(f"{FRAMEWORKS}nothing is planned: TimeoutError" in text for _, text in ran.said)
+    assert any(
+        f"{FRAMEWORKS}nothing better is planned: TimeoutError" in text for _, text in ran.said
+    )
     assert ran.less(230, 250) == pytest.approx(GAIN)
 
 
@@ -318,7 +320,7 @@ class FakePlanner:
     def begin_shortest(self, *, whole: bool) -> None:
         self._asked = True
 
-    def take(self) -> Any:
+    def take(self, failed: Any) -> Any:
         asked, self._asked = self._asked, False
         return self._plans if asked else None
 

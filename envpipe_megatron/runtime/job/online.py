@@ -46,13 +46,6 @@ class Tuner(Protocol[T]):
         """Everything after the warm-up."""
 
 
-class _Swaps(Tuner[T], Protocol):
-    """Has new plans in its commands."""
-
-    def refuse(self, command: Command, why: str) -> Command:
-        """Return another command in place of one whose plan has no memory."""
-
-
 @dataclass(frozen=True)
 class _Ended:
     """The value that a run returned, in place of a command."""
@@ -197,9 +190,9 @@ def _whole(run: Run[T]) -> Run[T]:
             return end.value  # type: ignore[no-any-return]  # of a generator
 
 
-def _instead(tuner: Tuner[Any] | None, command: Command, why: str) -> Command:
+def _instead(tuner: Any, command: Command, why: str) -> Command:
     """Return the tuner's command in place of one whose plan is refused; likewise."""
-    return cast(_Swaps[Any], tuner).refuse(command, why)
+    return cast(Command, tuner.refuse(command, why))
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:

@@ -331,7 +331,8 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    make = partial(_measuring, job, measured, swept, _facts(job))
+    sweep, store = Sweep(measured, job.config.profiler), _store(job, measured, swept, _facts(job))
+    make = partial(Measuring, measured, store, job.collectives.num_replicas, sweep)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, make)
@@ -344,14 +345,6 @@ def _profile(
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
-
-
-def _measuring(
-    job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar
-) -> Measuring:
-    store = _store(job, schedule, clocks_mhz, facts)
-    sweep = Sweep(schedule, job.config.profiler)
-    return Measuring(schedule, store, job.collectives.num_replicas, sweep)
 
 
 def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> Store:

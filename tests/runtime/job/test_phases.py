@@ -391,7 +391,7 @@ def measuring(monkeypatch) -> Any:
 
     def run_commands(*arguments: Any) -> Any:
         *parts.ran, make, _ = arguments if callable(arguments[-2]) else (*arguments, ())
-        facts = parts.known = make.args[-1]
+        facts = parts.known = make.args[1].facts
         parts.made = make()
         return replace(profile_of(), sidecar=facts), "the last order"
         yield
