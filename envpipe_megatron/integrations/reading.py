@@ -86,21 +86,10 @@ def read_options(
             )
         policy, reconfigure = "optimal", "default"
     scheduling = scheduling or _usual("scheduling", policy)
-    limited_by_user = given["max_in_flight"] is not None
-    if has_plan and (reconfigure not in (None, "default") or limited_by_user):
-        other = (
-            named("max_in_flight") if limited_by_user else f"{named('reconfigure')} {reconfigure}"
-        )
-        raise OptionError(
-            f"{named('plan')} cannot be combined with {other}: a plan is run as it stands, with "
-            "its own microbatches in flight and clocks",
-            value=str(given["plan"]),
-            remedy="Leave one of them out.",
-        )
     if has_plan:
-        reconfigure = "default"
-    elif not limited_by_user and on_gpu and "max_in_flight" in SCHEDULES[scheduling].takes:
-        given["max_in_flight"] = BY_MEMORY
+        reconfigure = reconfigure or "default"
+    elif on_gpu and "max_in_flight" in SCHEDULES[scheduling].takes:
+        given["max_in_flight"] = given["max_in_flight"] or BY_MEMORY
     if given["output"] is None and save_folder is not None:
         given["output"] = Path(save_folder) / "envpipe"
     given |= {
@@ -214,6 +203,11 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             options.plan is not None and not by_file,
             f"{named('plan')} needs the profile that prices it",
             f"Give {named('profile')} too.",
+        ),
+        (
+            options.plan is not None and (limit is not None or options.reconfigure != "default"),
+            f"{named('plan')} runs as it stands, with its own microbatches in flight and clocks",
+            f"Leave out {named('max_in_flight')} and {and_('reconfigure')}.",
         ),
         (
             options.sweep and (options.type == "baseline" or by_file),
