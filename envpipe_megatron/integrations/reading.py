@@ -72,7 +72,8 @@ def read_options(
     has_plan = given["plan"] is not None
     fits = {} if has_plan else variables
     scheduling = _chosen(given, fits, "scheduling")
-    if given["scheduling"] is None and scheduling == "auto" and policy != "optimal":
+    of_others = "auto" if policy != "optimal" else "1f1b" if given["objective"] == Goal.TIME else ""
+    if given["scheduling"] is None and scheduling == of_others:
         scheduling = None
     reconfigure = _chosen(given, fits, "reconfigure")
     if given["reconfigure"] is None and policy != "envelope":
@@ -85,21 +86,10 @@ def read_options(
             )
         policy, reconfigure = "optimal", "default"
     scheduling = scheduling or _usual("scheduling", policy)
-    limited_by_user = given["max_in_flight"] is not None
-    if has_plan and (reconfigure not in (None, "default") or limited_by_user):
-        other = (
-            named("max_in_flight") if limited_by_user else f"{named('reconfigure')} {reconfigure}"
-        )
-        raise OptionError(
-            f"{named('plan')} cannot be combined with {other}: a plan is run as it stands, with "
-            "its own microbatches in flight and clocks",
-            value=str(given["plan"]),
-            remedy="Leave one of them out.",
-        )
     if has_plan:
-        reconfigure = "default"
-    elif not limited_by_user and on_gpu and "max_in_flight" in SCHEDULES[scheduling].takes:
-        given["max_in_flight"] = BY_MEMORY
+        reconfigure = reconfigure or "default"
+    elif on_gpu and "max_in_flight" in SCHEDULES[scheduling].takes:
+        given["max_in_flight"] = given["max_in_flight"] or BY_MEMORY
     if given["output"] is None and save_folder is not None:
         given["output"] = Path(save_folder) / "envpipe"
     given |= {
@@ -213,10 +203,10 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             f"{named('plan')}.",
         ),
         (
-            goal == Goal.TIME and options.scheduling == "1f1b",
+            goal == Goal.TIME and (options.scheduling == "1f1b" or by_file),
             f"{named('objective')} time looks for another order than {named('scheduling')} 1f1b, "
-            "the framework's own",
-            "Leave one of them out, or use another objective where the framework keeps its order.",
+            "the framework's own, by what units take in this job",
+            f"Leave out {named('scheduling')} 1f1b and {named('profile')}, or use another goal.",
         ),
         (
             limit == BY_MEMORY and not on_gpu,
@@ -227,6 +217,11 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
             options.plan is not None and not by_file,
             f"{named('plan')} needs the profile that prices it",
             f"Give {named('profile')} too.",
+        ),
+        (
+            options.plan is not None and (limit is not None or options.reconfigure != "default"),
+            f"{named('plan')} runs as it stands, with its own microbatches in flight and clocks",
+            f"Leave out {named('max_in_flight')} and {named('reconfigure')}.",
         ),
         (
             options.sweep and (options.type == "baseline" or by_file),
@@ -284,11 +279,12 @@ def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
 def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
     """Settings of a file, and those of a call, which go before them.
 
-    A type in the call drops the file's order and reconfiguring, which may not go with it.
+    A type in the call drops the file's order, reconfiguring and objective: they may not go with it.
     """
     below, above = plain_names(block), plain_names(call)
     if above.get("type") is not None:
         of_type = {name for name, option in OPTIONS.items() if option.with_type}
+        of_type |= {"objective", "energy_price", "gpu_price"}
         below = {name: value for name, value in below.items() if name not in of_type}
     return {**below, **above}
 

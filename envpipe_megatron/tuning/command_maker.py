@@ -38,17 +38,9 @@ class CommandMaker:
         """Have the next command say something."""
         self._notes += texts
 
-    def for_all(
-        self,
-        phase: Phase,
-        clocked: Clocked,
-        iterations: int,
-        settle: int = 0,
-        *,
-        metered: bool = False,
-    ) -> Command:
+    def for_all(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
         """Return a command of one order and its clocks, the same on all replicas."""
-        return self.make(phase, iterations, settle, (clocked,), (), metered=metered)
+        return self.make(phase, iterations, settle, (clocked,), ())
 
     def make(
         self,
@@ -57,8 +49,6 @@ class CommandMaker:
         settle: int,
         orders: Sequence[Clocked],
         which: tuple[int, ...],
-        *,
-        metered: bool = False,
     ) -> Command:
         """Return a command; `which` is each replica's place among the orders, empty: the first."""
         running = tuple(orders), which
@@ -82,7 +72,6 @@ class CommandMaker:
             adopted,
             note,
             billed,
-            metered,
         )
 
     def take_back(self, command: Command) -> Plan | None:

@@ -25,7 +25,7 @@ from envpipe_megatron.tuning.judge import (
     what_drifted,
 )
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import UNPLANNED, Planner, PlanningError, Plans
+from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Probe, first_probe
 from envpipe_megatron.tuning.probes.slack import SlackProbe, lifted
 from envpipe_megatron.tuning.replicas import Followers
@@ -338,12 +338,7 @@ class Controller:
         self._planner.begin(order, self._judge.faster)
 
     def _take(self) -> Plans | None:
-        """Return what was planned, if that has ended: nothing if it failed."""
-        try:
-            return self._planner.take()
-        except PlanningError as error:
-            self._failed(f"nothing better is planned: {error}")
-            return {}
+        return self._planner.take(self._failed)
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
@@ -360,29 +355,28 @@ class Controller:
         """Turn to what was planned meanwhile, if it is better."""
         plans = self._take() or {}
         if 0 not in plans:
-            self._followers.extend({level: self._ready(p) for level, p in plans.items()})
+            self._followers.extend({level: self._planner.ready(p) for level, p in plans.items()})
         elif self._better(plans[0]):
             self._adopt(plans[0])
 
-    def _ready(self, plan: Plan) -> Plan:
-        return self._planner.ready(plan)
-
     def _better(self, plan: Plan) -> bool:
         assert self.plan is not None
-        return self._planner.better(self._ready(plan), self.plan, self._usual_own_s())
+        return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> None:
         if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
             self._commands.billed = "The framework's own order ran until there was a plan"
         self._commands.won, self._planner.won = self._planner.won, ""
         self._commands.note(*filter(None, [self._commands.won]))
-        self._lead(self._ready(plan))
+        self._lead(self._planner.ready(plan))
         self._commands.adopted = None if self._has_no_plan else self.plan
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
         self._followers.lead(plan)
-        self._judge.allowed = self._planner.limits.allowed(self._expected(plan))
+        # Where there is no deadline, one that is always as late as the last ones is none the worse.
+        expected = self._expected(plan) * (1 + self._judge.faster)
+        self._judge.allowed = self._planner.limits.allowed(expected)
         self._judge.begin()
 
     def _unplanned(self) -> Plan:

@@ -1,7 +1,7 @@
 """Tells whether something has changed, and whether steps last longer than they may.
 
-`Judge` holds the steps of a plan against what the framework's own order would take today. `Harm`
-and `Silence` are what a job's bill and log must say: too slow steps, and silent meters.
+`Judge` holds the steps of a plan against what the framework's own order would take today, and adds
+up for the bill what too slow ones cost. `Silence` is what the log must say of meters.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Judge:
         self._steps = Steps()
         self._latest_s = 0.0
         self.windows, self.faster = 0, 0.0
-        self._harm = Harm()
+        #: Steps that lasted longer than they may, by how much, s, and the longest's share.
+        self._harm = 0, 0.0, 0.0
 
     @property
     def begins(self) -> bool:
@@ -184,7 +185,16 @@ class Judge:
             why: what is known of it.
         """
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        return self._harm.add(window, self._baseline.today_s(own_s), why)
+        steps_s, allowed_s = window.steps_s, self._baseline.today_s(own_s) * self.allowed
+        steps, lost_s, worst = self._harm
+        lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
+        worst = max(worst, float(steps_s.max()) / allowed_s - 1)
+        steps, *_ = self._harm = steps + len(steps_s), lost_s, worst
+        return (
+            f"Too slow: {steps} steps took {lost_s:.2g} s longer in all than they may, one "
+            f"{100 * worst:.1f} % longer, until the framework's order ran at the highest clocks. "
+            f"The last time: {why}"
+        )
 
     def ease(self) -> bool:
         """Give back what plans were made faster by; True if there was any.
@@ -193,31 +203,6 @@ class Judge:
         """
         eased, self.faster = self.faster > 0, 0.0
         return eased
-
-
-class Harm:
-    """How long steps lasted longer than they may, as the bill has it."""
-
-    def __init__(self) -> None:
-        self._steps, self._lost_s, self._worst = 0, 0.0, 0.0
-
-    def add(self, window: Window, own_s: float, why: str) -> str:
-        """Take in a window of the plan that was too slow; all there was so far, in words.
-
-        Args:
-            window: what was measured.
-            own_s: what the framework's own order would take at the highest clocks.
-            why: what is known of it.
-        """
-        steps_s = window.steps_s
-        self._steps += len(steps_s)
-        self._lost_s += max(float((steps_s - own_s).sum()), 0.0)
-        self._worst = max(self._worst, float(steps_s.max()) / own_s - 1)
-        return (
-            f"Too slow: {self._steps} steps took {self._lost_s:.2g} s longer in all than in the "
-            f"framework's order at the highest clocks, one {100 * self._worst:.1f} % longer, until "
-            f"that ran again. The last time: {why}"
-        )
 
 
 class Silence:

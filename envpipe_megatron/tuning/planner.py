@@ -46,10 +46,6 @@ _Made: TypeAlias = dict[int, tuple[Plan, str]]
 logger = logging.getLogger(__name__)
 
 
-class PlanningError(EnvPipeError):
-    """Nothing could be planned, for a reason of any kind."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """What the user allows.
@@ -154,8 +150,8 @@ class Planner:
         """True if plans are being made, or were made and not taken."""
         return self._failure is not None or self._background.busy
 
-    def take(self) -> Plans | None:
-        """Return what was made, once; None if there is nothing yet; PlanningError: that failed."""
+    def take(self, failed: Callable[[str], None]) -> Plans | None:
+        """Return what was made, once; None if there is nothing yet; if it `failed`, no plans."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -164,7 +160,8 @@ class Planner:
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
-            raise PlanningError(f"{type(error).__name__}: {error}") from error
+            failed(f"nothing better is planned: {type(error).__name__}: {error}")
+            return {}
         if plans is not None and self._reorders:
             self._failures = 0
         return plans

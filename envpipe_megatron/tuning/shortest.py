@@ -23,7 +23,7 @@ from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.controller import BASELINE_EVERY, FADES
 from envpipe_megatron.tuning.judge import WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import Planner, PlanningError, Plans
+from envpipe_megatron.tuning.planner import Planner, Plans
 
 #: A plan is tried in so many iterations, and in so many more if these do not tell. With one to
 #: settle, and a window of the framework's order between, it is given up within twenty.
@@ -74,7 +74,7 @@ class ShortestOrder:
             if due and (changed or self._order is self._own):
                 changed = False
                 yield from self._plan()
-            if (plans := self._take()) is not None:
+            if (plans := self._planner.take(self._stay)) is not None:
                 yield from self._turn_to(plans)
 
     def refuse(self, command: Command, why: str) -> Command:
@@ -95,18 +95,11 @@ class ShortestOrder:
         # A framework's own order that splits backwards has no time of whole ones.
         self._planner.begin_shortest(whole=not self._own.schedule.split)
 
-    def _take(self) -> Plans | None:
-        """Return what was planned, if that has ended: nothing if it failed."""
-        try:
-            return self._planner.take()
-        except PlanningError as error:
-            self._stay(f"nothing is planned: {error}")
-            return {}
-
     def _turn_to(self, plans: Plans) -> Run[None]:
         """Try those that are predicted to be shorter than what runs, until one is."""
         tried = list[str]()
-        for plan in plans.values():
+        # The best order may be that of whole backwards.
+        for plan in {plan.schedule.stages: plan for plan in plans.values()}.values():
             if self._less(plan.schedule, self._order.schedule) > _WORTH:
                 tried.append((yield from self._try(plan)))
                 if not tried[-1]:
@@ -125,6 +118,7 @@ class ShortestOrder:
             late = 100 * self._judge.late(1.0)
             self._commands.note(f"{slow}, and steps {late:+.1f} %: the framework's order")
         if why := (yield from self._try(self.plan)):
+            self._order = self._own  # also for want of memory
             if slow:
                 self._commands.billed = self._judge.blame(window, 1.0, 0.0, slow)
             self._stay(f"the planned order is not faster any more ({why})")

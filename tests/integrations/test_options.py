@@ -174,6 +174,7 @@ def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
     options = read("--envpipe-type", "baseline", **environment)
     assert (options.scheduling, options.reconfigure) == ("1f1b", "default")
     assert read("--envpipe-type", "optimal", **environment).scheduling == "auto"
+    assert read("--envpipe-objective", "time", ENVPIPE_SCHEDULING="1f1b").scheduling == "auto"
     assert read(*PLANNED, **environment).reconfigure == "default"
 
 
@@ -248,8 +249,11 @@ def test_output_lies_beside_the_checkpoints() -> None:
         (("--envpipe-min-dwell-ms", "nan"), "at least 0"),
         (("--envpipe-min-dwell-ms", "inf"), "finite"),
         (("--envpipe-type", "baseline", "--envpipe-profile", __file__), "only measures"),
-        ((*PLANNED, "--envpipe-max-in-flight", "4"), "plan cannot .* with --envpipe-max-in"),
-        ((*PLANNED, "--envpipe-reconfigure", "greedy"), "with --envpipe-reconfigure greedy"),
+        (
+            (*PLANNED, "--envpipe-max-in-flight", "4"),
+            "plan runs as it stands.* Leave out --envpipe-max-in",
+        ),
+        ((*PLANNED, "--envpipe-reconfigure", "greedy"), "plan runs as it stands.* --.*reconfigure"),
         (("--envpipe-gpu-control", "none", "--envpipe-require-control"), "changes no clock"),
         (
             (
@@ -266,6 +270,7 @@ def test_output_lies_beside_the_checkpoints() -> None:
         (("--envpipe-objective", "edp", "--envpipe-type", "envelope"), "Use --envpipe-type opt"),
         (("--envpipe-objective", "cost", "--envpipe-gpu-price", "2", "--envpipe-sweep"), "-sweep"),
         (("--envpipe-objective", "time", "--envpipe-scheduling", "1f1b"), "another order than"),
+        (("--envpipe-objective", "time", "--envpipe-profile", __file__), "what units take in this"),
         (("--envpipe-gpu-control", "emulated"), "without GPUs"),
     ],
 )

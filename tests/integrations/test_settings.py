@@ -111,6 +111,8 @@ def test_a_call_goes_before_a_file() -> None:
     # What the file says of an order may not go with another type.
     assert merged(file, {"type": "baseline"}) == {"type": "baseline", "gpu": "a40"}
     assert merged(file, {"type": None, "gpu": None})["scheduling"] == "ours"
+    priced = {"objective": "cost", "gpu-price": 2.0, "gpu": "a40"}
+    assert merged(priced, {"type": "baseline"}) == {"type": "baseline", "gpu": "a40"}
 
 
 def read_names(settings: dict[str, Any]) -> dict[str, Any]:

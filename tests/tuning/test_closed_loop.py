@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from on_request import on_request
 
-from benchmarks.online import online
+from benchmarks.online import online, pipelines
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Faults, Pipelines
 from benchmarks.online.runs import (
@@ -148,6 +149,24 @@ def test_other_objectives_find_their_plan_and_are_not_left_for_being_slower(goal
     assert factors[0] > 1.03
     assert "baseline" not in [each.phase for each in ran.job]
     assert ran.notes == ()
+
+
+def test_a_plan_that_units_do_not_explain_is_left_once_where_there_is_no_deadline(monkeypatch):
+    """One unit of many waits for 12 ms in each iteration of lower clocks."""
+    late = SimpleNamespace(random=lambda n: np.arange(n) != 7, standard_normal=np.zeros)
+    run_as_usual, preset = Pipelines.run, load_preset("a100-sxm")
+
+    def run_late(self, orders):
+        at_top = (orders[0].frequency_mhz == preset.max_frequency_mhz).all()
+        self._random, self._hiccups = late, 0.0 if at_top else 0.5
+        return run_as_usual(self, orders)
+
+    monkeypatch.setattr(pipelines, "_HICCUP_S", 0.012)
+    monkeypatch.setattr(Pipelines, "run", run_late)
+    ran = run((0.03,) * 2, iterations=160, request=replace(SMALL, objective=Objective("edp")))
+    assert not [each.phase for each in ran.job[60:] if each.phase == "baseline"]
+    (note,) = ran.notes
+    assert note.startswith("Too slow: 3 steps took 0.02 s longer in all than they may")
 
 
 @on_request("CONTROL")

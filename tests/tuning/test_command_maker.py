@@ -63,7 +63,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
         limits=SimpleNamespace(allowed=lambda expected=1.0: expected),
         busy=True,
         won="4 %",
-        take=lambda: {0: plan(split=splits)},
+        take=lambda failed: {0: plan(split=splits)},
         ready=lambda of: of,
         repriced=lambda of: of,
     )

@@ -17,7 +17,7 @@ from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.judge import Baseline, Harm, Silence, Steps
+from envpipe_megatron.tuning.judge import Baseline, Judge, Silence, Steps
 from envpipe_megatron.tuning.measured.meters import MeterSums
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
@@ -127,9 +127,10 @@ def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
 
 
 def test_harm_is_added_up():
-    harm = Harm()
-    harm.add(window([2.0, 2.02, 2.04]), 2.0, "heat")
-    told = harm.add(window([2.2, 2.2, 2.2]), 2.0, "a power cap")
+    judge = Judge(1.0)
+    judge.add_baseline(window([2.0]), 2.0)
+    judge.blame(window([2.0, 2.02, 2.04]), 2.0, 0.0, "heat")
+    told = judge.blame(window([2.2, 2.2, 2.2]), 2.0, 0.0, "a power cap")
     assert "6 steps took 0.66 s longer" in told
     assert "one 10.0 % longer" in told
     assert told.endswith("a power cap")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +22,14 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import shortest
+from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.shortest import ShortestOrder
 
 STAGES, MICROBATCHES = 2, 4
@@ -236,6 +238,34 @@ def test_replicas_run_the_same_order_however_slow_one_is():
     assert ran.less(30, 60) == pytest.approx(GAIN, abs=1e-3)
 
 
+def test_gpus_keep_their_own_highest_clocks(monkeypatch):
+    lower, asked = (1200, 1300), list[Any]()
+    pipelines = OrderedPipelines(lambda at, order: {}, num_replicas=2)
+    pipelines.gpus[1][0].supported_frequencies_mhz = lower
+    monkeypatch.setattr(pipelines, "run", lambda orders: asked.append(orders) or ran(orders))
+    ran = partial(Pipelines.run, pipelines)
+    pipelines.orders = [OWN] * 40
+    with EmulatedJob(pipelines, SessionConfig(REQUEST, closed_loop=True, splits=True)) as job:
+        job.run(40)
+    for own, other in asked:
+        assert set(own.frequency_mhz.ravel().tolist()) == {1410}
+        assert set(other.frequency_mhz.ravel().tolist()) == {max(lower)}
+        assert own.schedule is other.schedule or own.schedule.stages == other.schedule.stages
+
+
+def test_where_gpus_have_a_single_clock_the_order_is_all_that_there_is():
+    pipelines = OrderedPipelines(lambda at, order: {})
+    for gpu in pipelines.gpus[0]:
+        gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[:1]
+    config = SessionConfig(replace(REQUEST, objective=LEAST_ENERGY), closed_loop=True, splits=True)
+    with EmulatedJob(pipelines, config) as job:
+        job.run(240)
+        assert job.planner is not None
+        notes = job.planner.state.notes
+    assert notes[0].endswith("has a single clock (MHz) (got 1410)")
+    assert notes[-1].startswith(PLANNED)
+
+
 def test_a_plan_without_memory_is_made_again_later():
     ran = run(130, rooms=(True, False, True))  # the first of these is for both parts
     assert any("the new plan does not run: A GPU has no memory" in text for _, text in ran.said)
@@ -255,7 +285,9 @@ def test_planning_that_fails_is_tried_again(monkeypatch):
 
     monkeypatch.setattr(phases, "plan_online", failing)
     ran = run(250)
-    assert any(f"{FRAMEWORKS}nothing is planned: TimeoutError" in text for _, text in ran.said)
+    assert any(
+        f"{FRAMEWORKS}nothing better is planned: TimeoutError" in text for _, text in ran.said
+    )
     assert ran.less(230, 250) == pytest.approx(GAIN)
 
 
@@ -288,7 +320,7 @@ class FakePlanner:
     def begin_shortest(self, *, whole: bool) -> None:
         self._asked = True
 
-    def take(self) -> Any:
+    def take(self, failed: Any) -> Any:
         asked, self._asked = self._asked, False
         return self._plans if asked else None
 
@@ -297,13 +329,19 @@ class FakePlanner:
 
 
 def fake_job(
-    takes_s: Callable[[str, int], float], noise: float, iterations: int, seed: int = 0
+    takes_s: Callable[[str, int], float],
+    noise: float,
+    iterations: int,
+    seed: int = 0,
+    best: str = "split",
 ) -> tuple[list[str], list[str]]:
     """Which orders ran, and what was said, where steps scatter.
 
     `takes_s` is of an order's name and the iteration, and `noise` a share of it.
     """
-    orders: Any = {name: SimpleNamespace(name=name, split=name == "split") for name in PREDICTED_S}
+    orders: Any = {
+        name: SimpleNamespace(name=name, stages=name, split=name == "split") for name in PREDICTED_S
+    }
     store: Any = SimpleNamespace(
         lateness=SimpleNamespace(late_s=0.0),
         tail_s=np.zeros(1),
@@ -311,7 +349,7 @@ def fake_job(
         iteration_s=lambda order, clocks: PREDICTED_S[order.name],
         learn=lambda *of, **named: np.zeros(1),
     )
-    planner: Any = FakePlanner(orders["split"], orders["whole"])
+    planner: Any = FakePlanner(orders[best], orders["whole"])
     job = ShortestOrder(orders["own"], orders["half"], store, 1, planner).run()
     next(job)
     random, ran, said, name = np.random.default_rng(seed), list[str](), list[str](), "own"
@@ -364,6 +402,12 @@ def test_where_splitting_costs_more_than_it_gains_whole_backwards_run():
     assert re.fullmatch(
         r"The planned order takes [23].\d % less time \(predicted 3.0 %\)", said[-1]
     )
+
+
+def test_the_order_of_whole_backwards_is_not_tried_twice_where_it_is_the_best():
+    ran, said = fake_job(lambda name, at: 1 + 0.3 * (name == "whole"), 0.005, 60, best="whole")
+    assert ran.count("whole") == WINDOW + 1
+    assert said[-1].count("whole backwards") == 1
 
 
 @pytest.mark.parametrize("ends", [-0.2, 0.2], ids=["warms up", "heats up"])

@@ -139,19 +139,10 @@ class SessionConfig:
         """
         if self.plan_file is not None:
             return self
-        if self.closed_loop and self.request.schedule not in _OWN:
-            request = replace(self.request, objective=SHORTEST)
-            return replace(self, request=request, profile_file=None)
-        chunks = self.request.num_chunks
-        request = PlanRequest(
-            self.request.num_microbatches,
-            schedule="interleaved" if chunks > 1 else "1f1b",
-            num_chunks=chunks,
-        )
-        return replace(
-            self,
-            request=request,
-            profile_file=None,
-            closed_loop=False,
-            one_clock_slowdown_percent=None,
-        )
+        chunks, request = self.request.num_chunks, replace(self.request, objective=SHORTEST)
+        looks = self.closed_loop and self.request.schedule not in _OWN
+        if not looks:
+            own = "interleaved" if chunks > 1 else "1f1b"
+            request = PlanRequest(self.request.num_microbatches, own, num_chunks=chunks)
+        measured = replace(self, profile_file=None, one_clock_slowdown_percent=None)
+        return replace(measured, request=request, closed_loop=looks)

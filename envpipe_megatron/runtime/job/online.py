@@ -13,6 +13,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
+
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
@@ -44,13 +46,6 @@ class Tuner(Protocol[T]):
         """Everything after the warm-up."""
 
 
-class _Swaps(Tuner[T], Protocol):
-    """Has new plans in its commands."""
-
-    def refuse(self, command: Command, why: str) -> Command:
-        """Return another command in place of one whose plan has no memory."""
-
-
 @dataclass(frozen=True)
 class _Ended:
     """The value that a run returned, in place of a command."""
@@ -71,7 +66,7 @@ def run_commands(
     Args:
         job: this rank's parts.
         schedule: the framework's order.
-        clocks_mhz: those that plans may use, the same on every rank.
+        clocks_mhz: those that plans may use, the same on every rank; or this GPU's highest.
         records: of the iterations before, one at least.
         make: makes the tuner, on the planning rank.
         kinds: those that it tells apart; by default the framework's.
@@ -111,7 +106,7 @@ def run_commands(
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        needs_clocks = job.config.closed_loop and not job.changes_order_alone
+        needs_clocks = job.config.closed_loop and not job.changes_only_order
         decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
         if isinstance(decided, _Ended):
             return decided.found, order
@@ -121,11 +116,11 @@ def run_commands(
             command = by_planner(job.collectives, refused)
         if command.orders:
             clocked = command.orders[command.which[replica] if command.which else 0]
+            clocks = clocked.frequency_mhz
+            if job.changes_only_order:  # those of the planning rank's GPU
+                clocks = np.full_like(clocks, top_mhz)
             order = replace(
-                order,
-                schedule=clocked.schedule,
-                frequency_mhz=clocked.frequency_mhz,
-                parking=clocked.parking,
+                order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
             )
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
@@ -195,9 +190,9 @@ def _whole(run: Run[T]) -> Run[T]:
             return end.value  # type: ignore[no-any-return]  # of a generator
 
 
-def _instead(tuner: Tuner[Any] | None, command: Command, why: str) -> Command:
+def _instead(tuner: Any, command: Command, why: str) -> Command:
     """Return the tuner's command in place of one whose plan is refused; likewise."""
-    return cast(_Swaps[Any], tuner).refuse(command, why)
+    return cast(Command, tuner.refuse(command, why))
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:

@@ -91,7 +91,7 @@ class PhaseParts(JobParts):
     own_order: Schedule | None
 
     @property
-    def changes_order_alone(self) -> bool:
+    def changes_only_order(self) -> bool:
         """True if the job runs the order that takes least time, and changes no clock."""
         return self.config.closed_loop and self.config.request.objective.goal == Goal.TIME
 

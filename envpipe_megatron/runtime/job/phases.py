@@ -172,7 +172,8 @@ def _closed_loop(
             yield from _loop(job, order.schedule, records)
         except GoesOnError as error:
             _go_on(job, order.schedule, error)
-        if not job.collectives.on_all(job.clock.error is None):
+        clocks_mhz = job.gpu.supported_frequencies_mhz
+        if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
             # What is found from here on is no use to a start that has control again.
             without, none = job.config.without_control(), JobFolder(None, job.collectives)
             job = replace(job, config=without, folder=none)
@@ -196,11 +197,11 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        top = max(job.gpu.supported_frequencies_mhz)
-        alone = job.changes_order_alone
-        clocks = [job.collectives.from_planner(top)] if alone else list(_swept_clocks(job))
-        if not (alone or job.gpu.changes_clock):
-            job.say(_DRY_RUN)
+        clocks = [max(job.gpu.supported_frequencies_mhz)]  # of this GPU: others may have another
+        if not job.changes_only_order:
+            clocks = list(_swept_clocks(job))
+            if not job.gpu.changes_clock:
+                job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
@@ -226,7 +227,7 @@ def _tuner(
     limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if job.changes_order_alone else Controller
+    tuner = ShortestOrder if job.changes_only_order else Controller
     return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
 
 
@@ -330,7 +331,8 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    make = partial(_measuring, job, measured, swept, _facts(job))
+    sweep, store = Sweep(measured, job.config.profiler), _store(job, measured, swept, _facts(job))
+    make = partial(Measuring, measured, store, job.collectives.num_replicas, sweep)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, make)
@@ -343,14 +345,6 @@ def _profile(
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
-
-
-def _measuring(
-    job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar
-) -> Measuring:
-    store = _store(job, schedule, clocks_mhz, facts)
-    sweep = Sweep(schedule, job.config.profiler)
-    return Measuring(schedule, store, job.collectives.num_replicas, sweep)
 
 
 def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> Store:

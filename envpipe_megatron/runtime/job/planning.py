@@ -219,8 +219,8 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             value=plan.schedule.name,
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
         )
-    order = plan.schedule
-    placement = Placement.LOOPED if job.own_order is None else job.own_order.placement
+    order, own = plan.schedule, job.own_order
+    placement = Placement.LOOPED if own is None else own.placement
     if job.kept_order is None and order.placement is not placement:
         raise SessionError(
             f"The plan lays chunks out as {order.placement}, and this job's model is {placement}",
@@ -236,7 +236,6 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             "the job plan.",
         )
     if job.kept_order is None:
-        own = job.own_order
         if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
             raise SessionError(
                 f"The plan adds gradients up in another sequence than the framework: {turned}",

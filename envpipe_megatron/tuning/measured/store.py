@@ -74,7 +74,7 @@ class Store:
         #: [num_stages] whether units of the last window were too fast to be true.
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
         self._num_stages, self._num_chunks = num_stages, num_chunks
-        self._facts = replace(facts, num_chunks=num_chunks)
+        self.facts = replace(facts, num_chunks=num_chunks)
         #: Keys of the units that the last window ran; none before the first.
         self._seen = set[int]()
         keys = num_stages * num_chunks * len(self.kinds)
@@ -140,7 +140,7 @@ class Store:
     def iteration_s(self, schedule: Schedule, frequency_mhz: IntArray) -> float:
         """How long an iteration takes, no change being late."""
         durations_s = self.durations_s(schedule, frequency_mhz)
-        latency_s = self._facts.p2p_latency_s or 0.0
+        latency_s = self.facts.p2p_latency_s or 0.0
         return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
 
     def forget(self, upset: BoolArray) -> None:
@@ -183,7 +183,7 @@ class Store:
         measured_s = np.where(odd, known_s, measured_s)
         if np.isnan(measured_s).any():
             raise StoreError("Units of the framework's order did not run whole")
-        timeline = Timeline(schedule, measured_s, self._facts.p2p_latency_s or 0.0)
+        timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked = asked_s(frequency_mhz, timeline, parking, fresh)
         common = self._common_error(window)
@@ -294,7 +294,7 @@ class Store:
                     of_clocks = zip(*(column.tolist() for column in columns), strict=True)
                     rows += [(part, kind, ProfileRow(*row)) for row in of_clocks]
         sidecar = replace(
-            self._facts,
+            self.facts,
             wait_power_w=tuple(waits),
             tail_time_s=tuple(self.tail_s.tolist()),
             frequency_change_s=self.lateness.planned_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -147,9 +147,8 @@ class Measuring:
             clocked, count, settle = look.clocked, look.iterations, look.settle
             for longer in _LONGER:
                 # Waiting for the counter, so that what it has seen of a short window is there.
-                window = yield self._commands.for_all(
-                    Phase.PROFILE, clocked, longer * count, settle, metered=True
-                )
+                command = self._commands.for_all(Phase.PROFILE, clocked, longer * count, settle)
+                window = yield replace(command, metered=True)
                 if all(report.metered for report in window.stages):
                     break
             _check(window)

@@ -94,7 +94,7 @@ class Rank:
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
     changes_clock: bool = True
-    changes_order_alone: bool = False
+    changes_only_order: bool = False
     is_planner: bool = True
     supported: tuple[int, ...] = CLOCKS
     memory: Memory = field(default_factory=Memory)
@@ -391,7 +391,7 @@ def measuring(monkeypatch) -> Any:
 
     def run_commands(*arguments: Any) -> Any:
         *parts.ran, make, _ = arguments if callable(arguments[-2]) else (*arguments, ())
-        facts = parts.known = make.args[-1]
+        facts = parts.known = make.args[1].facts
         parts.made = make()
         return replace(profile_of(), sidecar=facts), "the last order"
         yield
