@@ -76,7 +76,7 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("power of a GPU (W)", *(_power(step) for step in columns)),
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
-    said = f"Against {columns[0].name}: {facts.told} (95 % intervals where known)."
+    said = f"Against {columns[0].name}: {facts.told}."
     if facts.compared is None:
         said = "Nothing to compare: that needs a baseline and steps of the steady phase."
     if facts.changed_nothing:

@@ -48,7 +48,6 @@ class Machine:
         emulated: whether GPUs follow a model.
         gpu_names: one for each pipeline rank.
         activity: of each real GPU, before anything ran.
-        load: of the host, as the mean number of processes that would run; None if it is no matter.
         missing: why no clock is changed; empty if clocks are.
         versions: of all that figures rest on.
     """
@@ -56,7 +55,6 @@ class Machine:
     emulated: bool
     gpu_names: tuple[str, ...]
     activity: tuple[GpuActivity, ...]
-    load: float | None
     missing: str
     versions: dict[str, str]
 
@@ -71,7 +69,7 @@ def emulated_machine(preset: str, num_stages: int, with_clocks: bool | None) -> 
     """
     name = f"{load_preset(preset).gpu} (emulated)"
     missing = _LEFT_ALONE if with_clocks is False else ""
-    return Machine(True, (name,) * num_stages, (), None, missing, _versions())
+    return Machine(True, (name,) * num_stages, (), missing, _versions())
 
 
 def real_machine(with_clocks: bool | None) -> Machine:
@@ -114,7 +112,6 @@ def real_machine(with_clocks: bool | None) -> Machine:
         False,
         tuple(one.name for one in activity),
         activity,
-        load,
         _LEFT_ALONE if with_clocks is False else missing,
         {**_versions(), "driver": driver},
     )

@@ -142,12 +142,11 @@ class Quickstart(Results):
             highlight=False,
         )
         preset = load_preset(summary["gpu"])
-        fitted = "fitted to published measurements"
-        basis = fitted if preset.fitted else "not fitted to any measurement"
+        basis = "fitted to published" if preset.fitted else "not fitted to any"
         console.print(
             "These joules are emulated: no GPU was used. Times and energies are those of a model "
-            f"of the {preset.gpu}, {basis}; they are judged in emulated time. A backward in two "
-            f"parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an H200.",
+            f"of the {preset.gpu}, {basis} measurements, in emulated time. A backward in two parts "
+            f"takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an H200.",
             highlight=False,
         )
         for note in summary["runs"][ENVPIPE.name]["notes"]:

@@ -55,7 +55,7 @@ def run_command(path: Path) -> None:
     torchrun.TORCHRUN = (sys.executable, "-S", "-c", LAUNCHER, server)
     settings = Settings.read(path)
     missing = "" if settings.changes_clocks else "the right of a test"
-    machine = Machine(False, ("fake",) * NUM_RANKS, (), 0.0, missing, {})
+    machine = Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
     run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
 
 

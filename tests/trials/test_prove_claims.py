@@ -169,7 +169,7 @@ def test_a_change_that_no_kernel_shows_is_said():
 @pytest.mark.parametrize("emulated", [False, True])
 def test_the_line_says_what_each_arm_takes_and_what_is_emulated(emulated):
     mark = "[emulated] " if emulated else ""
-    machine = Machine(emulated, ("A100", "A100"), (), None, "", {})
+    machine = Machine(emulated, ("A100", "A100"), (), "", {})
     line = line_to_paste(claims_of(rounds(3), ARMS, LATENCY, emulated=emulated), machine, rounds(3))
     assert line == (
         f"{mark}envpipe prove {__version__}, 2 x A100, 3 rounds: optimal takes 15.00 +- 0.00 % "
@@ -184,7 +184,7 @@ def test_the_line_says_what_each_arm_takes_and_what_is_emulated(emulated):
 def test_the_line_of_orders_says_that_no_clock_was_changed(emulated):
     mark = "emulated, " if emulated else ""
     turns = rounds(3, ratios=ORDER_RATIOS)
-    machine = Machine(emulated, ("A100", "A100"), (), None, "no rights", {})
+    machine = Machine(emulated, ("A100", "A100"), (), "no rights", {})
     line = line_to_paste(claims_of(turns, ORDER_ARMS, None, emulated=emulated), machine, turns)
     assert line == (
         f"[{mark}no clock was changed] envpipe prove {__version__}, 2 x A100, 3 rounds: split "
@@ -197,7 +197,7 @@ def test_the_line_of_orders_says_that_no_clock_was_changed(emulated):
 def test_the_line_says_what_is_worse_and_nothing_of_an_arm_that_did_not_run_as_planned():
     turns = rounds(3, ratios={**ORDER_RATIOS, "whole": (1.01, 1.02)})
     turns[3]["failure"] = "no memory"
-    machine = Machine(False, ("A100", "A100"), (), None, "no rights", {})
+    machine = Machine(False, ("A100", "A100"), (), "no rights", {})
     found = claims_of(turns, ORDER_ARMS, None, emulated=False)
     assert {claim.name: claim.value for claim in found}["split_speedup"] is None
     line = line_to_paste(found, machine, turns)
