@@ -39,7 +39,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -153,6 +153,11 @@ class EnergyWindow:
     def gpu_key(self) -> tuple[str, str]:
         """A key that identifies a GPU: node and name, or node and rank if the name is missing."""
         return self.node, self.gpu_uid or f"rank {self.rank}"
+
+    @property
+    def member(self) -> Hashable:
+        """A key for a member of the job: its rank, whose GPU may be another one after a restart."""
+        return self.gpu_key if self.rank is None else self.rank
 
     @property
     def steps(self) -> int:

@@ -105,12 +105,10 @@ class Comparison:
 
     def _parts(self) -> list[str]:
         """Its time, and its energy if that is known, against the baseline's."""
-        error = self.slowdown_uncertainty_percent
-        parts = [_against(self.slowdown_percent, error, "less time", "slower")]
+        parts = [_against(self.slowdown_percent, self.slowdown_uncertainty_percent, "time")]
         if self.energy_j is not None:
             more = None if self.saving_percent is None else -self.saving_percent
-            error = self.saving_uncertainty_percent
-            parts.append(_against(more, error, "less energy", "more energy"))
+            parts.append(_against(more, self.saving_uncertainty_percent, "energy"))
         return parts
 
     def __str__(self) -> str:
@@ -130,14 +128,18 @@ class Comparison:
         return f"{told}; no clock was changed" if clocks_kept else told
 
 
-def _against(more: float | None, error: float | None, less_than: str, more_than: str) -> str:
-    """Put a difference in percent into words, with its 95 % interval."""
+def _against(more: float | None, error: float | None, what: str) -> str:
+    """Put it into words, with its 95 % interval, by how many percent there is more of something."""
     if more is None:
-        return f"not known whether {less_than}"
-    said = f"% {more_than if round(more, 2) > 0 else less_than}"
-    if error is None:
+        return f"not known whether less {what}"
+    return in_words(more, None if error is None else NORMAL_95 * error, what)
+
+
+def in_words(more: float, half: float | None, what: str) -> str:
+    """Say by how many percent there is more or less; `half` of the 95 % interval, if known."""
+    said = f"% {'more' if round(more, 2) > 0 else 'less'} {what}"
+    if half is None:
         return f"{abs(more):.2f} {said}"
-    half = NORMAL_95 * error
     return f"{abs(more):.2f} +- {half:.2f} {said}{', within noise' * (abs(more) <= half)}"
 
 

@@ -162,7 +162,7 @@ class Job:
         if not orders:  # what is planned for is the own order, whatever options could call it
             options = replace(options, scheduling="1f1b", max_in_flight=None)
         if options.objective == Goal.TIME and options.scheduling in ("1f1b", "interleaved"):
-            notes = (*notes, "Objective time is of other orders than the framework's, which runs")
+            notes = (*notes, "Objective time needs another order, and this job keeps its own")
             options = replace(options, type="baseline", objective=None)
         one_clock = level is Level.UNIFORM and options.type != "baseline"
         num_microbatches = placement.num_microbatches
@@ -305,7 +305,7 @@ class Job:
             asked = f"one clock of least energy for the whole job, {slower}"
         if self.session.only_measures:
             instead = "" if options.type == "baseline" else f", not {asked}"
-            asked = f"measuring alone, in the framework's order and at {clocks}{instead}"
+            asked = f"only measuring, in the framework's order and at {clocks}{instead}"
         lines = [
             f"EnvPipe {__version__} is active: {asked}",
             f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",

@@ -164,35 +164,49 @@ def prepare_files(options: Options, num_stages: int, named: Named = flag_of) -> 
 
 
 def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> None:
-    def and_(name: str) -> str:
-        """Another flag in a list is said in short."""
-        return named(name).removeprefix("--envpipe")
-
     limit, by_file = options.max_in_flight, options.profile is not None
     if isinstance(limit, tuple) and len(limit) != num_stages:
         raise OptionError(
             f"{named('max_in_flight')} is one number, or one for each of {num_stages} stages",
             value=limit,
         )
-    profiles = f"{named('profile')}, {and_('profile_only')}"
     goal, price = options.objective, options.energy_price or options.gpu_price
+    prices = f"{named('energy_price')} or {named('gpu_price')}"
+    files = f"{named('profile')}, {named('profile_only')} and {named('plan')}"
+    of_plans = goal not in (None, Goal.ENERGY)
     for wrong, what, remedy in (
         (
-            (goal == Goal.COST) is not bool(price),
-            f"{named('objective')} cost needs a price above 0, and nothing else has one",
-            f"Give it with {named('energy_price')}, {and_('gpu_price')} or both, or leave all out.",
+            num_stages == 1
+            and (options.type not in _WITHOUT_PIPELINE or options.profile_only or by_file),
+            "Without a pipeline there is nothing to profile and plan: the job has one clock",
+            f"Use {named('type')} uniform or baseline, without {files}.",
         ),
         (
-            goal not in (None, Goal.ENERGY) and not options.closed_loop,
+            num_stages == 1 and of_plans,
+            f"{named('objective')} {goal} needs a pipeline: without one the job has one clock",
+            "Leave it out.",
+        ),
+        (
+            goal == Goal.COST and not price,
+            f"{named('objective')} cost needs a price above 0",
+            f"Give {prices}, or both.",
+        ),
+        (
+            price and goal != Goal.COST,
+            f"Prices are for {named('objective')} cost",
+            f"Give that too, or leave {prices} out.",
+        ),
+        (
+            of_plans and not options.closed_loop,
             f"{named('objective')} {goal} is for plans that the job makes, and looks after",
-            f"Use {named('type')} optimal, without {and_('sweep')}, {and_('profile_only')} and "
-            f"{and_('plan')}.",
+            f"Use {named('type')} optimal, without {named('sweep')}, {named('profile_only')} and "
+            f"{named('plan')}.",
         ),
         (
             goal == Goal.TIME and (options.scheduling == "1f1b" or by_file),
-            f"{named('objective')} time looks for another order than the framework's, by what "
-            "units take in this job",
-            f"Leave out {named('scheduling')} 1f1b and {and_('profile')}.",
+            f"{named('objective')} time looks for another order than {named('scheduling')} 1f1b, "
+            "the framework's own, by what units take in this job",
+            f"Leave out {named('scheduling')} 1f1b and {named('profile')}, or use another goal.",
         ),
         (
             limit == BY_MEMORY and not on_gpu,
@@ -207,12 +221,12 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
         (
             options.plan is not None and (limit is not None or options.reconfigure != "default"),
             f"{named('plan')} runs as it stands, with its own microbatches in flight and clocks",
-            f"Leave out {named('max_in_flight')} and {and_('reconfigure')}.",
+            f"Leave out {named('max_in_flight')} and {named('reconfigure')}.",
         ),
         (
             options.sweep and (options.type == "baseline" or by_file),
             f"{named('sweep')} measures clocks first, to plan",
-            f"Use another type than baseline, without {named('profile')} and {and_('plan')}.",
+            f"Use another type than baseline, without {named('profile')} and {named('plan')}.",
         ),
         (
             options.profile_only and (by_file or options.output is None),
@@ -221,19 +235,13 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool, named: Named) -> 
         ),
         (
             options.type == "baseline" and (options.profile_only or by_file),
-            f"{named('type')} baseline measures alone: it makes no profile, and runs no plan",
-            f"Use another type with {profiles} and {and_('plan')}.",
+            f"{named('type')} baseline only measures: it makes no profile, and runs no plan",
+            f"Use another type with {files}.",
         ),
         (
             options.gpu_control == "none" and (options.profile_only or options.require_control),
             f"{named('gpu_control')} none changes no clock",
-            f"Leave it out with {named('profile_only')} and {and_('require_control')}.",
-        ),
-        (
-            num_stages == 1
-            and (options.type not in _WITHOUT_PIPELINE or options.profile_only or by_file),
-            "Without a pipeline there is nothing to profile and plan: the job has one clock",
-            f"Use {named('type')} uniform or baseline, without {profiles} and {and_('plan')}.",
+            f"Leave it out with {named('profile_only')} and {named('require_control')}.",
         ),
         (
             options.gpu_control == "emulated" and on_gpu,

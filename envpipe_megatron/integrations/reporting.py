@@ -136,7 +136,7 @@ def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
     baseline = summary["baseline"]
     if baseline is not None and baseline["power_w"] is not None:
-        yield _step_line("baseline", **baseline)
+        yield _step_line("the latest baseline", **baseline)
     names = ("iterations", "total_duration_s", "total_energy_j", "total_units_s")
     steady_s = without_s = 0.0
     for phase in dict.fromkeys(name for gpu in gpus for name in gpu["phases"]):

@@ -31,28 +31,21 @@ _STRAGGLES = 0.02
 _FULL = (Phase.WARMUP, Phase.BASELINE)
 
 
-def gpu_shares(plan: Plan, stage: int, metered: Mapping[str, float]) -> dict[str, float]:
-    """Time and energy of one GPU that ran a plan: of units, of waits in receives, and the rest.
+def gpu_joules(
+    plan: Plan, stage: int, iterations: int, energy_j: float, blocking_s: float
+) -> dict[str, float]:
+    """Energy of one GPU that ran a plan: of units, of waits in receives, and the rest.
 
-    `compute_s`, `blocking_s`, `idle_s`, and the same in J. Only the whole energy is measured: that
-    of units is the plan's by its profile, and that of waits the waiting power of the plan's clocks
-    times the measured waits. The rest is what the meter says beyond: optimizer, data, the wait for
-    the slowest stage. Where a profile prices units too high it is below 0, by as much as the
+    `compute_j`, `blocking_j` and `idle_j`. Only the whole `energy_j` is measured: that of units is
+    the plan's by its profile, and that of waits the waiting power of the plan's clocks times the
+    measured waits `blocking_s`. The rest is what the meter says beyond: optimizer, data, the wait
+    for the slowest stage. Where a profile prices units too high it is below 0, by as much as the
     profile is off.
-
-    Args:
-        metered: `energy_j`, `duration_s`, `compute_s`, `blocking_s` and `iterations`, a number.
     """
-    compute_j = metered["iterations"] * float(plan.evaluation.unit_energy_j[stage].sum())
-    blocking_j = metered["blocking_s"] * float(mean_waiting_power_w(plan)[stage])
-    return {
-        "compute_s": metered["compute_s"],
-        "blocking_s": metered["blocking_s"],
-        "idle_s": metered["duration_s"] - metered["compute_s"] - metered["blocking_s"],
-        "compute_j": compute_j,
-        "blocking_j": blocking_j,
-        "idle_j": metered["energy_j"] - compute_j - blocking_j,
-    }
+    compute_j = iterations * float(plan.evaluation.unit_energy_j[stage].sum())
+    blocking_j = blocking_s * float(mean_waiting_power_w(plan)[stage])
+    rest_j = energy_j - compute_j - blocking_j
+    return {"compute_j": compute_j, "blocking_j": blocking_j, "idle_j": rest_j}
 
 
 @dataclass(frozen=True)
@@ -241,8 +234,8 @@ class StageFacts:
     Args:
         name: a name of the steps for people.
         energy_j: energy of a step, on the mean of the stage's GPUs.
-        shares: of a step on the mean GPU, by the names of `gpu_shares`; without a plan that prices
-            units only those of time, and none if these are not known.
+        shares: of a step on the mean GPU, by the names of `SHARES` and `gpu_joules`; without a plan
+            that prices units only those of time, and none if these are not known.
     """
 
     name: str

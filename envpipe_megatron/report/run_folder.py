@@ -54,7 +54,6 @@ class RunFolder:
     loop: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
     job: dict[str, Any] | None
-    bill: dict[str, Any] | None
     missing: tuple[str, ...]
 
     @property
@@ -133,7 +132,6 @@ def read_run_folder(path: Path) -> RunFolder:
         tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
         summary and _with_baseline(summary, ("baseline",), "summary.json", missing),
         job and _with_baseline(job, ("baselines", "", "mean"), "job.json", missing),
-        _read(path / "bill.json", "", _json_object, missing),
         (),
     )
     folder = _of_present_job(whole)

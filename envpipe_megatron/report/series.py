@@ -48,11 +48,6 @@ def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
     return [_series_of(run, own) for run, own in by_run.items()]
 
 
-def _member(window: EnergyWindow) -> Hashable:
-    """A key for a job's members: ranks, whose GPUs may be others after a restart."""
-    return window.gpu_key if window.rank is None else window.rank
-
-
 def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     first, last = (
         np.array([getattr(window, name) for window in windows])
@@ -61,7 +56,7 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     steps = last - first + 1
     members: dict[str, set[Hashable]] = {}
     for window in windows:
-        members.setdefault(window.run, set()).add(_member(window))  # a start may have had others
+        members.setdefault(window.run, set()).add(window.member)  # a start may have had others
     of_all_j = np.array([len(members[window.run]) * window.energy_j for window in windows])
     durations_s = np.array([window.duration_s for window in windows])
     # A step that was repeated after a restart is covered more than once by each GPU.
@@ -101,7 +96,7 @@ def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int],
     own = sorted(
         (w.first_iteration or 0, w.last_iteration or 0, w.phase)
         for w in windows
-        if _member(w) == _member(windows[0])
+        if w.member == windows[0].member
     )
     spans = []
     for phase, group in groupby(own, key=lambda window: window[2]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envpipe_megatron.core.plan import NORMAL_95
-from envpipe_megatron.formats.steps import RunningMean
+from envpipe_megatron.formats.steps import RunningMean, in_words
 from envpipe_megatron.trials.settings import CONSTANT, STOCK, Arm
 
 #: An arm that is slower by less is as fast.
@@ -61,13 +61,27 @@ class Claim:
     says: str
 
     @property
+    def half(self) -> float | None:
+        """Half of the interval."""
+        return None if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+    @property
     def shown(self) -> str:
         """The value, for people."""
         if self.value is None:
             return "not known"
-        if self.interval is None:
+        if self.half is None:
             return f"{self.value:.4g} {self.unit}"
-        return f"{self.value:z.2f} +- {(self.interval[1] - self.interval[0]) / 2:.2f} {self.unit}"
+        return f"{self.value:z.2f} +- {self.half:.2f} {self.unit}"
+
+    @property
+    def takes(self) -> str:
+        """What an arm takes against stock, in words; empty if that is not known, or not claimed."""
+        which = self.name.partition("_")[2]
+        if self.value is None or which not in _SIGNS:
+            return ""
+        sign, key = _SIGNS[which]
+        return in_words(sign * self.value, self.half, key.partition("_")[0])
 
 
 def difference(
@@ -123,6 +137,7 @@ def claims_of(
         why, holds = "", None
         if failed:
             why = f"not shown: a turn did not run as planned: {failed}"
+            value = interval = None
         elif interval is None:
             why = f"not shown: it takes two metered rounds of {arm} and {other}"
         else:

@@ -23,8 +23,6 @@ from envpipe_megatron.trials.machine import Machine, newcomers
 from envpipe_megatron.trials.run import Event, Results
 from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
-#: How the line to paste says what claims are about.
-_TAKES = {"saving": "fewer joules", "speedup": "less time", "slowdown": "more time"}
 CLAIMS_FORMAT = "envpipe-claims/1"
 
 
@@ -38,7 +36,7 @@ class Proof(Results):
 
     who = "proof"
     files = (
-        "prove.json", "text.bin", "log.txt", "machine.json", "versions.json", "latency.json",
+        "prove.json", "text.bin", "log.txt", "machine.json", "latency.json",
         "turns.jsonl", "claims.json", "summary.md", "index.html",
     )  # fmt: skip
     folders = ("emulated", "profile", "plans", "arms")
@@ -56,8 +54,6 @@ class Proof(Results):
         )
         self._machine, self._checks = machine, checks
         self._latency: list[dict[str, Any]] | None = None
-        #: Of the ranks' own.
-        self._versions: dict[str, str] = {}
         self._claims: list[Claim] = []
 
     def take(self, event: Event) -> None:
@@ -67,7 +63,7 @@ class Proof(Results):
                 text = event["text"]
                 self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "versions":
-                self._versions = {"torch": event["torch"], "CUDA": event["cuda"]}
+                self._machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
             case "latency":
                 self._latency = event["gpus"]
                 self.put("latency.json", self._latency)
@@ -99,7 +95,6 @@ class Proof(Results):
         }
         self.put("claims.json", document)
         self.put("machine.json", {**asdict(machine), "doctor": list(self._checks)})
-        self.put("versions.json", {**machine.versions, **self._versions})
         sections = self._sections(line)
         replace_files(
             {
@@ -153,12 +148,11 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
         marks.append("no clock was changed")
     holds, told = None, dict[str, list[str]]()
     for claim in claims:
-        arm, _, which = claim.name.partition("_")
         if claim.name == "losses_equal":
             holds = claim.holds
-        elif which in _TAKES:
-            told.setdefault(arm, []).append(f"{claim.shown} {_TAKES[which]}")
-    parts = [f"{arm} takes {' and '.join(takes)}" for arm, takes in reversed(told.items())]
+        elif claim.takes:
+            told.setdefault(claim.name.partition("_")[0], []).append(claim.takes)
+    parts = [f"{arm} takes {', and '.join(takes)}" for arm, takes in reversed(told.items())]
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     parts.append("losses not compared" if holds is None else equal[holds])
     rounds = len({turn["round"] for turn in turns})

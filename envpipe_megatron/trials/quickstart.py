@@ -1,4 +1,4 @@
-"""Results of a quickstart: both runs beside each other, as table, `summary.json` and CSV."""
+"""Results of a quickstart: both runs beside each other, as a table and `summary.json`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,11 @@ from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
-from envpipe_megatron.files import csv_text, replace_files
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.report.facts import gpu_shares
 from envpipe_megatron.trials.claims import equality
 from envpipe_megatron.trials.run import Event, Results
-from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Arm, Settings
-
-#: EnvPipe's columns, then ours.
-_RESULT_COLUMNS = (
-    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
-    "Throughput (sample/s)", "Energy (mJ)",
-    "Iterations", "Iteration time (s)", "Energy per iteration (J)", "Average power (W)",
-    "Final loss", "Wall time per iteration (s)", "Emulated",
-)  # fmt: skip
+from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Settings
 
 
 class Quickstart(Results):
@@ -36,7 +26,7 @@ class Quickstart(Results):
     who = "quickstart"
     files = (
         "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
-        "profile.csv", "profile.json", "plan.json", "loop.jsonl", "results.csv", "summary.json",
+        "profile.csv", "profile.json", "plan.json", "loop.jsonl", "summary.json",
         ".lock",
     )  # fmt: skip
     #: The emulated GPUs, and what `envpipe report` makes.
@@ -81,7 +71,7 @@ class Quickstart(Results):
                 progress.update(bar, total=progress.tasks[bar].completed, note="done")
 
     def write(self) -> None:
-        """Write the summary and the CSV of what is known."""
+        """Write the summary of what is known."""
         settings = self.settings
         runs = {turn["arm"]: self._run_facts(turn) for turn in self.turns}
         self._summary = {
@@ -97,8 +87,6 @@ class Quickstart(Results):
         if self.complete:
             self._summary |= self._comparison(runs)
         self.put("summary.json", self._summary)
-        rows = [self._csv_row(arm, runs[arm.name]) for arm in RUNS[: len(runs)]]
-        replace_files({settings.output / "results.csv": [csv_text([_RESULT_COLUMNS, *rows])]})
 
     def _run_facts(self, turn: Event) -> dict[str, Any]:
         energy_j = [stage["metered"]["steady"]["energy_j"] for stage in turn["stages"]]
@@ -126,11 +114,6 @@ class Quickstart(Results):
         baseline, envpipe = runs[BASELINE.name], runs[ENVPIPE.name]
         output = self.settings.output
         plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
-        for turn, ran in zip(self.turns, (plan.baseline, plan), strict=True):
-            runs[turn["arm"]]["shares_by_gpu"] = [
-                gpu_shares(ran, stage, facts["metered"]["steady"])
-                for stage, facts in enumerate(turn["stages"])
-            ]
         steps, losses_equal, weights_equal = equality(self.turns)
         saved = 1 - envpipe["energy_per_iteration_j"] / baseline["energy_per_iteration_j"]
         slower = envpipe["iteration_time_s"] / baseline["iteration_time_s"] - 1
@@ -145,16 +128,6 @@ class Quickstart(Results):
             "extra_forwards": list(plan.schedule.extra_forwards),
             "peak_in_flight": list(plan.schedule.peak_in_flight),
         }
-
-    def _csv_row(self, arm: Arm, facts: dict[str, Any]) -> tuple[object, ...]:
-        return (
-            self._model, self.settings.microbatch_size, self._minibatch_size,
-            arm.policy, arm.schedule, "default",
-            f"{facts['throughput_samples_per_s']:.4f}", f"{1e3 * facts['energy_j']:.0f}",
-            facts["steady_iterations"], f"{facts['iteration_time_s']:.6f}",
-            f"{facts['energy_per_iteration_j']:.3f}", f"{facts['average_power_w']:.2f}",
-            f"{facts['final_loss']:.6f}", f"{facts['wall_time_per_iteration_s']:.4f}", "yes",
-        )  # fmt: skip
 
     def show(self, console: Console) -> None:
         """Show both runs beside each other, and what was saved."""
@@ -205,12 +178,3 @@ class Quickstart(Results):
             ("average power (W)", facts["average_power_w"], 1),
         ):
             yield name, value, f"{value:.{digits}f}"
-        parts = {"compute": "units", "blocking": "receives", "idle": "the rest"}
-        for part, name in parts.items():
-            for unit, quantity in (("s", "time"), ("j", "energy")):
-                sums = {
-                    each: sum(gpu[f"{each}_{unit}"] for gpu in facts["shares_by_gpu"])
-                    for each in parts
-                }
-                percent = 100 * sums[part] / sum(sums.values())
-                yield f"{quantity} in {name} (%)", None, f"{percent:.1f}"

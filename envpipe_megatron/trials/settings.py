@@ -40,7 +40,7 @@ ENVPIPE = Arm("envpipe", "order and clocks in a closed loop", policy="optimal", 
 RUNS = (BASELINE, ENVPIPE)
 
 STOCK = Arm(
-    "stock", "the framework's order, 1F1B, and no call that sets a clock", changes_clock=False
+    "stock", "1F1B by EnvPipe's interpreter, and no call that sets a clock", changes_clock=False
 )
 RELOCK = Arm(
     "relock",

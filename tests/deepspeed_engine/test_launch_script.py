@@ -259,7 +259,7 @@ def test_it_trains_to_its_bill(tmp_path):
     losses = re.findall(r"^step \d/4: loss (\S+), \S+ s$", done.stdout, re.M)
     assert len(losses) == 4
     assert float(losses[3]) < float(losses[0])
-    assert "measuring alone, in the framework's order" in done.stdout, "the flags win"
+    assert "only measuring, in the framework's order" in done.stdout, "the flags win"
     assert "energy of 2 GPUs in training: " in done.stdout
     bill = json.loads((tmp_path / "out" / "bill.json").read_text())
     assert bill["complete"] is True

@@ -165,14 +165,14 @@ def test_a_saving_against_a_baseline_that_may_be_nothing_is_not_known():
     ("compared", "said"),
     [
         ((-10.0, 0.2, 4.4, 0.3), "10.00 +- 0.39 % less time, 4.40 +- 0.59 % less energy"),
-        ((1.2, 0.2, -0.7, 0.1), "1.20 +- 0.39 % slower, 0.70 +- 0.20 % more energy"),
-        ((0.2, 0.2, -0.5, 0.3), "0.20 +- 0.39 % slower, within noise, "
+        ((1.2, 0.2, -0.7, 0.1), "1.20 +- 0.39 % more time, 0.70 +- 0.20 % more energy"),
+        ((0.2, 0.2, -0.5, 0.3), "0.20 +- 0.39 % more time, within noise, "
          "0.50 +- 0.59 % more energy, within noise"),
         ((-1.0, None, 2.0, None), "1.00 % less time, 2.00 % less energy"),
         ((None, None, None, None), "not known whether less time, not known whether less energy"),
     ],
 )  # fmt: skip
-def test_a_comparison_in_words_says_slower_where_it_is(compared, said):
+def test_a_comparison_in_words_says_more_where_it_is(compared, said):
     slowdown, slowdown_error, saving, saving_error = compared
     found = Comparison(0.3293, 214.4, saving, saving_error, slowdown, slowdown_error)
     assert str(found) == said

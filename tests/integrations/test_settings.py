@@ -77,7 +77,10 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
             "scheduling envpipe, .* zb-h2, or leave max_in_flight out",
         ),
         ({"max_in_flight": 0}, "^max_in_flight is a number of microbatches.*got '0'"),
-        ({"objective": "cost"}, "^objective cost needs a price .* with energy_price, gpu_price or"),
+        (
+            {"objective": "cost"},
+            "^objective cost needs a price above 0. Give energy_price or gpu",
+        ),
         ({"objective": "joules"}, "invalid choice: 'joules' .*'energy', 'time', 'cost', 'edp'"),
         ({"profile_steps": 0}, "^profile_steps is at least 1"),
         ({"profile": "nowhere.csv"}, "^The file of profile is not there"),

@@ -230,7 +230,7 @@ def test_a_job_that_may_set_no_clock(name, level, checkout, patched, tmp_path):
     assert run.digits == stock.digits
     assert run.weights == stock.weights
     said = "".join(run.outputs)
-    assert ("measuring alone, in the framework's order" in said) == (level == "units")
+    assert ("only measuring, in the framework's order" in said) == (level == "units")
     job = json.loads((tmp_path / "ours" / "output" / "summary.json").read_text())["job"]
     if level == "units":
         assert job["comparison"] is None

@@ -67,7 +67,7 @@ def folder(path: Path) -> RunFolder:
         EnergyLogs(tuple(windows(recorded)), 0, ()),
         made.profile,
         made,
-        (), LOOP, None, None, None, (),
+        (), LOOP, None, None, (),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.report.facts import find_bubbles, gpu_shares
+from envpipe_megatron.report.facts import find_bubbles, gpu_joules
 
 BOTH_S = FORWARD_S + BACKWARD_S
 #: 1F1B of equal stages.
@@ -149,22 +149,15 @@ def test_a_job_that_runs_as_planned_has_the_plans_shares(conditions):
     for stage in range(3):
         busy_s = planned.timeline.duration_s[stage].sum()
         tail_s = planned.cost.iteration_time_s - planned.timeline.end_s[stage, -1]
-        metered = {
-            "energy_j": 10 * planned.energy_by_stage_j[stage],
-            "duration_s": 10 * planned.cost.iteration_time_s,
-            "compute_s": 10 * busy_s,
-            "blocking_s": 10 * (planned.cost.iteration_time_s - busy_s - tail_s),
-            "iterations": 10,
-        }
-        shares = gpu_shares(planned, stage, metered)
-        assert shares["compute_s"] == pytest.approx(10 * busy_s)
-        assert shares["idle_s"] == pytest.approx(10 * tail_s, abs=1e-9)
+        blocking_s = 10 * (planned.cost.iteration_time_s - busy_s - tail_s)
+        energy_j = 10 * planned.energy_by_stage_j[stage]
+        shares = gpu_joules(planned, stage, 10, energy_j, blocking_s)
         assert shares["compute_j"] == pytest.approx(
             10 * planned.evaluation.unit_energy_j[stage].sum()
         )
         whole_j = shares["compute_j"] + shares["blocking_j"] + shares["idle_j"]
-        assert whole_j == pytest.approx(metered["energy_j"])
+        assert whole_j == pytest.approx(energy_j)
         # Waiting for the slowest stage draws what waiting in a receive does.
-        waited_s = shares["blocking_s"] + shares["idle_s"]
+        waited_s = blocking_s + 10 * tail_s
         waited_j = shares["blocking_j"] + shares["idle_j"]
-        assert shares["blocking_j"] * waited_s == pytest.approx(waited_j * shares["blocking_s"])
+        assert shares["blocking_j"] * waited_s == pytest.approx(waited_j * blocking_s)

@@ -82,14 +82,14 @@ def orders():
 
 def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
-        "prove.json", "log.txt", "machine.json", "versions.json", "latency.json", "turns.jsonl",
+        "prove.json", "log.txt", "machine.json", "latency.json", "turns.jsonl",
         "claims.json", "summary.md", "index.html", "emulated", "profile", "plans", "arms",
     }  # fmt: skip
     for arm in ARMS:
         for name in ("energy", "timeline", "clocks"):
             lines = (finished.output / "arms" / arm.name / f"{name}.jsonl").read_text()
             assert all(json.loads(line)["emulated"] is True for line in lines.splitlines())
-    versions = json.loads((finished.output / "versions.json").read_text())
+    versions = json.loads((finished.output / "machine.json").read_text())["versions"]
     assert {"envpipe-megatron", "torch", "CUDA", "megatron-core"} <= versions.keys()
 
 

@@ -45,7 +45,7 @@ from envpipe_megatron.report.facts import (
     StageFacts,
     StepFacts,
     find_bubbles,
-    gpu_shares,
+    gpu_joules,
 )
 from envpipe_megatron.report.run_folder import RunFolder
 
@@ -326,12 +326,9 @@ def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageF
     for (_, _, own_phase, stage), own in bill.phases.items():
         if own_phase == phase and stage is not None and own.steps:
             members.setdefault(stage, []).append(own)
-    return [
-        _stage(
-            name, stage, members[stage], plan if plan and stage < plan.schedule.num_stages else None
-        )
-        for stage in sorted(members)
-    ]
+    if plan is not None and max(members, default=0) >= plan.schedule.num_stages:
+        plan = None  # of another job
+    return [_stage(name, stage, members[stage], plan) for stage in sorted(members)]
 
 
 def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -> StageFacts:
@@ -340,7 +337,6 @@ def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -
     shares = dict(zip(SHARES, total.shares_s or (), strict=False))
     if plan is not None and shares:
         # All GPUs of the stage taken for one that made all of their steps.
-        more = {"energy_j": total.energy_j, "duration_s": total.duration_s, "iterations": steps}
-        shares = gpu_shares(plan, stage, {**shares, **more}) | shares
+        shares |= gpu_joules(plan, stage, steps, total.energy_j, shares["blocking_s"])
     by_step = {name: value / steps for name, value in shares.items()}
     return StageFacts(name, stage, len(members), total.energy_j / steps, by_step)

@@ -44,7 +44,7 @@ Key = TypeVar("Key", bound=Hashable)
 JOULES_PER_KWH = 3.6e6
 _UNKNOWN = (math.nan,) * len(SHARES)
 #: Facts of a job by which its steps differ: those of a start that had others are another job's.
-_ASKED = ("level", "type", "scheduling", "reconfigure", "num_gpus")
+_ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
 #: Facts by which an iteration's tokens and samples differ.
 _OF_ITERATION = ("tokens_per_iteration", "samples_per_iteration")
 
@@ -366,8 +366,7 @@ class Bill:
         """Put a comparison of its steady steps into words."""
         steady = [one.window for key, one in self.phases.items() if key[2] == Phase.STEADY]
         clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
-        # A rank may be on another GPU after a restart.
-        gpus = len({one.gpu_key if one.rank is None else one.rank for one in steady})
+        gpus = len({window.member for window in steady})
         tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
         return comparison.told(gpus, tokens, clocks_kept=clocks_kept)
 

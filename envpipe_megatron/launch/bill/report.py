@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
-from envpipe_megatron.files import lock_file, replace_files
+from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     BETWEEN,
     SHARES,
@@ -171,9 +169,7 @@ def bill_csv(bill: Bill) -> str:
     """A row for the baseline's steps and one for the steady ones, summed over nodes."""
     facts = bill.facts
     samples = bill.fact("samples_per_iteration")
-    text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(CSV_COLUMNS)
+    rows: list[tuple[object, ...]] = [CSV_COLUMNS]
     for phase in (Phase.WARMUP.value, Phase.STEADY.value):
         step = bill.steps(phase)
         if step is None or step.energy_j is None:
@@ -186,15 +182,13 @@ def bill_csv(bill: Bill) -> str:
         own = ("baseline", "1f1b", "default")
         if phase == Phase.STEADY:
             own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
-        rows.writerow(
-            (
-                facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
-                samples / step.time_s if samples else "", total.energy_j * 1e3,
-                phase, total.num_gpus, step.iterations, step.time_s,
-                step.energy_j * total.num_gpus, total.average_power_w,
-            )
-        )  # fmt: skip
-    return text.getvalue()
+        rows.append((
+            facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
+            samples / step.time_s if samples else "", total.energy_j * 1e3,
+            phase, total.num_gpus, step.iterations, step.time_s,
+            step.energy_j * total.num_gpus, total.average_power_w,
+        ))  # fmt: skip
+    return csv_text(rows)
 
 
 def _show_totals(

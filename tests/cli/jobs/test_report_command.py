@@ -108,9 +108,6 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     (folder / "summary.json").write_text(
         json.dumps({"format": "envpipe-summary/1", "baseline": step, "memory": [memory] * STAGES})
     )
-    (folder / "bill.json").write_text(
-        json.dumps({"nodes": [{"node": "n1", "num_gpus": 2, "energy_j": 1e5}]})
-    )
     followed = {"power_profiles": [{"text": "none, 700 W"}, {"text": "max-Q, 500 W"}]}
     for rank in range(2):
         line = {**labels(rank), "backend": "dry_run", "changes": 12, "followed": followed}

@@ -34,7 +34,7 @@ def window(rank, first, last, *, energy_j, phase="steady", run=FIRST):
 
 
 def folder(*lines, **more):
-    known = dict.fromkeys(("profile", "plan", "summary", "job", "bill")) | more
+    known = dict.fromkeys(("profile", "plan", "summary", "job")) | more
     logs = EnergyLogs(lines, 0, ())
     return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), loop=(), missing=(), **known)
 

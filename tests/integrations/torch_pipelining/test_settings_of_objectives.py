@@ -9,10 +9,10 @@ from attached_ranks import Case
 
 pytestmark = pytest.mark.xdist_group("torch")
 
-ALONE = "measuring alone, in the framework's order and at the "
+ALONE = "only measuring, in the framework's order and at the "
 SHORTEST = "order auto, the shortest that is found, at the "
 READ = "A GPU is opened for reading only: the "
-KEPT = "Objective time is of other orders than the framework's, which runs"
+KEPT = "Objective time needs another order, and this job keeps its own"
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,8 @@ def test_saving_against_the_jobs_own_baseline():
     told = bill_lines(made, Tariff())[0]
     found = re.sub(r"[+]- \d+[.]\d+", "+- ?", told)
     assert found == (
-        "against the job's own baseline: a step takes 2.013 s (5.92 +- ? % slower, within noise) "
-        "and 100 J a GPU (20.00 +- ? % less energy)"
+        "against the job's own baseline: a step takes 2.013 s (5.92 +- ? % more time, within "
+        "noise) and 100 J a GPU (20.00 +- ? % less energy)"
     )
 
 
