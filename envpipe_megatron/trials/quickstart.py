@@ -1,15 +1,14 @@
-"""Results of a quickstart: both runs beside each other, as a table and `summary.json`."""
+"""Results of a quickstart: both runs beside each other, in `summary.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from envpipe_megatron.console import say, show_table
+from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
@@ -130,23 +129,16 @@ class Quickstart(Results):
         }
 
     def show(self, console: Console) -> None:
-        """Show both runs beside each other, and what was saved."""
+        """Show what was saved, and that training was the same; a report has both runs' figures."""
         summary = self._summary
-        ours, theirs = (self._figures(arm.name) for arm in (ENVPIPE, BASELINE))
-        rows = [
-            (name, shown, our_shown, f"{100 * (our / value - 1):+.2f}" if value and our else "")
-            for (name, value, shown), (_, our, our_shown) in zip(theirs, ours, strict=True)
-        ]
-        title = f"{self._model}: {self.settings.steady_iterations} iterations each"
-        columns = ("", "baseline", "EnvPipe", "change (%)")
-        show_table(title, columns, rows, console=console)
+        steps, losses = summary["steps_compared"], self._losses[ENVPIPE.name]
         equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
         console.print(
             f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "
             f"{summary['slowdown_percent']:.2f} %[/bold] (envpipe simulate says "
             f"{summary['predicted_saving_percent']:.2f} % and "
-            f"{summary['predicted_slowdown_percent']:.2f} %). Losses of the "
-            f"{summary['steps_compared']} steps both runs made: {equal}.",
+            f"{summary['predicted_slowdown_percent']:.2f} %). Losses of the {steps} steps both "
+            f"runs made, {losses[0]:.4f} to {losses[steps - 1]:.4f}: {equal}.",
             highlight=False,
         )
         preset = load_preset(summary["gpu"])
@@ -161,20 +153,3 @@ class Quickstart(Results):
         for note in summary["runs"][ENVPIPE.name]["notes"]:
             say(f"Note: {note}", console)
         say(f"Everything is in {self.settings.output}", console)
-
-    def _figures(self, arm: str) -> Iterator[tuple[str, float | None, str]]:
-        """Yield a run's rows: name, a value whose change counts, and what is shown."""
-        facts, losses = self._summary["runs"][arm], self._losses[arm]
-        steps = self._summary["steps_compared"]
-        yield "loss of step 1", None, f"{losses[0]:.4f}"
-        yield f"loss of step {steps}", None, f"{losses[steps - 1]:.4f}"
-        yield "loss of the last step", None, f"{losses[-1]:.4f} (step {len(losses)})"
-        for name, value, digits in (
-            ("throughput (samples/s)", facts["throughput_samples_per_s"], 3),
-            ("iteration time (s)", facts["iteration_time_s"], 4),
-            ("wall time per iteration (s)", facts["wall_time_per_iteration_s"], 4),
-            *((f"energy of GPU {n} (J)", e, 0) for n, e in enumerate(facts["energy_by_gpu_j"])),
-            ("energy of all (J)", facts["energy_j"], 0),
-            ("average power (W)", facts["average_power_w"], 1),
-        ):
-            yield name, value, f"{value:.{digits}f}"

@@ -128,6 +128,8 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
     ):
         with pytest.raises(EnvPipeError, match="uniform or baseline"):
             alone(*words)
+    with pytest.raises(EnvPipeError, match=r"objective time needs a pipeline.* Leave it out"):
+        alone("--envpipe-objective", "time")
     for wrong in ("-1", "nan", "inf"):
         with pytest.raises(EnvPipeError, match="max-slowdown is at least 0, and finite"):
             alone("--envpipe-max-slowdown", wrong)

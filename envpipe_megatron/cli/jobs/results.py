@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,16 +48,22 @@ def report(folder: Path, output: Path | None) -> None:
 
     written = output or folder / "report"
     read, sections = report_on(folder, written)
-    for section in sections:
-        if section.title not in (RESULT, BUBBLES, LEVELS):
-            continue
-        if section.rows and section.title != BUBBLES:  # these have a row for each GPU
-            show_table(section.title, section.header, section.rows)
-        for line in section.lines:
-            say(line)
+    show_sections(sections, RESULT, BUBBLES, LEVELS)
     for lack in read.missing:
         say(f"Missing: {lack}")
     say(f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")
+
+
+def show_sections(sections: Iterable[Section], *titles: str) -> None:
+    """Print sections of a report."""
+    from envpipe_megatron.report.summary import BUBBLES
+
+    for section in sections:
+        if section.title in titles:
+            if section.rows and section.title != BUBBLES:  # these have a row for each GPU
+                show_table(section.title, section.header, section.rows)
+            for line in section.lines:
+                say(line)
 
 
 def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:

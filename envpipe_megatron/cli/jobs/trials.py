@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import OUTPUT_FOLDER, TEXT_OPTION
-from envpipe_megatron.cli.jobs.results import report_on
+from envpipe_megatron.cli.jobs.results import report_on, show_sections
 from envpipe_megatron.cli.machine.doctor import all_checks
 from envpipe_megatron.console import say
 
@@ -31,13 +31,14 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
       envpipe quickstart --text my_book.txt
     """
     from envpipe_megatron.report.report import PAGE_FILE
+    from envpipe_megatron.report.summary import RESULT
     from envpipe_megatron.trials.quickstart import Quickstart
     from envpipe_megatron.trials.run import run_trial
     from envpipe_megatron.trials.settings import Settings
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
     run_trial(Quickstart(settings), Console())
-    report_on(output, output / "report")
+    show_sections(report_on(output, output / "report")[1], RESULT)
     command = (
         f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
     )

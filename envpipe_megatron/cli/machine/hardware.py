@@ -232,7 +232,7 @@ def _back_ends(site: SiteConfig) -> list[Check]:
     if chosen.backend is not None:
         auto = Check("control", "auto", True, f"takes {chosen.backend}, {chosen.why}")
     else:
-        remedy = "Do what one of the back ends asks for; without, jobs change their order only"
+        remedy = "Do what one of the back ends asks for; without it jobs only change their order"
         auto = Check("control", "auto", False, "takes none: training at baseline clocks", remedy)
     return [*checks, auto]
 

@@ -239,7 +239,7 @@ def test_a_quickstart_ends_with_the_path_of_its_page_which_a_report_overwrites(
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(main, ["quickstart", "--output", "out"])
     assert shown.exit_code == 0, shown.output
-    activate, plan = re.findall(r"^  (.*)", shown.output, re.MULTILINE)
+    *_, activate, plan = re.findall(r"^  (.*)", shown.output, re.MULTILINE)
     assert shlex.split(activate) == ["source", str(python.with_name("activate"))]
     run_well(*shlex.split(plan)[1:], "--blocking-power", 80)
     page = Path(shown.output.split(": ")[-1].strip())

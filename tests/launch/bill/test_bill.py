@@ -344,9 +344,12 @@ def test_steps_without_a_baseline_are_in_no_saving():
     assert bill(told, *others).comparison() is None
 
 
-def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving():
+@pytest.mark.parametrize(
+    ("fact", "words"), [("level", ("observe", "order")), ("objective", ("energy", "time"))]
+)
+def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving(fact, words):
     """Who looks first and then turns EnvPipe on, in one folder, wants what it saves."""
-    looks, saves = (job(level=level, type="optimal") for level in ("observe", "order"))
+    looks, saves = (job(**{fact: word}, type="optimal") for word in words)
     starts = [
         [window(0, i, run=f"a {start}", phase="steady", energy_j=energy_j) for i in range(3)]
         for start, energy_j in zip(STARTS, (40.0, 30.0), strict=True)
@@ -359,7 +362,7 @@ def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving(
     assert both.steps("steady").energy_j == 30.0, "notes that come last say the same"
     (row,) = csv.DictReader(io.StringIO(bill_csv(both)))
     assert (row["Energy (mJ)"], row["Average power (W)"]) == ("180000.0", "15.0")
-    again = bill(saves, *starts[0], job(level="order"), *starts[1])
+    again = bill(saves, *starts[0], job(**{fact: words[1]}), *starts[1])
     assert again.steps("steady").energy_j == pytest.approx(35.0), "a restart of the same job"
 
 
