@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.objective import Goal
+from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
@@ -453,15 +453,7 @@ def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) ->
     if limit is None or isinstance(limit, str):
         return
     limits = limit if isinstance(limit, tuple) else (limit,) * own.num_stages
-    needed = own.microbatches_in_flight
-    if any(most < least for most, least in zip(limits, needed, strict=True)):
-        held = ", ".join(f"{least:g}" for least in needed)
-        raise JobError(
-            "The limit of microbatches in flight is below what the framework's own order "
-            f"({own.name}) holds, {held}",
-            value=limit,
-            remedy=f"Give at least {math.ceil(max(needed))}, or one number for each stage.",
-        )
+    check_own_within(own, [most * own.num_chunks for most in limits], JobError)
 
 
 def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> dict[str, object]:

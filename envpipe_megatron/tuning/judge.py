@@ -53,8 +53,8 @@ def what_drifted(drift: FloatArray, window: Window) -> str:
 class Steps:
     """Times of the steps that ran one order at the same clocks, the latest of them, in s."""
 
-    def __init__(self) -> None:
-        self._times_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+    def __init__(self, kept: int = _KEPT_STEPS) -> None:
+        self._times_s: deque[float] = deque(maxlen=kept)
 
     def add(self, times_s: FloatArray) -> None:
         """Add those of a window."""
@@ -75,38 +75,11 @@ class Steps:
         return median_error(deviation_s / self.median_s, count)
 
 
-class Baseline:
-    """The framework's own order at the highest clocks: measured now and then, predicted between.
-
-    Of each step is kept how it compares with what was predicted when it ran, so that steps from
-    before and after a change tell the same.
-    """
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=_KEPT_BASELINE)
-
-    def add(self, steps_s: FloatArray, predicted_s: float) -> None:
-        """Add steps, of which so much was predicted by what was known then."""
-        self._ratios.extend((steps_s / predicted_s).tolist())
-
-    def __len__(self) -> int:
-        return len(self._ratios)
-
-    def today_s(self, predicted_s: float) -> float:
-        """Return what it would take now, if what is known of units today predicts so much."""
-        return float(np.median(self._ratios)) * predicted_s
-
-    def error(self, others: Steps) -> float:
-        """Standard error, as a share: of few steps no less than others of the job would tell."""
-        ratios = np.array(self._ratios)
-        middle = np.median(ratios)
-        deviation = float(np.median(np.abs(ratios / middle - 1)))
-        return max(median_error(deviation, len(ratios)), others.error(len(ratios)))
-
-
 class Judge:
     """Tells whether steps of a plan last longer than they may, by more than noise.
 
+    Of each step of the framework's own order is kept how it compares with what was predicted when
+    it ran, so that steps from before and after a change tell the same.
     Where only what was measured counts, the framework's own order is predicted to take 1 s.
 
     Attributes:
@@ -118,7 +91,7 @@ class Judge:
 
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
-        self._baseline = Baseline()
+        self._baseline = Steps(_KEPT_BASELINE)
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
         self._latest_s = 0.0
@@ -138,8 +111,8 @@ class Judge:
     def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
         """Take in the framework's own order; `anew`: what it took before does not count."""
         if anew:
-            self._baseline = Baseline()
-        self._baseline.add(window.steps_s, predicted_s)
+            self._baseline = Steps(_KEPT_BASELINE)
+        self._baseline.add(window.steps_s / predicted_s)
 
     def add(self, window: Window) -> None:
         """Take in a window of a plan."""
@@ -147,33 +120,42 @@ class Judge:
         self._latest_s = float(np.median(window.steps_s))
         self.windows += 1
 
+    def _own_s(self, predicted_s: float) -> float:
+        """What the framework's own order takes today, if what is known predicts so much."""
+        return self._baseline.median_s * predicted_s
+
+    @property
+    def _own_error(self) -> float:
+        """Of that, as a share: of few steps no less than others of the job would tell."""
+        count = len(self._baseline)
+        return max(self._baseline.error(count), self._steps.error(count))
+
     def late(self, own_s: float) -> float:
         """By which share the latest steps last longer than the framework's own order would today.
 
         Args:
             own_s: what is predicted of that, by what is known of units.
         """
-        return self._latest_s / self._baseline.today_s(own_s) - 1
+        return self._latest_s / self._own_s(own_s) - 1
 
     def harmed(self, own_s: float) -> bool:
         """True if steps last longer than they may; `own_s` as for `late`."""
-        allowed_s = self._baseline.today_s(own_s) * self.allowed
+        allowed_s = self._own_s(own_s) * self.allowed
         steps, latest_s = self._steps, self._latest_s
         for median_s, count in ((latest_s, WINDOW), (steps.median_s, len(steps))):
-            noise = 2 * float(np.hypot(steps.error(count), self._baseline.error(steps)))
+            noise = 2 * float(np.hypot(steps.error(count), self._own_error))
             if median_s > allowed_s * (1 + noise):
                 return True
         return False
 
     def gain(self) -> float:
         """By which share steps are shorter than those of the framework's own order were."""
-        return 1 - self._steps.median_s / self._baseline.today_s(1.0)
+        return 1 - self._steps.median_s / self._own_s(1.0)
 
     def gains(self) -> bool:
         """True if that is more than noise."""
         # Few steps may seem to scatter less than they do: no less than the baseline's.
-        steps, baseline = self._steps, self._baseline
-        error = baseline.error(steps) * float(np.sqrt(1 + len(baseline) / len(steps)))
+        error = self._own_error * float(np.sqrt(1 + len(self._baseline) / len(self._steps)))
         return self.gain() > max(_LEAST_GAIN, 2 * error)
 
     def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
@@ -185,7 +167,7 @@ class Judge:
             why: what is known of it.
         """
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        steps_s, allowed_s = window.steps_s, self._baseline.today_s(own_s) * self.allowed
+        steps_s, allowed_s = window.steps_s, self._own_s(own_s) * self.allowed
         steps, lost_s, worst = self._harm
         lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
         worst = max(worst, float(steps_s.max()) / allowed_s - 1)

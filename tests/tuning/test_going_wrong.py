@@ -17,7 +17,7 @@ from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.judge import Baseline, Judge, Silence, Steps
+from envpipe_megatron.tuning.judge import Judge, Silence
 from envpipe_megatron.tuning.measured.meters import MeterSums
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
@@ -106,12 +106,14 @@ def test_what_all_units_of_an_iteration_share_is_no_drift():
 
 
 def test_a_pause_in_a_baseline_does_not_blind():
-    baseline, steps = Baseline(), Steps()
-    baseline.add(np.array([1.0, 1.0]), 1.0)
-    baseline.add(np.array([1.1, 1.43]), 1.1)  # units have become slower; one step was held up
-    steps.add(np.full(8, 1.1))
-    assert baseline.today_s(1.1) == pytest.approx(1.1)
-    assert baseline.error(steps) < 0.01
+    judge = Judge(1.0)
+    judge.add_baseline(window([1.0, 1.0]), 1.0)
+    judge.add_baseline(window([1.1, 1.43]), 1.1)  # units have become slower; one was held up
+    judge.add(window([1.1] * 8))
+    assert judge.late(1.1) == pytest.approx(0.0)
+    judge.begin()
+    judge.add(window([1.1 * 1.02] * 8))
+    assert judge.harmed(1.1)
 
 
 def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:

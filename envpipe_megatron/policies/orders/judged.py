@@ -128,15 +128,15 @@ def check_own_within(
     error: type[EnvPipeError] = ScheduleError,
 ) -> None:
     """Refuse, by an error of this type, a limit that is below what the framework's order holds."""
-    peaks = own.peak_in_flight
-    for stage, (peak, most) in enumerate(zip(peaks, max_in_flight or peaks, strict=True)):
-        if peak > most:
-            raise error(
-                f"Stage {stage} may hold too few microbatches in flight",
-                value=most / own.num_chunks,
-                remedy=f"The framework's own order holds {peak / own.num_chunks:g} there; allow at "
-                "least that.",
-            )
+    most = max_in_flight or own.peak_in_flight
+    if any(limit < peak for limit, peak in zip(most, own.peak_in_flight, strict=True)):
+        held = own.microbatches_in_flight
+        raise error(
+            "The limit of microbatches in flight is below what the framework's own order "
+            f"({own.name}) holds, {', '.join(f'{each:g}' for each in held)}",
+            value=[limit / own.num_chunks for limit in most],
+            remedy=f"Give at least {math.ceil(max(held))}, or one number for each stage.",
+        )
 
 
 def memory_worth(

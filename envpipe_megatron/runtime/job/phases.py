@@ -197,7 +197,8 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        clocks = [max(job.gpu.supported_frequencies_mhz)]  # of this GPU: others may have another
+        # Of this GPU, others may have another; 0 where it tells none.
+        clocks = [max(job.gpu.supported_frequencies_mhz) or 1]
         if not job.changes_only_order:
             clocks = list(_swept_clocks(job))
             if not job.gpu.changes_clock:

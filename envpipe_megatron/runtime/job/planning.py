@@ -243,7 +243,8 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
                 remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
             )
         _check_finishes(job, order)
-    for stage, supported in enumerate(clocks_mhz):
+    asked_for = () if job.gpu.read_only else clocks_mhz
+    for stage, supported in enumerate(asked_for):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
         if unsupported:
             raise SessionError(
