@@ -94,7 +94,7 @@ class Objective:
         return self.energy_price / _JOULES_PER_KWH * energy_j + of_gpus
 
     def judged(self, cost: Cost) -> float:
-        """What orders are judged by: the energy (J), or the time (s) where nothing else counts."""
+        """Return the figure to judge orders by: energy (J), or time (s) where only that counts."""
         return cost.iteration_time_s if self == SHORTEST else cost.energy_j
 
     def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
@@ -149,7 +149,7 @@ class Objective:
 
 
 LEAST_ENERGY = Objective()
-#: The least time, whatever energy and power that takes.
+#: The least time, at any energy and power.
 SHORTEST = Objective(Goal.TIME)
 
 

@@ -76,7 +76,7 @@ class Claim:
 
     @property
     def takes(self) -> str:
-        """What an arm takes against stock, in words; empty if that is not known, or not claimed."""
+        """Say how an arm compares with stock; empty if that is not known, or not claimed."""
         which = self.name.partition("_")[2]
         if self.value is None or which not in _SIGNS:
             return ""

@@ -142,7 +142,7 @@ def _train(results: Results, console: Console) -> None:
         run_ranks(
             settings.num_stages,
             ["--module", worker, str(settings_file)],
-            # Whatever goes wrong, ranks that are to leave clocks alone do.
+            # A rank that must not change a clock cannot, even if something goes wrong.
             rank_environment(emulated)
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),
             settings.output / "log.txt",

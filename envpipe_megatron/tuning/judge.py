@@ -42,7 +42,7 @@ def larger(one: FloatArray, other: FloatArray) -> FloatArray:
 
 
 def what_drifted(drift: FloatArray, window: Window) -> str:
-    """What may have made steps longer, in words; `drift` is as `Store.learn` has it."""
+    """Say which change may have made steps longer; `drift` is as `Store.learn` has it."""
     stage = int(np.abs(drift).argmax())
     text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
     if not drift.any():
@@ -121,7 +121,7 @@ class Judge:
         self.windows += 1
 
     def _own_s(self, predicted_s: float) -> float:
-        """What the framework's own order takes today, if what is known predicts so much."""
+        """Return the time of the framework's own order today, if what is known predicts so much."""
         return self._baseline.median_s * predicted_s
 
     @property

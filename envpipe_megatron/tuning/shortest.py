@@ -25,13 +25,13 @@ from envpipe_megatron.tuning.judge import WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
 
-#: A plan is tried in so many iterations, and in so many more if these do not tell. With one to
-#: settle, and a window of the framework's order between, it is given up within twenty.
+#: Iterations in which a plan is tried, and more of them if these do not tell. With one to settle,
+#: and a window of the framework's order between, it is given up within twenty.
 _TRIED = WINDOW, 9
 #: A plan is tried if it is predicted to take this share less than what runs.
 _WORTH = 3e-3
-#: For so many iterations no other plan is made; twice as many each time that none is found to be
-#: faster, up to the second number.
+#: Iterations before another plan is made; twice as many each time that none is found to be faster,
+#: up to the second number.
 _PAUSE, _LONGEST_PAUSE = 64, 4096
 
 

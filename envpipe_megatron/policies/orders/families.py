@@ -213,7 +213,7 @@ def order_jobs(
     max_in_flight: Sequence[int] | None,
     memory: Iterable[float],
 ) -> Iterator[OrderJob]:
-    """What the list scheduler gets: a family's job within limits of memory, in groups of chunks.
+    """Yield jobs for the list scheduler: a family's, within limits of memory, in groups of chunks.
 
     Where a pending weight gradient takes more than a microbatch in flight, there must be room for
     one; as many in flight are then as many that wait.

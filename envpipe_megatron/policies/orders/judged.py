@@ -142,6 +142,6 @@ def check_own_within(
 def memory_worth(
     schedule: Schedule, own: Schedule, weight_shares: ArrayLike = 1.0, price: float = WORTH
 ) -> float:
-    """What the score of an order is multiplied by, so that memory which buys nothing is a loss."""
+    """Return the factor of an order's score that makes memory which buys nothing a loss."""
     more = float(peak_held(schedule, weight_shares).sum()) - sum(own.peak_in_flight)
     return 1 + price * max(0.0, more) / schedule.num_chunks

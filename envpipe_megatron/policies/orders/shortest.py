@@ -131,7 +131,7 @@ class ShortestSearch:
     def _jobs(
         self, family: Family, max_in_flight: Sequence[int] | None
     ) -> Iterator[tuple[OrderJob, int]]:
-        """What the list scheduler may be given, and from which microbatch backwards are split."""
+        """Yield jobs for the list scheduler, and the first microbatch with split backwards."""
         problem, all_split = self._problem, self._problem.num_microbatches
         for last in self._lasts if family.split else [all_split]:
             time_s, first = self._time_s(SPLIT if family.split else WHOLE), all_split - last
