@@ -209,6 +209,7 @@ def test_a_whole_proof_on_the_fake_library(proofs):
     assert list_leases() == []
 
 
+@on_request("QUICKSTART")
 def test_a_proof_without_clocks_proves_orders_and_changes_nothing(proofs):
     before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())
     for uid in proofs.nvml.uuids:

@@ -171,6 +171,7 @@ def test_a_job_saves_as_its_plan_says(trained):
     assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 
 
+@on_request("PIPELINE")
 def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained):
     settings = {
         "type": "envelope",

@@ -253,7 +253,7 @@ def test_parts_are_measured_online(stock, ours):
     [
         pytest.param("energy", 160, marks=on_request("PIPELINE")),
         pytest.param("edp", 160, marks=on_request("PIPELINE")),
-        ("time", 60),
+        pytest.param("time", 60, marks=on_request("PIPELINE")),
     ],
 )
 def test_closed_loop(stock, ours, goal, steps):
