@@ -41,6 +41,7 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.job.config import OWN_ORDERS
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
@@ -161,7 +162,7 @@ class Job:
         keeps_order = placement.runs_units or not orders
         if not orders:  # what is planned for is the own order, whatever options could call it
             options = replace(options, scheduling="1f1b", max_in_flight=None)
-        if options.objective == Goal.TIME and options.scheduling in ("1f1b", "interleaved"):
+        if options.objective == Goal.TIME and options.scheduling in OWN_ORDERS:
             notes = (*notes, "Objective time needs another order, and this job keeps its own")
             options = replace(options, type="baseline", objective=None)
         one_clock = level is Level.UNIFORM and options.type != "baseline"
@@ -294,7 +295,7 @@ class Job:
                 f"order {self._order_name}, plans of least {options.objective or Goal.ENERGY}, "
                 f"corrected as the job runs, {slower}"
             )
-        if self.session.config.request.objective.goal == Goal.TIME:
+        if self.session.config.changes_only_order:
             asked = (
                 f"order {self._order_name}, the shortest that is found, at {clocks}, where it is "
                 "faster than the framework's"

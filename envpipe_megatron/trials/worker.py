@@ -33,7 +33,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
-from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.objective import SHORTEST
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.collectives import make_collectives
@@ -307,7 +307,7 @@ def _whole_plan(plan: Plan) -> Plan:
         most = in_flight_limit(BY_MEMORY, plan.baseline.schedule, profile, None)
     request = PlanRequest(
         plan.schedule.num_microbatches, "auto", "optimal", max_in_flight=most,
-        conditions=plan.conditions, objective=Objective(Goal.TIME), runnable=True,
+        conditions=plan.conditions, objective=SHORTEST, runnable=True,
     )  # fmt: skip
     return make_plan(profile, request).plan
 

@@ -15,7 +15,7 @@ from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Names of the framework's own order, of one chunk and of several.
-_OWN = ("1f1b", "interleaved")
+OWN_ORDERS = ("1f1b", "interleaved")
 
 
 class SessionError(EnvPipeError):
@@ -113,12 +113,17 @@ class SessionConfig:
         named = SCHEDULES[self.request.schedule].splits
         return self.splits and (named is not False or self.plan_file is not None)
 
+    @property
+    def changes_only_order(self) -> bool:
+        """True if the job runs the order that takes least time, and changes no clock."""
+        return self.closed_loop and self.request.objective.goal == Goal.TIME
+
     def measures_alone(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.
 
         That order has one of these names, or one of Megatron's.
         """
-        known = self.request.schedule in (*_OWN, *own_orders)
+        known = self.request.schedule in (*OWN_ORDERS, *own_orders)
         return self.request.policy == "baseline" and known and self.plan_file is None
 
     def order_in_words(self, asked: SessionConfig) -> str:
@@ -140,7 +145,7 @@ class SessionConfig:
         if self.plan_file is not None:
             return self
         chunks, request = self.request.num_chunks, replace(self.request, objective=SHORTEST)
-        looks = self.closed_loop and self.request.schedule not in _OWN
+        looks = self.closed_loop and self.request.schedule not in OWN_ORDERS
         if not looks:
             own = "interleaved" if chunks > 1 else "1f1b"
             request = PlanRequest(self.request.num_microbatches, own, num_chunks=chunks)

@@ -106,7 +106,7 @@ def run_commands(
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        needs_clocks = job.config.closed_loop and not job.changes_only_order
+        needs_clocks = job.config.closed_loop and not job.config.changes_only_order
         decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
         if isinstance(decided, _Ended):
             return decided.found, order
@@ -117,7 +117,7 @@ def run_commands(
         if command.orders:
             clocked = command.orders[command.which[replica] if command.which else 0]
             clocks = clocked.frequency_mhz
-            if job.changes_only_order:  # those of the planning rank's GPU
+            if job.config.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
             order = replace(
                 order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking

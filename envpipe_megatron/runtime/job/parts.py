@@ -11,7 +11,6 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -89,11 +88,6 @@ class PhaseParts(JobParts):
     num_microbatches: int
     specs: StageSpecs
     own_order: Schedule | None
-
-    @property
-    def changes_only_order(self) -> bool:
-        """True if the job runs the order that takes least time, and changes no clock."""
-        return self.config.closed_loop and self.config.request.objective.goal == Goal.TIME
 
     @property
     def kept_order(self) -> Schedule | None:

@@ -199,7 +199,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
     else:
         # Of this GPU, others may have another; 0 where it tells none.
         clocks = [max(job.gpu.supported_frequencies_mhz) or 1]
-        if not job.changes_only_order:
+        if not job.config.changes_only_order:
             clocks = list(_swept_clocks(job))
             if not job.gpu.changes_clock:
                 job.say(_DRY_RUN)
@@ -228,7 +228,7 @@ def _tuner(
     limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if job.changes_only_order else Controller
+    tuner = ShortestOrder if job.config.changes_only_order else Controller
     return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
 
 

@@ -31,7 +31,7 @@ def known_and_measured(
     That is the framework's, with half of its backwards split if plans may split some. Every rank
     calls it, as `known_profile`. Where only the order matters, units are always measured.
     """
-    profile = None if job.changes_only_order else known_profile(job, schedule, records)
+    profile = None if job.config.changes_only_order else known_profile(job, schedule, records)
     measured = schedule
     may_split = job.config.may_split and splits(job) and capacity(job) is None
     may_split = may_split and job.config.plan_file is None  # whose order is there

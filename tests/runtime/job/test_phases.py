@@ -94,7 +94,6 @@ class Rank:
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
     changes_clock: bool = True
-    changes_only_order: bool = False
     is_planner: bool = True
     supported: tuple[int, ...] = CLOCKS
     memory: Memory = field(default_factory=Memory)

@@ -31,7 +31,6 @@ from envpipe_megatron.files import is_of_this_job, lock_file
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -245,7 +244,7 @@ def _keys(
 ) -> JobKeys:
     """All that a profile, a baseline and a plan rest on."""
     request, clocks = config.request, gpu.supported_frequencies_mhz
-    if request.objective.goal == Goal.TIME:  # units are profiled at no other
+    if config.changes_only_order:  # units are profiled at no other
         clocks = (max(clocks),)
     asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
     return {
