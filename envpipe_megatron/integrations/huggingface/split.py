@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
-from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
+from envpipe_megatron.integrations.huggingface.skeleton import (
+    Family,
+    ModelError,
+    family_of,
+    rotary_of,
+)
 from envpipe_megatron.search.parts import make_parts
 
 DEFAULT_SEED = 1234
@@ -29,8 +37,8 @@ def split_model(
 
     Args:
         config: a configuration of transformers whose `model_type` is llama, mistral, qwen2, qwen3,
-            gpt2, bert (masked words) or resnet (classes of images). Attention is as its
-            `attn_implementation` says, sdpa or eager.
+            gpt2, bert (masked words) or resnet (classes of images). Its
+            `attn_implementation` is sdpa.
         weights: a folder as `save_pretrained` leaves it, its index or a `.safetensors` file. None
             for weights that are drawn as transformers draws them.
         seed: of weights that are drawn. Each layer has its own, so they do not depend on the cut.
@@ -44,15 +52,22 @@ def split_model(
     return SplitModel(config, None if weights is None else Path(weights), seed)
 
 
-class SplitModel(Skeleton):
-    """The layers of a model, as `split_model` makes them.
+class SplitModel:
+    """The layers of a model, as `split_model` makes them; ModelError and WeightsError as there.
 
     `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
+    The unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
     """
 
     def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
-        super().__init__(config)
-        self._seed = seed
+        of = versions.TRANSFORMERS
+        versions.check("transformers", transformers.__version__, of, ModelError)
+        family = family_of(config)
+        config = copy.deepcopy(config)  # making a model writes to it
+        with torch.device("meta"):
+            self.model = family.auto.from_config(config, dtype=torch.get_default_dtype())
+        self.entries, self.loss, self._seed = family.entries(config), family.loss, seed
+        self.rotary = rotary_of(self.model, config)
         bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
             sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
@@ -61,7 +76,7 @@ class SplitModel(Skeleton):
         if weights is not None:
             self._checkpoint = Checkpoint(
                 weights,
-                self.family,
+                family,
                 needed={name for layer in bare for name, _ in layer.named_weights()},
                 known=self.model.state_dict().keys(),
                 prefix=self.model.base_model_prefix,
@@ -81,21 +96,24 @@ class SplitModel(Skeleton):
 
     def layer(self, index: int, finished: bool = True) -> Layer:
         """Make a layer on the CPU, with its weights; or on `meta`, without."""
-        return self.entries[index].layer(self, index, finished)
+        return Layer(self, index, finished)
 
     def is_tied(self, index: int) -> bool:
         """Whether a layer's weights are also another's: of the first layer and of a tied head."""
         return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
 
-    # What layers ask for.
+    def module(self, name: str) -> nn.Module:
+        """A module of the unsplit model by its name, on the device `meta`."""
+        found: nn.Module = self.model.get_submodule(name)
+        return found
 
     def extras(self, index: int) -> tuple[str, ...]:
         """Which inputs beside the first come to a layer, in order: it or a later one needs them.
 
         A mask comes to all: DeepSpeed takes the last part of every message for one.
         """
-        needed = {name for entry in self.entries[index:] for name in entry.layer.needs}
-        if index < len(self.entries) and any(MASK in each.layer.needs for each in self.entries):
+        needed = {name for entry in self.entries[index:] for name in entry.needs}
+        if index < len(self.entries) and any(MASK in each.needs for each in self.entries):
             needed.add(MASK)
         return tuple(name for name in EXTRAS if name in needed)
 
@@ -108,11 +126,11 @@ class SplitModel(Skeleton):
                     tensor.copy_(self._checkpoint.read(name, tuple(tensor.shape)))
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps it as it is
         index = 0 if self.entries[layer.index].tied else layer.index
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             # The CPU's generator only: the GPUs' are seeded by the user, and not put back here.
             torch.default_generator.manual_seed(self._seed + index)
-            for attribute in layer.names:
-                self.initialize(layer.get_submodule(attribute))
+            for attribute in layer.entry.modules:
+                layer.get_submodule(attribute).apply(self.model._init_weights)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
