@@ -282,7 +282,7 @@ def to_markdown(title: str, sections: Iterable[Section], command: str = "report"
             parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
         if section.lines:
             parts.append("\n".join(f"- {line}" for line in section.lines))
-        parts += [f"![{name}]({name}.png)\n\n{said}" for name, said in section.stills.items()]
+        parts += [f"![{name}]({name})\n\n{said}" for name, said in section.stills.items()]
     return "\n\n".join(parts) + "\n"
 
 

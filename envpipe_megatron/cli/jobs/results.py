@@ -36,7 +36,7 @@ def report(folder: Path, output: Path | None) -> None:
     """Make pictures, tables and a trace from what a run left in DIR.
 
     DIR is what --output of `launch` and `quickstart`, or a job's --envpipe-output, named. The
-    report has each picture as PNG and SVG, summary.md to paste, index.html to look at, and
+    report has index.html to look at, summary.md to paste with its pictures (PNG), and
     trace.json.gz for ui.perfetto.dev. What the folder lacks is named.
 
     Example:

@@ -41,7 +41,7 @@ def draw(chart: Chart, x_range: Range) -> figure:
         name=chart.name,
         height=min(_ROW_PX * max(rows, _LEAST_ROWS) + beside_px, _MOST_PX) if rows else _HEIGHT_PX,
         sizing_mode="stretch_width",
-        tools=f"{way}pan,{way}box_zoom,reset",
+        tools=f"{way}pan,{way}box_zoom,reset,save",
         toolbar_location="above",
         x_axis_label=chart.x_label,
         y_axis_label=chart.y_label,
