@@ -47,32 +47,26 @@ class Proof(Results):
         gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
         rounds = f"{settings.rounds} rounds of {len(settings.arms)} arms"
         only = f"\nOrders only, no clock is changed: {machine.missing}" if machine.missing else ""
-        super().__init__(
-            settings,
-            f"Training a GPT on {gpus}: {rounds}{only}",
-            {"turns": len(settings.turns)},
-        )
+        super().__init__(settings, f"Training a GPT on {gpus}: {rounds}{only}")
         self._machine, self._checks = machine, checks
         self._latency: list[dict[str, Any]] | None = None
         self._claims: list[Claim] = []
 
     def take(self, event: Event) -> None:
-        """Note what a rank reported, and write it down; show what it says."""
+        """Note and show what a rank reported, and write it down."""
+        if event["event"] == "turn":
+            event["newcomers"] = newcomers(self._machine)
+        super().take(event)
         match event["event"]:
-            case "say":
-                text = event["text"]
-                self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "versions":
                 self._machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
             case "latency":
                 self._latency = event["gpus"]
                 self.put("latency.json", self._latency)
             case "turn":
-                event["newcomers"] = newcomers(self._machine)
                 with (self.settings.output / "turns.jsonl").open("a") as file:
                     file.write(json.dumps(event) + "\n")
                 self.write()
-                self.progress.update(self.bars["turns"], advance=1)
 
     def write(self) -> None:
         """Write claims and page, as far as they are known."""

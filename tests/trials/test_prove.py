@@ -15,7 +15,6 @@ from memory_folder import memory_folder
 from on_request import asked_for
 from presets import write_changed_preset
 from rich.console import Console
-from rich.progress import Progress
 from trials_helpers import locks_mhz, processes_of, short_settings, write_text
 
 from envpipe_megatron.cli import main
@@ -327,12 +326,11 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     }  # fmt: skip
 
     def train(proof, console):
-        proof.begin(Progress(console=console))
-        proof.turns.append({
+        proof.begin(console)
+        proof.take({
             "event": "turn", "arm": "stock", "round": 0, "step": step, "losses": [[1.0]],
             "stages": [stage], "failure": "",
         })  # fmt: skip
-        proof.take(proof.turns[-1])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
