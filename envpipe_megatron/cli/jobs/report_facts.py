@@ -316,7 +316,7 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """
     told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
-        told = [folder.job.get("baseline")]
+        told = [folder.job.get("baselines", {}).get("", {}).get("mean")]
     return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
 
 

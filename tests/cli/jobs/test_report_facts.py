@@ -39,6 +39,10 @@ def folder(*lines, **more):
     return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), loop=(), missing=(), **known)
 
 
+def job_of(baseline):
+    return {"baselines": {"": {"mean": baseline}}}
+
+
 def test_a_job_that_was_killed_before_its_steady_phase_has_its_baseline():
     lines = [window(rank, 0, 3, energy_j=800, phase="warm-up") for rank in range(4)]
     facts = report_facts(folder(*lines))
@@ -52,7 +56,7 @@ def test_a_baseline_of_which_no_gpu_was_metered_has_no_power():
     told = {"time_s": 2.0, "iterations": 3, "energy_j": 200.0}
     told |= dict.fromkeys(("time_uncertainty_s", "metering_uncertainty_j"))
     lines = [window(0, 4, 5, energy_j=300, phase="profile")]
-    facts = report_facts(folder(*lines, job={"baseline": told}))
+    facts = report_facts(folder(*lines, job=job_of(told)))
     assert facts.baseline.time_s == 2.0
     assert facts.baseline.energy_j is facts.baseline.power_w is None
 
@@ -97,11 +101,11 @@ def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
     new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))
     lines = [window(0, 0, 3, energy_j=800, phase="warm-up"), window(0, 4, 7, energy_j=800)]
-    known = {"job": {"baseline": new}, "summary": {"baseline": old}}
+    known = {"job": job_of(new), "summary": {"baseline": old}}
     assert saved_percent(folder(*lines, **known)) == 50
     assert saved_percent(folder(*lines, summary={"baseline": old})) == 75
     # The job was killed before it could tell: its warm-up stands in, which takes as much.
-    killed = known | {"job": {"baseline": None}}
+    killed = known | {"job": {"baselines": {}}}
     assert saved_percent(folder(*lines, **killed)) == 0
 
 
