@@ -39,7 +39,6 @@ class RunFolder:
         energy: None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        loop: what a closed loop predicted, and said, from which iteration on (`loop.jsonl`).
         summary: summary of a job or quickstart, as `summary.json` has it.
         job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
@@ -51,7 +50,6 @@ class RunFolder:
     profile: Profile | None
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
-    loop: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
     job: dict[str, Any] | None
     missing: tuple[str, ...]
@@ -120,7 +118,7 @@ def read_run_folder(path: Path) -> RunFolder:
     profile = _read(path / "profile.csv", lacking, read_profile, missing)
     plan, file = None, path / "plan.json"
     if profile is not None:
-        lacking = "no planned clocks, and energy is not split into shares"
+        lacking = "no planned order and clocks"
         plan = _read(file, lacking, partial(read_plan, profile=profile), missing)
     else:
         missing.append(f"{file.name} is not there, or cannot be used without its profile")
@@ -132,8 +130,7 @@ def read_run_folder(path: Path) -> RunFolder:
         lacking = "the job wrote to another folder (--envpipe-output), or to none"
     summary = _read(path / "summary.json", lacking, _json_object, missing)
     job = _read(path / "job.json", "", _json_object, missing)
-    loop = tuple(_objects(path, "loop*.jsonl"))
-    whole = RunFolder(path, timelines, energy, profile, plan, clocks, loop, summary, job, ())
+    whole = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
     folder = _of_present_job(whole)
     if others := _num_lines(whole) - _num_lines(folder):
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
@@ -223,7 +220,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 def _num_lines(folder: RunFolder) -> int:
     """How many lines ranks appended to the folder's files, without agents' notes."""
     timelines = folder.timelines
-    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks, folder.loop)
+    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
     return sum(map(len, lines))
 
 
@@ -259,11 +256,8 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
             if isinstance(line, EnergyNote) or own(line.run)
         )
         energy = replace(energy, lines=tuple(lines))
-    clocks, loop = (
-        tuple(entry for entry in entries if own(entry.get("run", "")))
-        for entries in (folder.clocks, folder.loop)
-    )
-    return replace(folder, timelines=timelines, energy=energy, clocks=clocks, loop=loop)
+    clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
+    return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
 
 
 def _untold_stages(folder: RunFolder) -> list[str]:

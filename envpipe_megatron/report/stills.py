@@ -19,7 +19,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgba_array
 from matplotlib.figure import Figure
 
 from envpipe_megatron.files import written_beside
-from envpipe_megatron.report.charts import GRID, INK, MUTED, Chart, Marks
+from envpipe_megatron.report.charts import GRID, INK, MUTED, SERIES, Chart, Marks
 
 DPI = 150
 #: Stands in every PNG of ours.
@@ -66,6 +66,8 @@ def draw(charts: Sequence[Chart], title: str) -> Figure:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
+    if len(handles) > len(SERIES):  # they could not be told apart
+        handles = {}
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=max(1, min(5, len(handles))),
         frameon=False, fontsize=8,
@@ -114,8 +116,10 @@ def _draw_marks(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None
             axes.plot(x, y, color=colour, label=name, linewidth=1.4, linestyle=style, zorder=4)
     elif marks.shape == "dot":
         marker, size = _MARKERS[marks.marker], marks.size**2
-        look = {"marker": marker, "label": marks.name, "linewidths": 0, "zorder": 4}
-        axes.scatter(table["x"], table["y"], size, table["colour"], **look)
+        axes.scatter(
+            table["x"], table["y"], size, table["colour"], marker=marker, label=marks.name,
+            linewidths=0, zorder=4,
+        )  # fmt: skip
     elif marks.shape == "box":
         _draw_boxes(axes, marks, clocks)
     else:
@@ -145,7 +149,7 @@ def _draw_boxes(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None
         "outlined": {"facecolor": "none", "edgecolor": INK, "linewidth": min(1.7, 0.12 * narrow)},
     }
     boxes = np.moveaxis(np.array(corners), 2, 0)  # [box, corner, x and y]
-    axes.add_collection(PolyCollection(boxes, label=marks.name, **looks[marks.look]))
+    axes.add_collection(PolyCollection(list(boxes), label=marks.name, **looks[marks.look]))
     if marks.look:
         return
     for box, label in enumerate(table.get("label", ())):

@@ -98,21 +98,6 @@ def test_a_gpu_is_on_the_node_that_its_timelines_name(tmp_path):
     assert nodes == ["host", "n1", "n2", "n3"]
 
 
-def test_what_a_closed_loop_said_is_read_without_torn_and_earlier_jobs_lines(tmp_path):
-    (tmp_path / "job.json").write_text(json.dumps({"starts": [NEW]}))
-    put_timeline(tmp_path, run=NEW)
-    told = {
-        "batch": "", "iteration": 36, "note": "", "phase": "reconfigure", "time_s": 0.5,
-        "energy_j": 420.0,
-    }  # fmt: skip
-    note = {**told, "iteration": 45, "note": "drift", "time_s": None, "energy_j": None}
-    for entry in ({**told, "run": OLD}, {**told, "run": NEW}, {**note, "run": NEW}):
-        append_line(tmp_path / "loop.jsonl", entry)
-    with (tmp_path / "loop.jsonl").open("a") as file:
-        file.write('{"torn')
-    assert read_run_folder(tmp_path).loop == ({**told, "run": NEW}, {**note, "run": NEW})
-
-
 def test_stages_without_a_timeline_are_named(tmp_path):
     put_timeline(tmp_path, stage=1)
     put_energy(tmp_path, stage=3)

@@ -8,7 +8,7 @@ from page_made import MICROBATCHES, ROWS, STAGES, durations_ms, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations, profile
 
 from envpipe_megatron.core.kinds import TRAITS
-from envpipe_megatron.report.page.timelines import colourings, timeline_figures
+from envpipe_megatron.report.page.plots import colourings, timeline_figures
 from envpipe_megatron.report.units import KINDS, measured_charts, unit_table
 
 UNITS = 2 * MICROBATCHES
