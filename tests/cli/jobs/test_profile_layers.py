@@ -83,9 +83,6 @@ def test_a_job_for_each_way_to_share_a_microbatch(tmp_path: Path, jobs: Jobs) ->
     assert [words[words.index("-m") - 1] for words in of_layers] == ["1", "2"]
     assert all(words[-2:] == [str(tmp_path / "train.py"), "--bf16"] for words in of_layers)
     assert jobs.visible == ["1", "0,1"]
-    assert "GPU 1 is 5.0 % slower than the fastest" in told
-    assert "250.000" in told
-    assert "12,000,000" in told
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "layers.json"}
 
 
