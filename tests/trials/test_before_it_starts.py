@@ -209,11 +209,6 @@ def test_ranks_that_leave_clocks_alone_may_change_no_gpu(tmp_path, monkeypatch, 
 
 
 class TestText:
-    def test_a_file_as_it_is(self, tmp_path):
-        path = tmp_path / "book"
-        path.write_bytes(b"\xff\x00any bytes")
-        assert load_text(path, 1) == b"\xff\x00any bytes"
-
     def test_a_folder_in_order_of_names_not_of_the_file_system(self, tmp_path, monkeypatch):
         for name in ("b.txt", "a/z.py", "c.md", "a.rst"):
             path = tmp_path / name
@@ -223,6 +218,7 @@ class TestText:
         (tmp_path / "folder.txt").mkdir()
         in_order = load_text(tmp_path, 1)
         assert in_order == b"a/z.py\na.rst\nb.txt\nc.md"
+        assert load_text(tmp_path / "picture.png", 1) == b"not text", "a file is taken as it is"
         found = Path.rglob
         monkeypatch.setattr(
             Path, "rglob", lambda self, pattern: reversed(list(found(self, pattern)))

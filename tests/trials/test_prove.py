@@ -165,16 +165,13 @@ def test_the_page_stands_alone_and_has_every_table(finished):
     assert read_run_folder(finished.output / "profile").profile == profile
 
 
-def test_the_line_to_paste_is_printed_and_kept(finished):
+def test_every_clock_is_reset_no_rank_is_left_and_the_line_to_paste_is_printed(finished):
+    assert locks_mhz(finished.output) == [None, None]
+    assert not processes_of(finished.output)
     line = finished.document["line"]
     assert line.startswith("[emulated] envpipe prove ")
     assert "2 x NVIDIA A100" in line
     assert line in finished.screen
-
-
-def test_every_clock_is_reset_and_no_rank_is_left(finished):
-    assert locks_mhz(finished.output) == [None, None]
-    assert not processes_of(finished.output)
 
 
 # --- without clocks -------------------------------------------------------------------------------
@@ -208,16 +205,12 @@ def test_the_best_orders_are_faster_as_planned_and_it_is_claimed(orders):
     assert claims["split_speedup"]["value"] > 3
     assert claims["split_saving"]["value"] > 0
     assert claims["losses_equal"]["holds"] is claims["weights_equal"]["holds"] is True
-    assert claims["losses_equal"]["says"].endswith("backwards are split in split")
 
 
 def test_the_page_of_orders_says_that_no_clock_was_changed(orders):
-    headings = re.findall("<h2>(.*?)</h2>", orders.page)
-    assert headings == ["To paste", "Claims", "Arms", "Turns, in their order", "Machine", "Doctor"]
+    assert "Latency" not in orders.page
     assert "No clock was changed: --without-clocks was given" in orders.page
-    line = orders.document["line"]
-    assert line.startswith("[emulated, no clock was changed] envpipe prove ")
-    assert line in orders.screen
+    assert orders.document["line"].startswith("[emulated, no clock was changed] envpipe prove ")
 
 
 # --- what is refused ------------------------------------------------------------------------------
