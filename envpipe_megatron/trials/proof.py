@@ -108,18 +108,12 @@ class Proof(Results):
         machine = self._machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
         facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
-        answers = tuple(
-            (check["name"], "yes" if check["ok"] else "no", check["evidence"])
-            for check in self._checks
-        )
         known = [
             Section("To paste", lines=(line,)),
             _claims(self._claims),
             _arms(self.turns, self.settings.arms, self._plans()),
             _turns(self.turns, len(machine.gpu_names)),
-            _latency(self._latency or ()),
             Section("Machine", ("", ""), facts),
-            Section("Doctor", ("", "", "what was seen"), answers),
         ]
         return [section for section in known if section.rows or section.lines]
 
@@ -216,17 +210,3 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
         "held back by", "clock calls", "notes",
     )  # fmt: skip
     return Section("Turns, in their order", header, tuple(rows()))
-
-
-def _latency(latency: Sequence[Mapping[str, Any]]) -> Section:
-    def median_ms(values: Mapping[str, Any]) -> str:
-        return f"{1e3 * values['median']:.2f}" if values["count"] else "not seen"
-
-    names = ("call_s", "settling_s", "shown_s")
-    rows = tuple(
-        (str(rank), f"{row['from_mhz']} -> {row['to_mhz']}", *(median_ms(row[n]) for n in names))
-        for rank, gpu in enumerate(latency)
-        for row in gpu["changes"]
-    )
-    header = ("GPU of rank", "MHz", "call (ms)", "kernels follow (ms)", "driver shows (ms)")
-    return Section("Latency of a change of clock, median", header, rows)
