@@ -15,7 +15,7 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest

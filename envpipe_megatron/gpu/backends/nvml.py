@@ -37,7 +37,7 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     PowerState,
 )
-from envpipe_megatron.gpu.emulated.presets import override_for
+from envpipe_megatron.gpu.presets import override_for
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.gpu.emulated.store import (
     EmulatedState,
     StateFile,
@@ -22,6 +21,7 @@ from envpipe_megatron.gpu.emulated.store import (
     stored_indices,
     tick_number,
 )
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 

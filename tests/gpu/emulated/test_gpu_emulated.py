@@ -18,7 +18,6 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import (
     list_emulated,
     reset_all,
 )
-from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.emulated.store import (
     KEPT_SEGMENTS,
     KEPT_TICKS,
@@ -29,6 +28,7 @@ from envpipe_megatron.gpu.emulated.store import (
     parse_state,
     tick_number,
 )
+from envpipe_megatron.gpu.presets import load_preset
 
 
 @pytest.fixture

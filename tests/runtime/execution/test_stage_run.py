@@ -20,7 +20,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
