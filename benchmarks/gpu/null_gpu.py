@@ -13,6 +13,7 @@ class NullGpu(Gpu):
     """Power and energy are 0, time is the monotonic clock."""
 
     drives_hardware: ClassVar[bool] = False
+    changes_clock: ClassVar[bool] = False
     name = "no GPU"
     observed_frequency_mhz: int = 0
     power_w: float = 0.0

@@ -64,7 +64,7 @@ Faults = Callable[[int], dict[tuple[int, int], Conditions]]
 class MemoryGpu:
     """An emulated GPU of this process alone; requests and counters as of any GPU."""
 
-    changes_clock, is_emulated, read_only, drives_hardware = True, True, False, False
+    changes_clock, read_apart, read_only, drives_hardware = True, False, False, False
 
     def __init__(self, preset: GpuPreset, uid: str, wait_follows: float) -> None:
         self.preset = preset
@@ -135,7 +135,7 @@ class VirtualMeter(EnergyMeter):
     def __init__(self, gpu: MemoryGpu) -> None:
         self.gpu = gpu
         self._sampled = 0
-        super().__init__(gpu, apart=False)  # type: ignore[arg-type]
+        super().__init__(gpu)  # type: ignore[arg-type]
         super().close()
 
     def catch_up(self) -> None:

@@ -247,12 +247,12 @@ def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
     state = gpu.clock_state()
     profiled = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
-    table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
+    table.add_row("address" if listed.is_emulated else "UUID", gpu.address.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", numbers(supported))
     table.add_row("a profile lists (MHz)", numbers(profiled))
-    if not gpu.is_emulated:
+    if not listed.is_emulated:
         table.add_row("memory clocks (MHz)", numbers(_memory_clocks(gpu)))
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"

@@ -125,6 +125,8 @@ class NvmlGpu(Gpu):
     none is locked.
     """
 
+    read_apart = True
+
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
         if uid.startswith("MIG-"):
             raise _mig_error("Cannot control or measure a MIG instance", uid)

@@ -42,7 +42,6 @@ class EmulatedGpu(Gpu):
     """
 
     drives_hardware: ClassVar[bool] = False
-    is_emulated = True
 
     def __init__(
         self,
