@@ -33,8 +33,8 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, visible_gpus
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root, list_emulated
 from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.presets import override_for, sweep_range

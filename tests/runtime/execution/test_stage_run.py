@@ -6,7 +6,6 @@ import random
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,7 +259,7 @@ class World:
         self.calls.append(kind)
         start_s = max(self.end_s, ready_s)
         self.end_s = start_s + time_at_max_s
-        return SimpleNamespace(start_s=start_s, end_s=self.end_s)
+        return start_s, self.end_s
 
     def settle(self) -> None:
         self.calls.append("settle")
