@@ -256,7 +256,7 @@ def test_misuse_is_told_where_it_happens(pool, folder, preset):
     for told in pool.run(instruction_ranks.misuse, folder / "misuse", preset, own):
         assert told.pop("phase") == "warm-up"
         for name, said in {
-            "order": r"nothing to choose \(got scheduling\)",
+            "order": "No such option .*scheduling",
             "option": "No such option of EnvPipe",
             "unit outside": "on_instruction_begin was called outside a step",
             "end outside": "on_step_end was called outside a step",

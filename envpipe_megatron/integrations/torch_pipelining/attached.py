@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
-from envpipe_megatron.integrations.reading import OptionError, read_settings
+from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
@@ -49,7 +49,7 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
-_NOT_OFFERED = ("channel", "profile_only", "self_check")
+_WITHOUT = ("channel", "profile_only", "self_check")
 
 
 class AttachedPipeline(LeveledJob):
@@ -88,13 +88,6 @@ class AttachedPipeline(LeveledJob):
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
-        if refused:
-            raise OptionError(
-                "Options that do not go with a schedule of torch's, which sends its own messages",
-                value=refused,
-                remedy="Leave it out.",
-            )
         self._schedule = schedule
         self._stages = stages_trained_by(schedule)
         if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
@@ -108,9 +101,8 @@ class AttachedPipeline(LeveledJob):
         group = self._stages[0].group or dist.GroupMember.WORLD
         assert group is not None
         self._num_stages = num_stages = dist.get_world_size(group)
-        options = read_settings(
-            settings, num_stages=num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
-        )
+        on_gpu = torch.cuda.is_available()
+        options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
         own, count = self._own, schedule._n_microbatches
         timeout = timeout or timeout_of(group)
