@@ -351,6 +351,5 @@ class InstrumentedPipeline:
             self._say,
             [stands_against("units of its own", highest, "the framework keeps its order")],
         )
-        if job.job is not None:
-            job.tell(job.job.banner())
+        job.announce()
         return job, kept_order

@@ -173,7 +173,7 @@ def begin(
     job = LeveledJob(options, _placement(engine), facts, say_line)
     if job.job is None:
         return engine
-    job.tell(job.job.banner())
+    job.announce()
     engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
     engine.take_job(job, tells=tells)
     return engine

@@ -7,7 +7,7 @@ schedule's own function, in a planned one by torch's own runtime of tables.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from envpipe_megatron.integrations.job import (
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.levels import Level, stands_against
 from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
@@ -136,7 +136,7 @@ class AttachedPipeline(LeveledJob):
             self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
-        self._begun = self._closed = self._seen = False
+        self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
@@ -198,7 +198,7 @@ class AttachedPipeline(LeveledJob):
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
-        self._begin_step()
+        self.begin_step()
         if not self._seen:
             return self._first_step(*args, **kwargs)
         specs, collectives = StageSpecs.alike(self._message), self.collectives
@@ -265,7 +265,8 @@ class AttachedPipeline(LeveledJob):
         followed.complete()
         if runs is None:
             self._end_step()
-            self._lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.begin_step()
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,37 +294,22 @@ class AttachedPipeline(LeveledJob):
                 seen=changed,
                 why_whole=why_whole,
             )
-            self._lower(limits_of_ranks(found))
+            self.lower(limits_of_ranks(found))
         why_whole = max(of_all_ranks(why_whole))
         if why_whole and self.job is not None and self.level is Level.ORDER:
             self.session.split_no_more(why_whole)
         return result
 
-    def _lower(self, found: Sequence[Limit]) -> None:
-        """Go on at a level that limits which showed by now allow; the same on every rank."""
-        if self.lower(found):
-            self.announce()
-            if self.job is None:
-                self.close()
-            else:
-                self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.begin_step()
-        self._begun = True
-
     def _end_step(self) -> None:
         """The last step ends: the optimizer has stepped, or the step has failed."""
         failed, self._failed = self._failed, None
         if failed is not None:
-            self._begun = False
             failed.complete()
             super().pause()
         whole, self._whole = self._whole, None
         if whole is not None:
             whole.end_unit()
-        if self._begun:
-            self._begun = False
+        if self.in_step:
             if self._unreported is not None:
                 self._unreported += 1
                 if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for
