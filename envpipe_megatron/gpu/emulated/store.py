@@ -154,16 +154,13 @@ def parse_state(text: bytes) -> EmulatedState:
     """Return the state in a file's content; a ValueError says what is wrong with it."""
     try:
         raw: Any = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.pop("format", None) != _FORMAT:
-        raise ValueError(f"its format is not {_FORMAT!r}")
-    try:
+        if raw.pop("format") != _FORMAT:
+            raise ValueError("of another format")
         state = EmulatedState(**raw)
         state.pending = state.pending and (state.pending[0], state.pending[1])
         state.segments = [Segment(*segment) for segment in state.segments]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"it has other fields than a state: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no {_FORMAT}: {error}") from error
     return state
 
 
