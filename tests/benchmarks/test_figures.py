@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from on_request import on_request
 
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 
 pytest.importorskip("torch")
 import torch
