@@ -86,13 +86,13 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
             value=num_virtual,
             remedy="A table has a row for each rank.",
         )
-    check_size(len(rows), num_microbatches, num_chunks)
     placement = _placement(rows, cells, source)
     split = any(cell.kind in SPLIT[1:] for cell in cells)
     stages: list[list[Unit]] = [[] for _ in rows]
     for cell in cells:
         stages[cell.rank] += cell.units(cell.virtual_stage // len(rows), split)
     try:
+        check_size(len(rows), num_microbatches, num_chunks)
         return Schedule(name, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement)
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
