@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
-from envpipe_megatron.search.parts import make_parts
+from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
 
