@@ -33,7 +33,7 @@ from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memor
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job, Split
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
-from envpipe_megatron.search.layer_file import read_layers_or_table
+from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile, Links
 from envpipe_megatron.search.runs import Runs, least_path, running
 from envpipe_megatron.search.search import alternatives
@@ -151,7 +151,7 @@ class SplitSpace:
         ):
             raise EnvPipeError(
                 f"{self.profile.source} has no bytes for the memory limit to apply to",
-                remedy="Add the columns memory and activation, or leave the limit out.",
+                remedy="Give parameters and activation_bytes, or leave the limit out.",
             )
         least, path = least_path(all_runs, held_bytes, largest=True)
         if least > limit_bytes * _SLACK:
@@ -224,7 +224,7 @@ def least_energy(
     if not space.profile.has_energy:
         raise EnvPipeError(
             f"{space.profile.source} has no energies, so no split can be said to need less",
-            remedy="Measure the column energy, or use --objective bottleneck.",
+            remedy="Measure forward_j and backward_j, or use --objective bottleneck.",
         )
     quickest = space.candidate(space.cuts.fastest().cut)
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
@@ -330,7 +330,7 @@ def _check_parts(parts: Sequence[int], num_layers: int, num_stages: int) -> list
 
 def _parts_by_file(cut: str, num_layers: int, num_stages: int) -> list[int]:
     method, _, path = cut.partition(":")
-    profile = read_layers_or_table(Path(path))
+    profile = read_layers(Path(path))
     if profile.pieces != tuple(str(layer) for layer in range(num_layers)):
         raise EnvPipeError(
             f"{path} is of another model: this one has layers 0 to {num_layers - 1}",

@@ -10,20 +10,14 @@ from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
+from whole_layers import CURVE, layers_that_take
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.configuration import layout_flag, megatron_even_split
-from envpipe_megatron.search.layer_profile import (
-    Block,
-    BytesPerParameter,
-    LayerProfile,
-    Links,
-    Measure,
-    Sizes,
-)
+from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.partition import (
     SplitSpace,
     cut_of,
@@ -34,29 +28,13 @@ from envpipe_megatron.search.partition import (
 )
 from envpipe_megatron.search.runs import cheapest_paths
 
-#: {frequency_mhz: (slowdown, power_w)}: least energy at 900 MHz.
-CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}
-
 
 def table_of(forward_s, backward_s, *, embedding=False, loss=False, curve=CURVE, held=None):
     """A profile from the time of each layer at the highest clock, and perhaps its bytes."""
     layers = len(forward_s) - embedding - loss
     names = ["embedding"] * embedding + [str(n) for n in range(layers)] + ["loss"] * loss
-    slowdown, power_w = np.array(list(curve.values())).T
-    measures = {}
-    for name, forward, backward, (memory, activation) in zip(
-        names, forward_s, backward_s, held or [(0.0, 0.0)] * len(names), strict=True
-    ):
-        times = forward * slowdown, backward * slowdown
-        joules = (time_s * power_w for time_s in times)
-        measures[name] = Measure(*times, *joules, parameters=memory, activation_bytes=activation)
-    return LayerProfile(
-        blocks=tuple(Block((name,)) for name in names),
-        frequency_mhz=np.array(list(curve)),
-        measures={Sizes(): measures},
-        bytes_per_parameter=BytesPerParameter(1.0, 0.0, 0.0),
-        links=Links(),
-    )
+    times_s = dict(zip(names, zip(forward_s, backward_s, strict=True), strict=True))
+    return layers_that_take(times_s, curve, held and dict(zip(names, held, strict=True)))
 
 
 def all_cuts(table, num_stages):

@@ -22,7 +22,7 @@ from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import plain
 from envpipe_megatron.search.configuration import layout_flag, megatron_even_split
-from envpipe_megatron.search.layer_file import read_layers_or_table
+from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.partition import (
     Cut,
     Found,
@@ -40,8 +40,7 @@ _BYTES = Number(positive=True, unit="bytes", mistaken=(("GiB", 2.0**30), ("GB", 
 @click.command()
 @click.option(
     "--layers", "layers_path", type=EXISTING_FILE, required=True,
-    help="Layer profile JSON of one size, as `envpipe search` takes it, or layer CSV: "
-    "layer,instruction,frequency,time,energy[,memory][,activation].",
+    help="Layer profile JSON of one size, as `envpipe search` takes it.",
 )  # fmt: skip
 @click.option("--num-stages", type=click.IntRange(min=2), required=True, help="Pipeline stages.")
 @MICROBATCHES_OPTION
@@ -81,11 +80,11 @@ def partition(
 
     Example:
 
-      envpipe partition --layers layers.csv --num-stages 8 --num-microbatches 24
+      envpipe partition --layers layers.json --num-stages 8 --num-microbatches 24
       --objective energy --blocking-power 84 --output profile.csv
     """
     check_outputs([output], [layers_path], {sidecar_path(output): SIDECAR_FORMAT})
-    profile = read_layers_or_table(layers_path)
+    profile = read_layers(layers_path)
     if blocking_power is None and profile.has_energy:
         warn_of_free_waiting()
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)

@@ -72,7 +72,7 @@ class SplitModel(Skeleton):
 
         Args:
             num_stages: p.
-            cut: `parameters`; `time:FILE` or `energy:FILE`, a layer CSV of all `entries`, which
+            cut: `parameters`; `time:FILE` or `energy:FILE`, a profile of all `entries`, which
                 `integrations.deepspeed.layer_profile` measures; or the parts themselves.
 
         Raises EnvPipeError for a cut that does not fit.
