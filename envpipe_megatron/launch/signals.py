@@ -19,7 +19,7 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Takes signals as long as it is entered, in the main thread; one that `nohup` ignores stays so.
+    """Takes signals as long as it is entered, in the main thread; one that is ignored stays so.
 
     They end the process as usual, by SystemExit, until `call` says what else they do. With
     `until_stdin_ends`, the end of standard input counts as a SIGTERM from then on.
