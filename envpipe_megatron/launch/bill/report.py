@@ -18,7 +18,6 @@ from rich.markup import escape
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.energy import (
-    BETWEEN,
     SHARES,
     EnergyFileError,
     EnergyWindow,
@@ -231,9 +230,8 @@ class BillReport:
         self._node = node
         self._tariff = tariff
         self._interval = interval
-        #: Iterations at the last line; and for each GPU, its steps and J in training then.
+        #: Iterations at the last line.
         self._done = 0
-        self._before: dict[tuple[str, str], tuple[int, float]] = {}
         self._writer = ThreadPoolExecutor(1, "envpipe-bill")
         self._writing: Future[None] | None = None
 
@@ -254,35 +252,15 @@ class BillReport:
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
         _ = self._stem  # settled before anything is written, as other jobs may end first
-        if not self._interval:
+        done, job = bill.num_iterations, bill.total()
+        if not self._interval or done - self._done < self._interval:
             return
-        now: dict[tuple[str, str], tuple[int, float]] = {}
-        longest = self._interval  # of lines, by which GPUs may lie apart
-        for phase in bill.phases.values():
-            gpu = phase.window.gpu_key
-            if phase.window.phase != BETWEEN:
-                longest = max(longest, phase.window.steps)
-                steps, energy_j = now.get(gpu, (0, 0.0))
-                now[gpu] = steps + phase.steps, energy_j + phase.energy_j
-        counts = [steps for steps, _ in now.values()]
-        if len(counts) < (bill.fact("num_gpus") or 0):
-            counts.append(0)  # of GPUs that have sent nothing yet
-        # All GPUs together; but one that is cut off ends no lines.
-        done = max(min(counts, default=0), max(counts, default=0) - 2 * longest)
-        if done - self._done < self._interval:
-            return
-        each_j = 0.0
-        for gpu, (steps, energy_j) in now.items():
-            steps_before, energy_before_j = self._before.get(gpu, (0, 0.0))
-            if steps > steps_before:
-                each_j += (energy_j - energy_before_j) / (steps - steps_before)
-        job = bill.total()
-        line = f"{done} iterations: {each_j:.1f} J each since the last line, {job.energy_j:.0f} J "
+        line = f"{done} iterations: {job.energy_j:.0f} J "
         line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()
         line += f"; against the job's own baseline {compared}" if compared else ""
         self.tell(line, bill)
-        self._done, self._before = done, now
+        self._done = done
 
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line and append the bill to `bill.jsonl`. Returns at once.
