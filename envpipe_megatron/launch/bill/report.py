@@ -19,12 +19,9 @@ from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.energy import (
     SHARES,
-    EnergyFileError,
     EnergyWindow,
     Phase,
     append_line,
-    name_of_run,
-    read_energy_logs,
 )
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
@@ -281,7 +278,6 @@ class BillReport:
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
-        self._add_other_nodes(bill)
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
         stem = self._stem
@@ -291,6 +287,9 @@ class BillReport:
         self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
+        of_nodes = {log_path(self._folder, node) for node in bill.nodes}
+        for log in sorted(set(self._folder.glob("energy-*.jsonl")) - of_nodes):
+            logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
         files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
@@ -301,16 +300,3 @@ class BillReport:
             write(self._folder / name)
         except OSError as error:
             logger.error("%s is not written: %s", name, error)
-
-    def _add_other_nodes(self, bill: Bill) -> None:
-        """Add what is left of starts that the bill has, by nodes that the last start was not on."""
-        starts = {run for _, run, _, _ in bill.phases if run != name_of_run(run)}
-        known = {log_path(self._folder, node) for node in bill.nodes}
-        for log in sorted(set(self._folder.glob("energy-*.jsonl")) - known):
-            windows: list[EnergyWindow] = []
-            with contextlib.suppress(OSError, EnergyFileError):
-                windows = [w for w in read_energy_logs([log]).windows if w.run in starts]
-            for window in windows:
-                bill.add(window)
-            if not windows:
-                logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)

@@ -52,19 +52,6 @@ def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     assert len((tmp_path / "bill.csv").read_text().splitlines()) == 2
 
 
-def test_what_a_node_that_is_gone_left_of_the_same_start_is_added(tmp_path, caplog):
-    start = "2026-01-31T12:00:00.000+00:00"
-    gone = [window(0, run=start, node="n1"), window(0, 1, run="of another job", node="n1")]
-    (tmp_path / "energy-n1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in gone))
-    (tmp_path / "energy-n2.jsonl").write_text(json.dumps(window(0, node="n2")) + "\n")
-    BillReport(tmp_path, Tariff()).end(bill_of(parsed([window(0, run=start)])))
-    (told,) = grown(tmp_path)
-    assert told["job"]["energy_j"] == 200.0
-    assert [record.getMessage().split()[0] for record in caplog.records] == [
-        f"{tmp_path}/energy-n2.jsonl"
-    ]
-
-
 def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capfd, caplog):
     """The second one's is under its node's name, even if the first job has ended by then."""
     report = BillReport(tmp_path, Tariff(), 1, "n/1.a")
