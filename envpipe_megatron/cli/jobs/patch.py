@@ -116,7 +116,7 @@ def check(ctx: click.Context, directory: Path) -> None:
     """
     found = look_at(directory)
     patched = found.state in (State.PATCHED, State.CHANGED_AFTER)
-    answers = ask_hooks(directory, found.patch.hooks, found.patch.tag) if patched else ()
+    answers = ask_hooks(directory, found.patch.hooks) if patched else ()
     _report(directory, found, answers)
     ctx.exit(_exit_status(found, answers))
 

@@ -23,7 +23,7 @@ from envpipe_megatron.integrations.huggingface.skeleton import (
     family_of,
     rotary_of,
 )
-from envpipe_megatron.search.parts import make_parts
+from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
 
@@ -88,7 +88,7 @@ class SplitModel:
 
         Args:
             num_stages: p.
-            cut: `parameters`; `time:FILE` or `energy:FILE`, a layer CSV of all `entries`, which
+            cut: `parameters`; `time:FILE` or `energy:FILE`, a profile of all `entries`, which
                 `integrations.deepspeed.layer_profile` measures; or the parts themselves.
 
         Raises EnvPipeError for a cut that does not fit.
