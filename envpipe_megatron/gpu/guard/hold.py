@@ -29,9 +29,9 @@ This covers these races:
 - *A rank is stopped (SIGSTOP) while its guard dies.* It cannot lock while it is stopped. Killed, it
   is a dead rank; continued, it notices.
 
-Where the guard sets the clock for the rank, by a page that both share, one process locks and
-resets, in order. The rank says in the page that it has given up before its callback for LOST
-returns: a guard that hung, and wakes up, locks nothing that it does not reset.
+The guard sets the clock for the rank, by a page that both share: one process locks and resets, in
+order. The rank says in the page that it has given up before its callback for LOST returns: a guard
+that hung, and wakes up, locks nothing that it does not reset.
 """
 
 import enum
@@ -139,7 +139,7 @@ def hold_gpu(
     *,
     on_event: Callable[[GuardEvent], None],
     settings: GuardSettings | None = None,
-    page: ClockPage | None = None,
+    page: ClockPage,
     timeout_s: float = _ANSWER_S,
 ) -> "Hold":
     """Start a guard for a GPU; once this returns, the rank may lock its clock.
@@ -147,7 +147,7 @@ def hold_gpu(
     Args:
         job: the job's name on this node, by default `job_key()`.
         on_event: called on its own thread with what the guard reports.
-        page: what the guard is to set the clock by; by default the rank sets it.
+        page: what the guard sets the clock by; its file may be closed afterwards.
 
     Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
     LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
@@ -193,7 +193,7 @@ def _start(
     address: GpuAddress,
     job: str,
     settings: GuardSettings,
-    page: ClockPage | None,
+    page: ClockPage,
     log: Path,
     theirs: socket.socket,
 ) -> subprocess.Popen[bytes]:
@@ -202,7 +202,7 @@ def _start(
         "job": job,
         "rank": asdict(ProcessIdentity.own()),
         "settings": asdict(settings),
-        "page": None if page is None else page.descriptor,
+        "page": page.descriptor,
         "socket": theirs.fileno(),
     }
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -210,7 +210,7 @@ def _start(
         return start_child(
             _GUARD,
             order,
-            (theirs.fileno(), *([page.descriptor] if page else [])),
+            (theirs.fileno(), page.descriptor),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,9 +1,9 @@
 """The guard: a small process beside a rank that outlives it and brings its GPU's clock back.
 
 `hold.hold_gpu` starts one for each rank. It has the rights of the rank, takes the GPU's lease, says
-"held", and watches. If the rank shares a page with it, it also sets the clocks that the rank stores
-there; before each reset it ends that, and begins anew when it hears from a rank that was silent. A
-reset beside a call that does not return counts as failed. What it does when
+"held", watches, and sets the clocks that the rank stores in a page that they share. Before each
+reset it ends that, and begins anew when it hears from a rank that was silent. A reset beside a call
+that does not return counts as failed. What it does when
 
 - the rank releases the GPU: reset, delete the lease, say "released".
 - the rank has ended without that, or its process runs another program now: reset, once more after
@@ -36,8 +36,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
-from envpipe_megatron.gpu.clock.page import ClockPage, PageController
+from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -62,8 +62,8 @@ _RESERVE_BYTES = 1 << 20
 def main() -> NoReturn:
     """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`, a JSON object.
 
-    It has `address`, `job`, `rank` and `settings` as in `Guard`; `socket`, the descriptor of the
-    socket to the rank; and `page`, that of a page's file, or null.
+    It has `address`, `job`, `rank` and `settings` as in `Guard`; and the descriptors `socket`, of
+    the socket to the rank, and `page`, of the file of the page that they share.
     """
     order = json.loads(sys.argv[1])
     # Batch systems send these to all of a job's processes to have its ranks write a checkpoint.
@@ -75,11 +75,10 @@ def main() -> NoReturn:
         # trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    if order["page"] is not None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
-            with suppress(OSError):
-                os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
+        with suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         Guard(
             GpuAddress(**order["address"]),
@@ -88,7 +87,7 @@ def main() -> NoReturn:
             GuardSettings(**order["settings"]),
             socket.socket(fileno=order["socket"]),
             signals,
-            None if order["page"] is None else ClockPage(order["page"]),
+            ClockPage(order["page"]),
         ).run()
     except BaseException:
         with suppress(Exception):
@@ -118,10 +117,11 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 class Guard:
-    """The guard of one rank; `signals` is the descriptor from which signals are read.
+    """The guard of one rank.
 
     Args:
-        page: by which the rank asks for clocks; None if it sets its clock itself.
+        signals: the descriptor from which signals are read.
+        page: by which the rank asks for clocks.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Guard:
         settings: GuardSettings,
         connection: socket.socket,
         signals: int,
-        page: ClockPage | None = None,
+        page: ClockPage,
     ) -> None:
         self._page = page
         self._controller: PageController | None = None
@@ -286,15 +286,17 @@ class Guard:
             send(self._connection, {"event": event, **more})
 
     def _serve(self) -> None:
-        """Set the clocks that the rank asks for by its page, if there is one, from here on."""
+        """Set the clocks that the rank asks for by its page, from here on."""
         page = self._page
-        if page is None or page.is_over or self._controller is not None:
+        if page.is_over or self._controller is not None:
             return
         try:
             with _time_limit(self._settings.give_up_s):
                 # An object of its own: the guard's is opened again where a reset has failed.
                 gpu = open_gpu(self._address)
-            self._controller = PageController(gpu, page)
+            controller = PageController(gpu, page)
+            controller.start()
+            self._controller = controller
         except Exception as error:  # the rank goes on without
             _LOG.error("%s: cannot be set: %s", self._address.uid, error)
             page.fail(str(error))
@@ -302,9 +304,10 @@ class Guard:
     def _serve_no_more(self) -> bool:
         """Set none of them from here on; False while a call that sets one does not return."""
         if self._controller is not None:
+            ended = True
             with suppress(Exception):  # as without memory: its clock is reset all the same
-                self._controller.close()
-            if self._controller.in_driver:
+                ended = self._controller.close()
+            if not ended:
                 return False
             self._controller = None
         return True

@@ -14,6 +14,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu, job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
@@ -42,7 +43,7 @@ class Played:
 
     def _start(self, command, **how):
         self.command, self.how = command, how
-        (descriptor,) = how["pass_fds"]
+        descriptor, _ = how["pass_fds"]
         self.end = socket.socket(fileno=os.dup(descriptor))
         self.end.settimeout(DEADLINE_S)
         self.answer()
@@ -56,7 +57,11 @@ class Played:
     def hold(self, heartbeat_s=1000.0, on_event=None, **named):
         named.setdefault("settings", GuardSettings(heartbeat_s))
         on_event = on_event or self.events.put
-        return hold_gpu(ADDRESS, "job", on_event=on_event, **named)
+        page = ClockPage.create()
+        try:
+            return hold_gpu(ADDRESS, "job", page=page, on_event=on_event, **named)
+        finally:
+            page.close_file()
 
     def hear(self):
         return receive(self.end)

@@ -179,10 +179,11 @@ def run(
             page.count(DUE, number)
 
     where = GpuAddress(*address)
-    page = ClockPage.create() if served else None
+    shared = ClockPage.create()
+    page = shared if served else None
     try:
         hold = hold_gpu(
-            where, job, on_event=on_event, settings=GuardSettings(**settings), page=page
+            where, job, on_event=on_event, settings=GuardSettings(**settings), page=shared
         )
     except GpuError as error:
         say("refused", type(error).__name__, str(error))
