@@ -25,7 +25,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy, step_sums
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
