@@ -88,7 +88,7 @@ def walked(machine, tmp_path, monkeypatch):
         monkeypatch.setenv(variable, str(tmp_path / variable))
     for uuid, backend in zip(machine.nvml.uuids, HARDWARE_BACKENDS, strict=False):
         NvmlGpu(uuid).lock_frequency(1200)
-        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
+        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).close()
     machine.forget()
     return machine
 
@@ -142,7 +142,6 @@ class Walk:
     def walk_leases(self):
         for record in list_leases():
             self.call(undo_lease, record, open_gpu)
-            self.call(undo_lease, record, open_gpu, gave_up=True)
             lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
             if lease is not None:
                 lease.release()
@@ -154,7 +153,7 @@ class Walk:
     def walk_guard(self):
         for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
-            hold = self.call(hold_gpu, address, f"job {backend}", on_event=lambda event: None)
+            hold = self.call(hold_gpu, address, f"job {backend}", on_end=lambda: None)
             if hold is not None:
                 hold.release()
 

@@ -24,7 +24,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
+from envpipe_megatron.gpu.guard.hold import hold_gpu
 
 #: Shares of the highest clock that are measured where no clocks are named.
 _USUAL_SHARES = (1.0, 0.75, 0.5)
@@ -103,10 +103,9 @@ def measure_latency(
     guard_ended = threading.Event()
     locking = threading.Lock()
 
-    def on_event(event: GuardEvent) -> None:
-        if event is not GuardEvent.WAS_RESET:
-            with locking:  # when this returns, nothing is locked any more
-                guard_ended.set()
+    def on_end() -> None:
+        with locking:  # when this returns, nothing is locked any more
+            guard_ended.set()
 
     def lock(frequency_mhz: int) -> None:
         with locking:
@@ -128,7 +127,7 @@ def measure_latency(
                 return found
 
     changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
-    hold = hold_gpu(gpu.address, f"measure-latency-{os.getpid()}", on_event=on_event)
+    hold = hold_gpu(gpu.address, f"measure-latency-{os.getpid()}", on_end=on_end)
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")

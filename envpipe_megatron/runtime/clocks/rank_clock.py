@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
-from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
@@ -78,7 +78,7 @@ class RankClock:
         )
         try:
             if guarded and self._hold is None:
-                self._hold = hold_gpu(gpu.address, on_event=self._hear)
+                self._hold = hold_gpu(gpu.address, on_end=self._guard_ended)
             if guarded and (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
                 self._ending = threading.Timer(left_s, self._end)
@@ -113,7 +113,7 @@ class RankClock:
             if count is None:
                 return None
             served = self.controller = ServedClock(self._gpu, page, count)
-            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, page=page)
+            self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
         except GpuError:
             if must:
                 raise
@@ -165,7 +165,7 @@ class RankClock:
                 self._gpu.name,
             )
             return
-        self._hold.release(late=self.controller.error is not None)
+        self._hold.release()
 
     def _end(self) -> None:
         self.controller.stop(
@@ -179,19 +179,13 @@ class RankClock:
         except GpuError as error:
             logger.error("%s", error)
 
-    def _hear(self, event: GuardEvent) -> None:
-        if event is GuardEvent.WAS_RESET:
-            self.controller.forget()
-            return
-        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
+    def _guard_ended(self) -> None:
         self.controller.stop(
             GuardError(
-                f"The guard of this GPU's clock {reason}",
+                "The guard of this GPU's clock has ended",
                 remedy="The clock is at its default from here on; see the guard's log",
             )
         )
-        if event is GuardEvent.STOP:
-            self._release()
 
 
 def hold_everywhere(

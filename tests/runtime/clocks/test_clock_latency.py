@@ -14,7 +14,6 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.presets import preset_folder
-from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.runtime.clocks import latency as clock_latency
@@ -38,11 +37,11 @@ class Guard:
 
     def __init__(self) -> None:
         self.released: list[int | None] = []
-        self.tell: Callable[[GuardEvent], None] | None = None
+        self.end: Callable[[], None] | None = None
         self.gpu: EmulatedGpu | None = None
 
-    def hold_gpu(self, address, job, *, on_event):
-        self.tell = on_event
+    def hold_gpu(self, address, job, *, on_end):
+        self.end = on_end
         return SimpleNamespace(release=self._release)
 
     def _release(self) -> None:
@@ -159,7 +158,7 @@ def test_clock_is_reset_whatever_fails(gpu, guard, monkeypatch, good_locks):
 def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, guard, clocks):
     with pytest.raises((ClockLatencyError, GpuError), match=r"120[01]"):
         measure_latency(gpu, EmulatedKernelTimer(gpu), clocks, repeats=1)
-    assert guard.tell is None
+    assert guard.end is None
 
 
 def test_guarded_measurement_leaves_no_lease_and_no_lock(tmp_path, monkeypatch):
@@ -178,8 +177,7 @@ def test_guarded_measurement_leaves_no_lease_and_no_lock(tmp_path, monkeypatch):
     assert gpu.requested_frequency_mhz is None
 
 
-@pytest.mark.parametrize("event", [GuardEvent.LOST, GuardEvent.STOP])
-def test_nothing_is_locked_once_the_guard_has_ended(gpu, guard, monkeypatch, event):
+def test_nothing_is_locked_once_the_guard_has_ended(gpu, guard, monkeypatch):
     locks: list[int] = []
     lock = EmulatedGpu._lock
 
@@ -189,8 +187,8 @@ def test_nothing_is_locked_once_the_guard_has_ended(gpu, guard, monkeypatch, eve
 
     class Timer(EmulatedKernelTimer):
         def trace(self, call, look):
-            # A reset by somebody else says nothing against going on.
-            guard.tell(event if len(locks) == 2 else GuardEvent.WAS_RESET)
+            if len(locks) == 2:
+                guard.end()
             return super().trace(call, look)
 
     monkeypatch.setattr(EmulatedGpu, "_lock", counting)

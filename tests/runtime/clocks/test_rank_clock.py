@@ -14,7 +14,6 @@ from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere, open_rank_gpu
@@ -29,13 +28,12 @@ class Guard:
         self.is_released = threading.Event()
         self.error: GpuError | None = None
 
-    def hold_gpu(self, address, *, on_event):
+    def hold_gpu(self, address, *, on_end):
         self.held.append(address)
-        self.tell = on_event
+        self.end = on_end
         return SimpleNamespace(release=self._release)
 
-    def _release(self, *, late: bool) -> None:
-        self.late = late
+    def _release(self) -> None:
         self.is_released.set()
         self.released += 1
         if self.error is not None:
@@ -118,33 +116,16 @@ def test_the_controller_does_as_wished(guard):
     assert plain._gpu.history == [1000, 1200, None]
 
 
-def test_what_a_guard_tells(guard, gpu, caplog):
+def test_a_guard_that_ends_is_the_end_of_control(guard, gpu):
     clock = RankClock(gpu, guarded=True)
     ask(clock, 1000)
-    guard.tell(GuardEvent.WAS_RESET)
-    ask(clock, 1000)
-    assert gpu.history == [1000, 1000]
-    guard.tell(GuardEvent.LOST)
-    assert gpu.history == [1000, 1000, None]
-    assert "The guard of this GPU's clock is gone. The clock is at" in str(clock.controller.error)
+    guard.end()
+    assert gpu.history == [1000, None]
+    assert "guard of this GPU's clock has ended. The clock is at" in str(clock.controller.error)
     assert guard.released == 0
     clock.close()
     clock.close()
     assert guard.released == 2  # a hold that is released does nothing
-    other = RankClock(gpu, guarded=True)
-    guard.tell(GuardEvent.STOP)
-    assert "was told to end the job" in str(other.controller.error)
-    assert guard.released == 3
-    other.close()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_guard_is_told_whether_a_request_may_come_late(guard, gpu, fails):
-    clock = RankClock(gpu, guarded=True)
-    gpu.error = GpuError("no answer in time") if fails else None
-    ask(clock, 1000)
-    clock.close()
-    assert guard.late is fails
 
 
 def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
@@ -206,7 +187,7 @@ def test_a_guard_is_not_told_of_the_end_while_a_lock_may_still_come(guard, gpu, 
     if ends == "closed":
         clock.close()
     else:
-        guard.tell(GuardEvent.STOP)
+        guard.end()
     assert guard.released == 0
     gpu.driver.set()
     clock.controller._resetter.join(10)

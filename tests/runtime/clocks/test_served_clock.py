@@ -106,7 +106,7 @@ def test_a_guard_that_dies_ends_control_alone(job, caplog):
     job.ask(job.gpu.supported_frequencies_mhz[-1])
     os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
     look_until(lambda: job.clock.controller.error is not None)
-    assert "The guard of this GPU's clock is gone" in job.clock.problems()[0]
+    assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
     look_until(lambda: job.set_mhz is None)
     job.ask(job.gpu.supported_frequencies_mhz[-1])  # is not heard, nor waited for
     assert job.set_mhz is None
@@ -133,7 +133,7 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
         clock.controller.request(lowest, Done())
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         look_until(lambda: gpu.requested_frequency_mhz is None)
-        clock._hold._say("beat")
+        clock._hold._beat()
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         assert clock.controller.error is None
     finally:
@@ -251,11 +251,11 @@ def test_without_memory_to_share_a_thread_sets_the_clock(monkeypatch, call):
 def test_a_dry_run_is_served_if_nobody_holds_its_gpu(monkeypatch, held):
     asked = []
 
-    def hold_gpu(address, *, on_event, page):
+    def hold_gpu(address, *, on_end, page):
         asked.append(page)
         if held:
             raise LeaseHeldError("held")
-        return SimpleNamespace(release=lambda late: asked.append("released"))
+        return SimpleNamespace(release=lambda: asked.append("released"))
 
     monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
     clock = RankClock(DryGpu(), 0.5, relock=True, count_by=lambda page: page.count)
@@ -279,7 +279,7 @@ def test_a_real_gpu_that_is_held_is_refused(monkeypatch):
 def test_the_watch_judges_by_what_the_guard_requested(monkeypatch):
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     monkeypatch.setattr(
-        rank_clock, "hold_gpu", lambda *_, **__: SimpleNamespace(release=lambda late: None)
+        rank_clock, "hold_gpu", lambda *_, **__: SimpleNamespace(release=lambda: None)
     )
     monkeypatch.setattr(served, "_LAST_ANSWER_S", 0.0)
     seen = []
